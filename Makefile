@@ -1,7 +1,7 @@
 # Every target sets up what it needs: python3 (3.11 or later) with venv is enough. What they do stands in noxfile.py.
 #
 #   PYTHON=/path/to/python   use this one Python
-#   ARGS='-k name -x'        further arguments for pytest (quick, test, soak), the injector (stress) or ruff's, mypy's and
+#   ARGS='-k name -x'        further arguments for pytest (quick, test, matrix, soak), the injector (stress) or ruff's, mypy's and
 #                            shellcheck's names (lint); the cases to run (bench), or the transcripts
 #   TORCH=no                 do not try to install torch for the compatibility tests
 #   SEEDS=1000               how many runs of the fault injector stress makes
@@ -14,7 +14,7 @@ export PYTHON TORCH
 
 SESSIONS = @$(or $(PYTHON),python3) tools/bootstrap.py
 
-.PHONY: help demo quick test lint format docs transcripts stress soak bench package constraints hooks clean
+.PHONY: help demo quick test matrix lint format docs transcripts stress soak bench package constraints hooks clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
@@ -22,11 +22,14 @@ help: ## say what there is
 demo: ## train on the handwritten digits with 4 ranks
 	$(SESSIONS) demo
 
-quick: ## the tests to run while you work: on one Python, without what takes long
+quick: ## the tests to run while you work: those that take next to no time
 	$(SESSIONS) quick -- $(ARGS)
 
-test: ## all that must hold, on each supported Python that is here; lint, the package, the site; with ARGS, the tests alone
-	$(SESSIONS) once tests $(if $(ARGS),,lint floors package docs) -- $(ARGS)
+test: ## all that must hold, on the Python at hand; lint; with ARGS, the tests alone
+	$(SESSIONS) tests $(if $(ARGS),,lint) -- $(ARGS)
+
+matrix: ## the rest: other Pythons, torch, Slurm and what else takes long, the lowest dependencies, the package, the site
+	$(SESSIONS) long torch pythons $(if $(ARGS),,floors package docs) -- $(ARGS)
 
 lint: ## ruff, mypy and shellcheck
 	$(SESSIONS) lint -- $(ARGS)
@@ -47,7 +50,7 @@ stress: ## 1,000 groups that are shot at: signals, exhaustion, slow readers; wha
 	$(SESSIONS) stress -- --seeds 0-$$(($(SEEDS) - 1)) $(ARGS)
 
 soak: ## the suite ten times, every second time under load
-	$(SESSIONS) --rounds $(ROUNDS) once tests -- $(ARGS)
+	$(SESSIONS) --rounds $(ROUNDS) tests long torch pythons -- $(ARGS)
 
 bench: ## the benchmarks: Phalanx, its peer and the floor
 	$(SESSIONS) bench -- $(ARGS)

@@ -78,27 +78,42 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def quick(session: nox.Session) -> None:
-    """The tests on the default Python, two at a time, without those that take long or mean the same on each Python."""
+    """The tests that take next to no time, on the Python at hand, two at a time."""
     install(session, "test")
-    run_tests(session, "-n", "2", "-m", "not torch and not once and not slow")
+    run_tests(session, "-n", "2", "-m", "not torch and not long and not slow")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests on the Python at hand, without those that take long or need torch."""
+    install(session, "test")
+    if not session.posargs:
+        session.log("left to `make matrix`: Slurm, long cuts of the network, thousands of seeds, torch, other Pythons")
+    run_tests(session, "-n", "3", "-m", "not torch and not long")  # three: a good part of it is waiting
+
+
+@nox.session(name="long")
+def take_long(session: nox.Session) -> None:
+    """The tests that take long, but for those with torch, on the Python at hand."""
+    install(session, "test")
+    run_tests(session, "-m", "long and not torch")
 
 
 @nox.session(python=SUPPORTED)
-def tests(session: nox.Session) -> None:
-    """The tests that each Python runs; of those between the oldest and the newest that is here, the fast ones."""
+def pythons(session: nox.Session) -> None:
+    """The tests of what differs between Pythons, on each that is here."""
     install(session, "test")
-    here = [version for version in SUPPORTED if get_interpreter(version)]
-    between = not os.environ.get("PYTHON") and session.python in here[1:-1]
-    run_tests(session, "-m", f"not torch and not once{' and not slow' if between else ''}")
+    run_tests(session, "-m", "each_python and not torch")
 
 
-@nox.session(python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON)
-def once(session: nox.Session) -> None:
-    """The tests that need torch, and those that mean the same on each Python."""
+@nox.session(
+    name="torch", python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON
+)
+def beside_torch(session: nox.Session) -> None:
+    """The tests that need torch."""
     install(session, "test")
     install_torch(session)
-    # As much as two other sessions have to do and more, and a good part of it is waiting: it would be the last, alone.
-    run_tests(session, "-n", "3", "-m", "torch or once")
+    run_tests(session, "-n", "2", "-m", "torch")
 
 
 def install_torch(session: nox.Session) -> None:
@@ -145,7 +160,8 @@ def floors(session: nox.Session) -> None:
     project = nox.project.load_toml("pyproject.toml")["project"]
     direct = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
-    others = Path(session.create_tmp(), "constraints.txt")
+    # Not in create_tmp(), which would make its folder the tests' TMPDIR.
+    others = Path(session.cache_dir, "floors-constraints.txt")
     others.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in direct), encoding="utf-8")
     lowest = ("--resolution", "lowest-direct", "--constraints", str(others), *CONSTRAINTS[2:])
     session.install(*lowest, "--requirements", "pyproject.toml", "--group=floors")
@@ -154,8 +170,7 @@ def floors(session: nox.Session) -> None:
     if len(files) != len(FLOOR_TESTS):
         session.error(f"of {', '.join(FLOOR_TESTS)} there are only {', '.join(files)}")
     session.run("uv", "pip", "freeze", external=True)
-    choice = "not torch and (not once or not slow)"  # of what is the same on each Python, what the command line refuses
-    session.run("python", "-m", "pytest", "-m", choice, *files, env={"PYTHONDONTWRITEBYTECODE": None})
+    session.run("python", "-m", "pytest", "-m", "not torch", *files, env={"PYTHONDONTWRITEBYTECODE": None})
 
 
 @nox.session

@@ -37,7 +37,7 @@ USE = {
 def program() -> str:
     """Return the path of an etcd. Raises RuntimeError: there is none, or Phalanx's client for it is not installed."""
     if importlib.util.find_spec("grpc") is None:
-        raise RuntimeError("grpc is not installed, which phalanx[etcd] asks for")
+        raise RuntimeError("grpc is not installed: pip install grpcio protobuf")
     found = shutil.which("etcd")
     if found is not None:
         return found

@@ -37,6 +37,10 @@ os.environ.pop("VIRTUAL_ENV", None)  # of whoever runs the tests: phalanx run wo
 # NumPy's threads turn in a loop for a while when it is imported, which doubles what an import takes of the processors.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+if len(os.fsencode(tempfile.gettempdir())) > 20:  # a socket's path has 107 bytes at most, see unix(7)
+    os.environ["TMPDIR"] = "/tmp"
+    tempfile.tempdir = None
+
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
 
 

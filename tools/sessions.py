@@ -78,6 +78,8 @@ def sessions(names: list[str], options: list[str]) -> list[str]:
     for session in sorted(json.loads(listed.stdout), key=lambda session: names.index(session["name"])):
         if (version := session["python"]) and get_interpreter(version) is None:
             say(f"{session['session']}: there is no Python {version} here, left out")
+        elif session["name"] == "pythons" and version == VERSION and len(names) > 1:
+            say(f"{session['session']}: left out, `make test` runs these tests on this Python")
         else:
             found.append(session["session"])
     return found
@@ -184,7 +186,7 @@ def interrupted(number: int, _frame: FrameType | None) -> NoReturn:
 def together(todo: list[Session]) -> None:
     """Run the sessions, five at a time where there are two processors, for they mostly wait.
 
-    So `make test` begins with all that run tests, and with one that goes on to lint and the like: they end together.
+    So `make matrix` begins with what runs tests, and goes on with the package and the site: they end together.
     """
     left = collections.deque(todo)
     marked = len(todo) > 1

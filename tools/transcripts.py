@@ -109,8 +109,10 @@ class Steady:
     def put(self, text: str) -> str:
         """The text in that form."""
         self.seen(text)
-        for path, shown in ((self._folder, ""), (sys.executable, "python"), (f"{ROOT}/src/", "/usr/lib/python3.12/")):
-            text = text.replace(path, shown)
+        for path, shown in ((sys.executable, "python"), (f"{ROOT}/src/", "/usr/lib/python3.12/")):
+            # Where the path has a space, it is in quotes as a word for a shell.
+            text = re.sub(rf"'{re.escape(path)}([^\s']*)'", rf"{shown}\1", text).replace(path, shown)
+        text = text.replace(self._folder, "")
         text = re.sub(r"\d{8}-\d{6}_\w{8}", lambda found: self._runs[found[0]], text)
         text = re.sub(r"(?i)(\bpid:? )(\d+)", lambda found: found[1] + self._pids[found[2]], text)
         for pattern, fixed in self.FIXED:

@@ -23,11 +23,11 @@ from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.latch import Latch
 from phalanx._base.stderr import mention
 from phalanx._engine import host_signals
-from phalanx._logs import pump
+from phalanx._logs import pump, pump_end
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
 from tests.support.attempt_groups import shells
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from phalanx._group.context import PContext
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 SLEEPS = "exec sleep 600"
 
@@ -58,7 +58,7 @@ def attempted(team: GroupTeam, restarts: int = 0, **options: Any) -> Iterator[At
 
 def tells(ready: Ready, then: str) -> str:
     """A script that says its pid, and goes on."""
-    return f'{sys.executable} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
+    return f'{PYTHON} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
 
 
 # --- failures
@@ -260,7 +260,7 @@ class Interrupter:
         return self.trace
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was dropped, and is killed:ResourceWarning")
 def test_a_signal_between_two_lines_of_start_run_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the line: it ends stopped, no worker is left, and no attempt is noted twice."""
@@ -455,8 +455,7 @@ def most(seen: list[tuple[int, int]]) -> tuple[int, int]:
     return max(fds for fds, _ in seen), max(threads for _, threads in seen)
 
 
-@pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_attempts_leave_nothing() -> None:
     """Neither descriptors nor threads grow in number, nor memory, while they go on."""
     seen: list[tuple[int, int]] = []
@@ -481,23 +480,31 @@ def test_many_attempts_leave_nothing() -> None:
     assert memory[1] - memory[0] < 4 << 20
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_nothing_grows_while_nobody_reads_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Four groups wait for it at most; beyond that, a restart waits until the oldest has given up."""
-    monkeypatch.setattr(pump, "STUCK", 0.2)
+    """Four groups wait for it at most; beyond that, a restart waits until the oldest has given up.
+
+    How many of the four wait in an attempt depends on how long the attempts before took: on the machine.
+    """
+    monkeypatch.setattr(pump_end, "STUCK", 0.2)
     seen: list[tuple[int, int]] = []
+    waiting: list[int] = []
     script = false_until(18, seen)
+
+    def counted(attempt: int) -> str:
+        waiting.append(len(team._before))
+        return f"{MANY}; {script(attempt)}"
+
     logs: dict[str, Any] = {"folder": str(tmp_path / "logs"), "specs": {"redirects": Std.NONE, "tee": Std.OUT}}
-    team = shells(lambda attempt: f"{MANY}; {script(attempt)}", **logs)
-    with capfd.disabled(), console() as out:
-        with attempted(team, 100) as attempts:
-            ending = attempts.run()
-            assert (ending.state, len(ending.ends)) == ("succeeded", 19)
-            assert len(team._before) <= 4
+    team = shells(counted, **logs)
+    with capfd.disabled(), console() as out, attempted(team, 100) as attempts:
+        ending = attempts.run()
+        assert (ending.state, len(ending.ends)) == ("succeeded", 19)
         os.close(out)
-    before, after = most(seen[5:10]), most(seen[10:])
-    assert after[0] <= before[0] + 4
-    assert after[1] <= before[1] + 2
+    assert max(waiting) <= 4
+    # Each that waits has six descriptors and a thread; so much is shared by all. The rest is what is being closed.
+    (fds, threads), later = seen[0], list(zip(seen[1:], waiting[1:], strict=True))
+    assert not [each for each in later if each[0][0] > fds + 6 + 6 * each[1] + 4]
+    assert not [each for each in later if each[0][1] > threads + 1 + each[1] + 2]

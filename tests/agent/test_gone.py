@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing import PContext, RunProcsResult
     from tests.support.helpers import Gate
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 def gated(gate: Gate, then: str = "exit 0") -> PContext:

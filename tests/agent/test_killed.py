@@ -71,7 +71,6 @@ def left(mark: str, seconds: float = 10.0) -> set[int]:
     return found
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * ROUNDS)
 def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:

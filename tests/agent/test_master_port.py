@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once
 
 EVERYWHERE = ((socket.AF_INET, ""), (socket.AF_INET6, "::"))
 LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))

@@ -23,7 +23,7 @@ from phalanx._engine import host_signals
 from phalanx._events.listener import Listener
 from phalanx._events.stream import EventStream
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 MANY = 8
 
@@ -301,7 +301,7 @@ def stopped_by_signals(carrying: SideBySide, *orders: tuple[int, float]) -> list
 
 
 def tells(ready: Ready, then: str) -> str:
-    return f'{sys.executable} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
+    return f'{PYTHON} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
 
 
 def test_a_signal_stops_all_within_one_grace_and_a_second_kills(ready: Ready) -> None:
@@ -431,7 +431,7 @@ def test_a_signal_between_any_two_lines(monkeypatch: pytest.MonkeyPatch, then_st
     assert {"run", "_turn", "advance", "_step", "_start_group", "_see_up", "_note_end", "_follow", "_see"} <= seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was dropped, and is killed:ResourceWarning")
 def test_a_signal_between_two_lines_of_groups_that_start_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the line: all end, and no worker is left."""

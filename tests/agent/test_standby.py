@@ -102,7 +102,6 @@ def fail(gate: Gate) -> None:
         stream.write(b"x" * WORKERS)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_a_restart_takes_the_interpreters_that_wait(place: Place, ready: Ready, gate: Gate, kind: str) -> None:
@@ -135,7 +134,6 @@ def test_a_restart_takes_the_interpreters_that_wait(place: Place, ready: Ready, 
     assert left(everyone(place)) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_that_has_waited_finds_what_any_worker_finds(place: Place, ready: Ready, gate: Gate) -> None:
     path = written(place, ready, gate)
@@ -172,7 +170,6 @@ print(json.dumps({{"files": [select.__file__, made.__file__]}}))
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-standby",)], ids=["standby", "none"])
 def test_a_worker_that_has_waited_imports_what_any_worker_imports(
@@ -192,7 +189,6 @@ def test_a_worker_that_has_waited_imports_what_any_worker_imports(
     assert told(place) == [{"files": [str(place.folder / "select.py"), f"{folder}/made.py"]}]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_an_interpreter_that_waits_says_nothing_of_ctrl_c(place: Place, ready: Ready, gate: Gate) -> None:
     with begin(place, ready, "--redirects", 0, written(place, ready, gate)) as launcher:  # it writes to the launcher's
@@ -206,7 +202,6 @@ def test_an_interpreter_that_waits_says_nothing_of_ctrl_c(place: Place, ready: R
     assert "KeyboardInterrupt" not in done.err
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["a worker", "its keeper"])
 def test_a_standby_that_dies_is_not_noticed(place: Place, ready: Ready, gate: Gate, who: str) -> None:
@@ -223,8 +218,7 @@ def test_a_standby_that_dies_is_not_noticed(place: Place, ready: Ready, gate: Ga
     assert left(everyone(place)) == set()
 
 
-@pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["success", "giving up", "SIGTERM", "SIGINT"])
 def test_nothing_of_a_standby_stays_behind(place: Place, ready: Ready, gate: Gate, end: str) -> None:
     options = ("--never-restart-on", 3) if end == "giving up" else ()
@@ -241,7 +235,6 @@ def test_nothing_of_a_standby_stays_behind(place: Place, ready: Ready, gate: Gat
     assert attempts(place) == ["attempt_0"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * ROUNDS)
 def test_nothing_of_a_standby_outlives_a_launcher_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -451,7 +452,6 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_long_pause_is_not_forgotten_for_many_short_ones() -> None:
     pauses = Pauses()
@@ -532,7 +532,6 @@ def test_messages_keep_their_boundaries_and_their_order(ends: tuple[channels.Cha
     assert theirs.receive() is None
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("size", [32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 1 << 20, 50 << 20])
 def test_a_message_of_any_size_arrives(size: int, ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends
@@ -541,6 +540,18 @@ def test_a_message_of_any_size_arrives(size: int, ends: tuple[channels.Channel, 
     assert receive(theirs) == (message, [])
 
 
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Let this process have 4,096 descriptors, which is more than most users' soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 4096:
+        pytest.skip(f"only {hard} descriptors can be had")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize("count", [1, 249, 250, 251, 500, 501, 1000])
 @pytest.mark.parametrize("size", [0, 100_000])
 def test_any_number_of_descriptors_arrives(

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "20000"))
 few = settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))

@@ -179,7 +179,6 @@ def test_a_pipe_that_is_read_does_not_rotate_its_worker_writes_to_it(tmp_path: P
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("max_size", [None, 100])
 @pytest.mark.parametrize("kind", ["a FIFO", "a device", "a folder"])
 def test_a_worker_that_replaces_all_there_is_holds_up_nobody(
@@ -212,7 +211,6 @@ def test_following_says_once_what_it_has_found(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().err.count(f"phalanx: {path} is not shown: it is not a regular file, but a FIFO") == 1
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a FIFO", "a device", "a socket"])
 def test_logs_passes_over_what_is_no_file_and_says_so(place: Place, kind: str) -> None:

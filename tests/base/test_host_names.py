@@ -11,8 +11,6 @@ import pytest
 from phalanx._base.host_names import await_name, look_up
 from phalanx._base.latch import Latch
 
-pytestmark = pytest.mark.once
-
 ADDRESS = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
 
 

@@ -17,9 +17,7 @@ from phalanx.cli._commands import cli
 from phalanx.cli._declare import sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
-from tests.cli.test_run import Done, Place, refused
-
-pytestmark = pytest.mark.once
+from tests.cli.test_run import RUN, Done, Launcher, Place, refused
 
 PHALANX = (sys.executable, "-m", "phalanx")
 
@@ -88,7 +86,7 @@ def test_a_slip_of_the_finger(argv: list[str], answer: str) -> None:
     assert answer in done.output
 
 
-@pytest.mark.parametrize("name", ["--verbose", "--env", "--quiet", "--debug", "--nn-x-yz", "--n", "--seed"])
+@pytest.mark.parametrize("name", ["--verbose", "--debug", "--nn-x-yz", "--n", "--seed"])
 def test_no_guess_is_better_than_a_wild_one(name: str) -> None:
     assert f"there is no option {name!r}\n" in CliRunner().invoke(cli, ["run", name, "x.py"]).output
 
@@ -110,6 +108,27 @@ def test_no_more_is_meant_than_a_person_reads() -> None:
 def test_nothing_completes_a_command_that_is_not_there(place: Place) -> None:
     place.env |= {"_PHALANX_COMPLETE": "bash_complete", "COMP_WORDS": "phalanx xyz x", "COMP_CWORD": "2"}
     assert phalanx(place) == (0, "\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--help", "--version", "run --help", "run --dry-run SCRIPT", "run --print-config SCRIPT", "runs", "runs --json",
+        "runs prune --keep 0 --dry-run", "logs", "logs -f", "logs -n 1", "stack --help",
+    ],
+)  # fmt: skip
+def test_a_command_whose_reader_has_gone_ends_as_one_that_dies_of_sigpipe(place: Place, argv: str) -> None:
+    script = place.write("print('one')")
+    assert place.run(script).status == 0
+    place.env["PHALANX_LOG_DIR"] = str(place.logs)
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = argv.replace("SCRIPT", script).split()
+    with Launcher([*RUN[:-1], *words], cwd=place.folder, env=place.env, stdout=writer) as command:
+        os.close(writer)
+        done = command.end()
+    assert (done.status, done.err) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_name_that_a_terminal_would_obey_is_shown(place: Place) -> None:
@@ -156,7 +175,10 @@ def test_help_is_in_sections() -> None:
             {"PHALANX_LOG_DIR": "/dev/full"},
             ["--log-dir: '/dev/full' is not", "(--log-dir is PHALANX_LOG_DIR "],
         ),
-        ({"PHALANX_GRACE": "10s"}, ["(PHALANX_GRACE in the environment): '10s': expected seconds, like 60 or 0.5"]),
+        (
+            {"PHALANX_GRACE": "10 s"},
+            ["(PHALANX_GRACE in the environment): '10 s': expected a time, 0 or more, like 90"],
+        ),
         ({"PHALANX_HANG_TIMEOUT": "-1"}, ["'--hang-timeout' (PHALANX_HANG_TIMEOUT in the environment)"]),
         (
             {"PHALANX_TIMESTAMPS": "1", "PET_ELAPSED": "1"},
@@ -183,7 +205,7 @@ def test_an_interpreter_that_is_not_there(place: Place) -> None:
 def test_an_option_that_was_typed_is_not_the_environments(place: Place) -> None:
     place.env |= {"PHALANX_GRACE": "1"}
     done = place.run("--grace", "-1", place.write(""))
-    refused(done, "'--grace' / '--shutdown-timeout': expected 0 seconds or more")
+    refused(done, "'--grace' / '--shutdown-timeout': '-1': expected a time, 0 or more")
     assert "in the environment" not in done.err
 
 

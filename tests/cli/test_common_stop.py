@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Ready
 
-pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 
 LAUNCHER = """
 import sys

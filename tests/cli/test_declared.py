@@ -17,8 +17,6 @@ from phalanx.cli._run_options import ABSENT
 from phalanx.cli.run import run
 from phalanx.launcher import LaunchConfig
 
-pytestmark = pytest.mark.once
-
 EVERY = {declared.name: declared for declared in declarations(RunConfig)}
 
 

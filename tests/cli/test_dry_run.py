@@ -15,7 +15,7 @@ from tests.cli.test_run import refused
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHOW = """
     import json, os

@@ -19,7 +19,7 @@ from tests.support.etcd import Etcd
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 SHOW = "import os; print('found', repr(os.environ['PHALANX_ETCD_PASSWORD']))"
 

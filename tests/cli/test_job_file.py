@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('NAME')]))"
 
@@ -172,9 +171,9 @@ def test_other_line_ends_and_a_byte_order_mark(job: Path) -> None:
         ('script = "x.py"\nargs = "a"', "job.toml, line 2: args: expected a list of strings, found 'a'"),
         ('script = "x.py"\nargs = ["a",\ntrue]', "line 2: args: expected a list of strings, found true in it"),
         ("script = 3", "job.toml, line 1: script: expected a string, found 3"),
-        ('grace = "3"', "job.toml, line 1: grace: expected a number, found '3'"),
-        ("grace = true", "job.toml, line 1: grace: expected a number, found true"),
-        ("grace = 2026-11-20", "job.toml, line 1: grace: expected a number, found a date or a time"),
+        ('grace = "3 s"', "'--grace' (in job.toml, line 1): '3 s': expected a time, 0 or more, like 90"),
+        ("grace = true", "job.toml, line 1: grace: expected a string or a number, found true"),
+        ("grace = 2026-11-20", "job.toml, line 1: grace: expected a string or a number, found a date or a time"),
         ('log-keep = "3"', "job.toml, line 1: log-keep: expected a whole number, found '3'"),
         ("log-mode = 0o750", "job.toml, line 1: log-mode: expected a string, found 488"),
         ("fold = 1", "job.toml, line 1: fold: expected true or false, found 1"),
@@ -185,7 +184,7 @@ def test_other_line_ends_and_a_byte_order_mark(job: Path) -> None:
         ('grep = [["x"]]', "job.toml, line 1: grep: expected a list of strings, found a list in it"),
         ("grace = 1\n\nshutdown_timeout = 2",
          "job.toml, line 3: shutdown_timeout: it is grace (job.toml, line 1) again; leave one of them out"),
-        ("grace = -1", "Invalid value for '--grace' (in job.toml, line 1): expected 0 seconds or more, got -1"),
+        ("grace = -1", "Invalid value for '--grace' (in job.toml, line 1): '-1': expected a time, 0 or more, like"),
         ('nproc-per-node = "many"', "Invalid value for '--nproc-per-node' (in job.toml, line 1): 'many': expected"),
         ('color = "red"', "Invalid value for '--color' (in job.toml, line 1): 'red' is not one of"),
         ("\nlog-keep = 3", "(--log-keep is in job.toml, line 2)"),

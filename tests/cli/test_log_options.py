@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import struct
 import sys
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 PYTHON = sys.executable
 
@@ -538,7 +538,7 @@ def test_the_time_in_a_template(place: Place) -> None:
 
 
 def test_a_template_with_what_there_is_not(place: Place) -> None:
-    words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${time}"
+    words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${hostname}, ${time}"
     refused(sh(place, "echo", "--log-line-prefix-template", "$rank ${rang}"), "--log-line-prefix-template: " + words)
     place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${rang}"
     refused(sh(place, "echo"), "Error: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: " + words)
@@ -1006,7 +1006,8 @@ def feed_until(screen: Emulator, fd: int, seen: Any) -> None:
 
 
 def test_more_live_lines_than_a_screen_takes(place: Place, ready: Ready, gate: Gate) -> None:
-    code = f"printf 'bar %s' $RANK; {PYTHON} -c '{ready.python('1').replace(chr(39), chr(34))}'; read x <{gate.address}"
+    says = f"{shlex.quote(PYTHON)} -c '{ready.python('1').replace(chr(39), chr(34))}'"
+    code = f"printf 'bar %s' $RANK; {says}; read x <{gate.address}"
     with terminal() as (ours, theirs):
         resize(theirs, 400, 6)
         with start_sh(place, code, n=6, stdout=theirs, stderr=theirs) as launcher:

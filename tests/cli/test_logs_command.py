@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Ready
 
-pytestmark = pytest.mark.once
 
 LOGS = (sys.executable, "-m", "phalanx", "logs")
 PYTHON = sys.executable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from phalanx._logs.pump_end import STUCK
 from tests.cli.test_log_options import PYTHON, start_sh
 from tests.cli.test_logs_command import LOGS, logs, reader
 from tests.cli.test_run import LIMIT, Place, read_until, terminal
@@ -20,7 +22,6 @@ from tests.support.screen import Emulator
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 COUNT = 40_000
 
@@ -127,6 +128,29 @@ def test_who_reads_a_little_and_then_the_rest_gets_everything(
             shown += follower.read_until(f"line {COUNT - 1}\n", "stdout")
             gate.open()
             launcher.end()
+            done = follower.end()
+    assert (shown + done.out).count("\n") == COUNT + 1
+    assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_rests_longer_than_a_launcher_would_wait_gets_everything(
+    place: Place, ready: Ready, gate: Gate
+) -> None:
+    script = place.write(f"""
+        print("first")
+        {ready.python()}
+        {gate.python()}
+        print("line\\n" * {COUNT}, end="")
+        """)
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        with reader(place, "-f") as follower:
+            shown = follower.read_until("first\n", "stdout")  # what comes is followed
+            gate.open()
+            launcher.end()
+            assert follower.process.stderr is not None
+            assert not select.select([follower.process.stderr], [], [], STUCK + 1)[0]  # nothing is missing
             done = follower.end()
     assert (shown + done.out).count("\n") == COUNT + 1
     assert (done.status, done.err) == (0, "")

@@ -13,8 +13,6 @@ from tests.cli.test_run import RUN
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
-
 
 def environment(folder: Path) -> Path:
     """A virtual environment, as far as it can be told from outside."""

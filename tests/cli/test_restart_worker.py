@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 
 WORKER = ("--restart", "worker")
 HEAD = """

@@ -23,6 +23,7 @@ import pytest
 
 import phalanx
 from phalanx._placement import accelerators, devices
+from phalanx.cli._stdin import NONE
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
@@ -55,7 +56,8 @@ class Launcher:
     def __init__(self, argv: list[str], **settings: Any) -> None:
         settings.setdefault("stdout", subprocess.PIPE)
         settings.setdefault("stderr", subprocess.PIPE)
-        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **settings)
+        settings.setdefault("stdin", subprocess.DEVNULL)
+        self.process = subprocess.Popen(argv, **settings)
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +180,6 @@ def test_the_environment_of_the_workers(place: Place) -> None:
         }
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
     place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
@@ -186,7 +187,6 @@ def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
     assert place.run(script).out == "[0] 3\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     script = place.write("""
@@ -208,7 +208,6 @@ def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     assert sorted(done.out.split("\n")) == ["", "[0] met", "[1] met", "[2] met"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_master_that_the_user_names(place: Place) -> None:
     script = place.write("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
@@ -227,14 +226,12 @@ def test_stdin_is_empty_and_the_folder_is_the_callers(place: Place) -> None:
 # --- how many workers
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "٣", "1e3", "+2", "auto:2"])
 def test_a_number_of_workers_that_cannot_be(place: Place, value: str) -> None:
     done = place.run(f"--nproc-per-node={value}", place.write(""))
     refused(done, "--nproc-per-node", repr(value), "at least 1", "auto, cpu or gpu")
 
 
-@pytest.mark.once
 def test_the_number_of_workers_by_name(place: Place) -> None:
     script = place.write("import os; print(os.environ['WORLD_SIZE'])")
     cpus = len(os.sched_getaffinity(0))
@@ -294,7 +291,6 @@ def test_devices_of_the_other_make(machine: Path) -> None:
     assert accelerators.count_gpus(str(machine)) == 3
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "value,count",
     [("", 0), ("0", 1), ("0,2", 2), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
@@ -345,7 +341,6 @@ GPU 1: NVIDIA A100 (UUID: GPU-7c)
 END"""
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("library", ["libcuda.so.1", "libnvidia-ml.so.1"])
 def test_devices_under_wsl_are_counted_by_nvidia_smi(
     machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
@@ -362,7 +357,6 @@ def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -
     assert accelerators.count_gpus(str(machine)) == 1
 
 
-@pytest.mark.once
 def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the program is by then."""
     started: list[int] = []
@@ -412,6 +406,7 @@ SETTINGS = {
     "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
     "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
+    "stdin": Setting("0", "none", 0, NONE),
     "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
     "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
     "after_context": Setting("2", "0", 2, 0),
@@ -494,7 +489,6 @@ def test_every_option_is_among_these() -> None:
     assert {name for name in parsed("script.py") if name not in others} == {*SETTINGS, *FLAGS}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = SETTINGS[name]
@@ -563,7 +557,6 @@ def test_numbers_of_machines_that_cannot_be(option: str) -> None:
     assert name in refused.value.param.opts
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("prefix", ["PET", "PHALANX"])
 def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,19 +568,16 @@ def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.Monke
     assert parsed("script.py")[name] is False
 
 
-@pytest.mark.once
 def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
     place.env["PET_NPROC_PER_NODE"] = "many"
     refused(place.run(place.write("")), "nproc", "'many'")
 
 
-@pytest.mark.once
 def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
     place.env["PHALANX_GRACE"] = "nan"
-    refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
+    refused(place.run(place.write("")), "'--grace'", "'nan': expected a time, 0 or more")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
@@ -631,7 +621,6 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
     assert "Traceback" not in done.err
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "argv,hint",
     [
@@ -642,11 +631,11 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
         (["--start-method", "spwan"], "spawn"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "soon"], "--grace"),
-        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': expected 0 seconds or more, got nan"),
-        (["--settle", "nan"], "'--settle': expected 0 seconds or more, got nan"),
-        (["--linger", "nan"], "'--linger': expected 0 seconds or more, got nan"),
-        (["--drain", "nan"], "'--drain': expected 0 seconds or more, got nan"),
-        (["--hang-timeout", "inf"], "'--hang-timeout': expected more than 0 seconds, got inf"),
+        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': 'nan': expected a time, 0 or more"),
+        (["--settle", "nan"], "'--settle': 'nan': expected a time, 0 or more"),
+        (["--linger", "nan"], "'--linger': 'nan': expected a time, 0 or more"),
+        (["--drain", "nan"], "'--drain': 'nan': expected a time, 0 or more"),
+        (["--hang-timeout", "inf"], "'--hang-timeout': 'inf': expected a time, more than 0"),
         (["--master-port", "65536"], "--master-port"),
         (["-r", "4"], "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["-t", "0:3,1"], "'1'"),
@@ -660,7 +649,6 @@ def test_a_mistaken_option_is_refused_with_a_hint(place: Place, argv: list[str],
     refused(place.run(*argv, place.write("")), hint)
 
 
-@pytest.mark.once
 def test_a_mistaken_script_is_refused_with_a_hint(place: Place) -> None:
     place.write("", "train_model.py")
     place.write("", "sub/train_model.py")
@@ -698,7 +686,6 @@ def raw(what: str, *ranks: int) -> set[str]:
     return {f"{what} {rank}" for rank in ranks}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "argv,expected",
     [
@@ -733,7 +720,6 @@ def test_where_output_goes(place: Place, argv: str, expected: Streams) -> None:
             assert (folder / name).read_text() == f"{name[3:6]} {rank}\n"
 
 
-@pytest.mark.once
 def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
     done = place.run("--run-id", "a/b", place.write(SPEAK))
     first, *rest = done.err.splitlines()
@@ -745,7 +731,6 @@ def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
     assert done.err.startswith(f"phalanx: 2 workers, logs in {place.logs}/")
 
 
-@pytest.mark.once
 def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
     script = place.write("")
     for _ in range(2):
@@ -753,7 +738,6 @@ def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
     assert len(list(place.logs.glob("same_*"))) == 2
 
 
-@pytest.mark.once
 def test_a_log_folder_that_cannot_be(place: Place) -> None:
     script = place.write("")
     refused(place.run("--log-dir", script, script), "--log-dir", "script.py")
@@ -763,7 +747,6 @@ def test_a_log_folder_that_cannot_be(place: Place) -> None:
     assert "Traceback" not in done.err
 
 
-@pytest.mark.once
 def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
     script = place.write("print('x')")
     home = place.folder / "home"
@@ -780,7 +763,6 @@ def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
     assert len(list(home.glob(".local/state/phalanx/runs/*"))) == 2
 
 
-@pytest.mark.once
 def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> None:
     temporary = place.folder / "temporary"
     temporary.mkdir()
@@ -793,7 +775,6 @@ def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> 
     assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
     speak = "import sys\nprint('now')\nprint('and here', file=sys.stderr)"
@@ -805,7 +786,6 @@ def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
         assert launcher.end()[:2] == (0, "[0] then\n")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_only_whole_lines_are_shown(place: Place) -> None:
     script = place.write("""
@@ -825,7 +805,6 @@ def test_only_whole_lines_are_shown(place: Place) -> None:
         assert mine == [*whole, b"[%d] no end \xff" % rank]
 
 
-@pytest.mark.once
 def test_prefixes_are_of_one_width(place: Place) -> None:
     done = place.run("--nproc-per-node", 11, "--no-python", "echo", "x")
     assert sorted(done.out.splitlines()) == sorted([f" [{rank}] x" for rank in range(10)] + ["[10] x"])
@@ -854,7 +833,6 @@ def on_a_terminal(place: Place, *argv: object) -> str:
     return shown
 
 
-@pytest.mark.once
 def test_colours_are_for_terminals(place: Place) -> None:
     script = place.write("print('x')")
     failing = place.write("print('x'); raise SystemExit(1)", "failing.py")
@@ -873,7 +851,6 @@ def test_colours_are_for_terminals(place: Place) -> None:
     assert "FAILED" in shown
 
 
-@pytest.mark.once
 def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     place: Place, ready: Ready, gate: Gate
 ) -> None:
@@ -897,7 +874,6 @@ def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     assert [path.stat().st_size for path in place.logs.glob("*/attempt_0/0/stdout.log")] == [51 * 2_000] * 4
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
@@ -963,7 +939,6 @@ def test_the_exit_code_is_that_of_the_root_cause(place: Place) -> None:
     assert "exitcode  : 9" in done.err.partition("Root Cause")[2].partition("Other Failures")[0]
 
 
-@pytest.mark.once
 def test_the_report(place: Place, gate: Gate) -> None:
     script = place.write(f"""
         import os
@@ -986,7 +961,6 @@ def test_the_report(place: Place, gate: Gate) -> None:
     assert "Other Failures" not in report
 
 
-@pytest.mark.once
 def test_equal_failures_are_told_once(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import atexit
@@ -1108,7 +1082,6 @@ def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, 
     assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
@@ -1121,7 +1094,6 @@ def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place
     assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: Gate) -> None:
     text = ready.python("__import__('signal').getsignal(1) == __import__('signal').SIG_DFL")
@@ -1135,7 +1107,6 @@ def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: 
     assert "SIGHUP" not in done.err
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid} {os.getppid()}'")))
@@ -1145,7 +1116,6 @@ def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready
         assert not wait_gone(pids)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, ready: Ready) -> None:
     script = place.write(f"""
@@ -1162,7 +1132,6 @@ def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, 
 # --- launchers above and below
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_inside_a_run(place: Place) -> None:
     inner = place.write("import os; print('inner', os.environ['RANK'], os.environ['WORLD_SIZE'])", "inner.py")
@@ -1174,7 +1143,6 @@ def test_a_run_inside_a_run(place: Place) -> None:
     assert sorted(done.out.splitlines()) == expected
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> None:
     inner = place.write("import os; assert os.environ['RANK'] != '1', 'the inner cause'", "inner.py")
@@ -1186,7 +1154,6 @@ def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> N
     assert f'File "{inner}", line 1' in report
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place) -> None:
     above = place.folder / "above.json"
@@ -1223,7 +1190,6 @@ def test_the_ways_to_call_it(place: Place) -> None:
     assert done.out == f"phalanx, version {phalanx.__version__}\n"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("columns", [80, 100, 200])
 def test_the_help_fits_the_terminal(place: Place, columns: int) -> None:
     place.env["COLUMNS"] = str(columns)
@@ -1246,3 +1212,13 @@ def test_nothing_that_a_run_does_not_need_is_imported(place: Place) -> None:
     for name in ("cloudpickle", "asyncio", "multiprocessing.context", "torch", "numpy", "tomllib",
                  "phalanx.cli._job_file", "phalanx.cli._dry_run", "phalanx.cli._print_config"):  # fmt: skip
         assert not re.search(rf"\| +{re.escape(name)}\n", err), name
+
+
+@pytest.mark.slow
+def test_the_stack_of_a_fatal_signal_names_files_as_they_are_called(place: Place) -> None:
+    """The interpreter's own fault handler escapes what is not ASCII."""
+    script = place.write("import ctypes\n\ndef step():\n    ctypes.string_at(0)\n\nstep()\n", "für/日本.py")
+    done = place.run(script)
+    assert done.status == 128 + signal.SIGSEGV
+    assert f'File "{script}", line 4 in step' in done.err
+    assert "/_engine/" not in done.err.partition("logs")[0]

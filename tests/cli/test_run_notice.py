@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 
 LOOP = """
 import os, phalanx, signal, sys
@@ -96,7 +95,7 @@ def test_a_launcher_that_is_killed_leaves_time(place: Place, ready: Ready, gate:
 def test_what_is_no_notice_is_refused(place: Place, notice: str) -> None:
     done = place.run("--notice", notice, sys.executable)
     assert done.status == 2
-    assert f"'--notice': '{notice}': expected a signal that a process can handle and seconds" in done.err
+    assert f"'--notice': '{notice}': expected a signal that a process can handle and a time" in done.err
 
 
 def test_a_worker_that_launches_takes_the_flags_address_for_no_option(place: Place) -> None:

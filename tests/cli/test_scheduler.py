@@ -25,7 +25,6 @@ from phalanx.cli._scheduler import PORTS, Allocation, found
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = pytest.mark.once
 
 Environment = dict[str, str]
 

@@ -14,7 +14,7 @@ import pytest
 from phalanx._runs import record
 from tests.cli.test_run import Done, Launcher, Place, read_until, terminal
 from tests.runs.test_runs import put, wait_for_record
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.records import write
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def start(place: Place, ready: Ready, gate: Gate, *options: object, n: int = 4, 
     return launcher
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate) as launcher:
@@ -106,7 +107,7 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
 @pytest.mark.slow
 def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"\n{ready.python()}; {gate.python()}", "train.py")  # in one line: it is there when it is up
-    shell = place.write(f"{sys.executable} {script}\ntrue\n", "run.sh")
+    shell = place.write(f"{PYTHON} {script}\ntrue\n", "run.sh")
     with place.start("--no-python", "sh", shell) as launcher:
         ready.wait()
         wait_for_record(place)
@@ -117,7 +118,6 @@ def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, g
         assert launcher.end().status == 0
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, "--run-id", "night") as launcher:
@@ -138,7 +138,6 @@ def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> No
     assert {path.name for path in (folder / "2").iterdir()} == {"stdout.log", "stderr.log"}  # it was not asked
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"import os\n{ready.python()}\nif os.environ['RANK'] == '1': {gate.python()}")
@@ -159,7 +158,6 @@ def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
         assert launcher.end().status == 0
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) -> None:
     count = 24
@@ -173,7 +171,6 @@ def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) 
         assert launcher.end().status == 0
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_binaries_show_facts_and_live(place: Place) -> None:
     with place.start("--no-python", "sh", "-c", "echo up; exec cat /dev/zero >/dev/null") as run:
@@ -189,7 +186,6 @@ def test_binaries_show_facts_and_live(place: Place) -> None:
         assert run.end().status == 128 + signal.SIGTERM
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready, gate: Gate) -> None:
     """The record says when the rank's process started; one with another start is not that one."""
@@ -209,7 +205,6 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
     assert not list(place.logs.glob("*/attempt_0/0/*.stacks"))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
@@ -234,7 +229,6 @@ def test_no_runs(place: Place) -> None:
     assert (done.status, done.out, done.err) == (1, "", f"Error: there are no runs in {place.logs}\n")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_runs_that_have_ended(place: Place) -> None:
     place.run("--no-python", "--run-id", "night", "true")
@@ -250,7 +244,6 @@ def test_runs_that_have_ended(place: Place) -> None:
     assert f"close to it: {run.name}" in done.err
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     put(place.logs, "elsewhere", boot_id="another", host="node7")
@@ -264,7 +257,6 @@ def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     assert done.err.startswith("Error: empty cannot be asked: ")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_latest_that_runs_is_the_default(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:

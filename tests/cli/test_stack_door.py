@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from phalanx._runs.record import Run
 
-pytestmark = pytest.mark.once
 
 JOB = Job(3, "running", 2, 2, (Member("a", "host-a", 2, "x"), Member("b", "host-b", 1, "x")))
 HERE = 'Thread 0x01 (most recent call first):\n  File "t.py", line 4 in all_reduce\n'

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate
 
-pytestmark = pytest.mark.once
 
 EVIL = "evil\033[2J\033]0;title\007"
 SHOWN = r"evil\x1b[2J\x1b]0;title\x07"

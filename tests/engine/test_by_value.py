@@ -17,6 +17,8 @@ from tests.support.by_value_there import passes
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.each_python
+
 SYNTAX_OF_3_12 = pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
 
 

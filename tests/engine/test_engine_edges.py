@@ -89,7 +89,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_working_directory_that_has_been_removed(method: str, tmp_path: Path) -> None:
@@ -109,7 +108,6 @@ def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPat
         assert group.wait().return_values == {0: 3}
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
@@ -207,6 +205,7 @@ def test_signals_are_given_back_once_however_often() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
 # What a signal raises in the callback of a weak reference is lost; the next wait raises it again.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["binary", "fork"])
 def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:

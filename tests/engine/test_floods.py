@@ -12,7 +12,7 @@ import pytest
 
 from phalanx._base import procfs
 from phalanx.multiprocessing import PContext, start_processes
-from tests.support.helpers import TIMEOUT, Ready, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Ready, wait_gone
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def flood(ready: Ready, target: str) -> str:
     return FLOOD.replace("TARGET", target).replace("READY", ready.python())
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard"])
 def test_a_flood_of_signals_from_a_worker_holds_up_no_helper(who: str, tmp_path: Path) -> None:
@@ -91,7 +90,6 @@ def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
             group.close(timeout=0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(tmp_path: Path) -> None:
     with Ready(tmp_path / "ready") as ready:
@@ -101,7 +99,7 @@ def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(
             "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
             "while True:\n    os.kill(launcher, signal.SIGTERM)\n"
         )
-        command = f"LAUNCHER=$$ exec {sys.executable} -m phalanx run --nproc-per-node 2 --log-dir logs {script}"
+        command = f"LAUNCHER=$$ exec {PYTHON} -m phalanx run --nproc-per-node 2 --log-dir logs {script}"
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
         argv = ["/bin/sh", "-c", command]
         ended = subprocess.run(

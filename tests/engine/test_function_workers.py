@@ -37,7 +37,7 @@ SENT = ("spawn", "forkserver")
 each_method = pytest.mark.parametrize("method", METHODS)
 each_sent = pytest.mark.parametrize("method", SENT)
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 HEAD = """
 import sys
@@ -402,7 +402,6 @@ def test_what_stands_at_the_top_of_the_script_holds_in_workers(method: str, tmp_
     assert run_main(tmp_path, text, method) == "[(['one', 'two'], '0.33333', 2, 40)]\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_globals_are_each_workers_own(method: str, tmp_path: Path) -> None:
@@ -1276,7 +1275,6 @@ def test_a_worker_is_given_the_resource_tracker_while_the_launcher_ends(method: 
     assert run_main(tmp_path, text, method, str(tmp_path / "fifo")) == "sees 7\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

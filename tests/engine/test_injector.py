@@ -31,14 +31,16 @@ def test_a_seed_makes_the_same_plan_everywhere() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seeds", ["0-7", pytest.param("8-39", marks=pytest.mark.once)])
+@pytest.mark.parametrize(
+    "seeds", [pytest.param("0-7", marks=pytest.mark.each_python), pytest.param("8-39", marks=pytest.mark.long)]
+)
 def test_the_guarantees_hold_whatever_happens(seeds: str) -> None:
     with inject("--seeds", seeds, "--jobs", AT_ONCE) as process:
         said, _ = process.communicate()
     assert process.returncode == 0, said
 
 
-@pytest.mark.once
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_old_fault_is_noticed_when_it_is_planted_back() -> None:
     unnoticed = []

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once
 
 SLACK = TIMEOUT
 """Seconds beyond what is promised that a loaded machine may take."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing import PContext
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 LARGE = 1 << 20
 
 

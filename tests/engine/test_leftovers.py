@@ -22,7 +22,7 @@ from phalanx._engine.leftovers import Leftover, line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import start_processes
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.families import fork_daemon, fork_plain, fork_session, leaves
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.waits import tell_keepers
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RUN = (sys.executable, "-m", "phalanx", "run")
 
 
 def uploader(done: Path, gate: Gate, ready: Ready) -> str:
     """A program in a session of its own that finishes its work when the gate opens."""
     code = f"import os; {ready.python()}; {gate.python()}; open({str(done)!r}, 'w').close()"
-    return f"setsid {sys.executable} -S -c {shlex.quote(code)}"
+    return f"setsid {PYTHON} -S -c {shlex.quote(code)}"
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_it_is_ended_when_its_time_is_over(
     assert result.succeeded
     [left] = result.leftovers
     assert (left.pid, left.local_rank, left.signal_sent, left.exitcode) == (pid, 0, 15, -15)
-    assert left.command.startswith(f"{sys.executable} -S -c import os;")
+    assert left.command.startswith(f"{os.path.basename(sys.executable)} -S -c import os;")
     assert 0 < left.age < TIMEOUT
     assert not done.exists()
 
@@ -309,7 +309,7 @@ def test_what_waits_for_a_disk_holds_up_nobody_who_looks_at_it(
     for name in ("fifo", "end"):
         os.mkfifo(tmp_path / name)
     code = HOLDS_ITS_MEMORY.replace("TELL", ready.python())
-    holder = f"setsid {sys.executable} -S -c {shlex.quote(code)} {disk.folder}/file {tmp_path}/fifo"
+    holder = f"setsid {PYTHON} -S -c {shlex.quote(code)} {disk.folder}/file {tmp_path}/fifo"
     command = f"{holder} & read line <{tmp_path}/end"
     with start_processes("g", os.system, (command,), nprocs=1, start_method="fork") as group:
         [pid] = ready.pids(1)

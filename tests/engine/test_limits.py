@@ -25,7 +25,7 @@ from phalanx._base.loop import Loop
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, LogsDest, LogsSpecs, Placement, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import workers
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, pass_gate, tell, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
 # --- results, and descriptors
@@ -151,7 +151,7 @@ def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
         theirs.close()
 
 
-@pytest.mark.once
+@pytest.mark.long
 def test_no_message_to_a_launcher_needs_a_descriptor(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of ranks: a launcher may have none left."""
     sizes: list[int] = []
@@ -466,7 +466,7 @@ def test_scripts_run_in_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from phalanx.multiprocessing import ScriptContext
 
     wrapper, script = tmp_path / "wrapper", tmp_path / "script.py"
-    wrapper.write_text(f'#!/bin/sh\nWRAPPED=yes exec {sys.executable} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nWRAPPED=yes exec {PYTHON} "$@"\n')
     wrapper.chmod(0o755)
     script.write_text("import os; print(os.environ['WRAPPED'])")
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(wrapper))
@@ -539,7 +539,7 @@ def test_a_second_close_shortens_the_sweep_of_the_first(ready: Ready, tmp_path: 
     code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
     script = tmp_path / "child.py"
     script.write_text(code)
-    with start_processes("g", "/bin/sh", ("-c", f"{sys.executable} -S {script}; echo"), nprocs=1) as group:
+    with start_processes("g", "/bin/sh", ("-c", f"{PYTHON} -S {script}; echo"), nprocs=1) as group:
         [pid] = ready.pids()
         first = threading.Thread(target=group.close, kwargs={"timeout": TIMEOUT})
         first.start()
@@ -598,7 +598,7 @@ def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
     env = {b"PATH": os.fsencode(os.environ["PATH"])}
     command = os.fsencode(sys.executable)
     specs = [
-        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, [], (0, 0, False), None)
+        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, None, [], (0, 0, False), None)
         for rank, code in codes.items()
     ]
     supervisor.start(specs)

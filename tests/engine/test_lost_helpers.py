@@ -25,7 +25,7 @@ from phalanx._engine.keeper_client import KeeperClient
 from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.support.waits import shorten
 from tests.support.workers import ROOT, run_script
 
@@ -99,13 +99,12 @@ class StopTheKeeper(DefaultLogsSpecs):
                     return super().reify(envs)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "launcher"])
 @pytest.mark.parametrize("_turn", range(3))
 def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
     """The keeper is stopped as it boots. The order is sent, and somebody is killed: nothing must be started by it."""
-    survivor = f'exec {sys.executable} -S -c "import signal; {ready.python()}; signal.pause()"'
+    survivor = f'exec {PYTHON} -S -c "import signal; {ready.python()}; signal.pause()"'
     script = tmp_path / "launcher.py"
     script.write_text(BOOTING)
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
@@ -204,6 +203,7 @@ def sleeps(task: str) -> bool:
 # --- while the group runs
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_a_stopped_keeper_whose_guard_is_killed_is_woken(kind: str, ready: Ready) -> None:
@@ -233,7 +233,6 @@ def running(kind: str, ready: Ready) -> PContext:
     return start_processes("g", pauses, (ready.address,), nprocs=2, start_method=kind)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +253,6 @@ def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
             group.wait(0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_stopped_keeper_is_woken_by_a_close(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.2)
@@ -298,7 +296,6 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_socket(ready: Ready) -> None:
@@ -314,7 +311,6 @@ def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_soc
         group.close()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("binary", ready) as group:
@@ -361,7 +357,6 @@ def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
     assert wait_gone(pids) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Ready, tmp_path: Path) -> None:
     """Its state is that of a zombie, and its own environment is empty: those of its threads are not."""
@@ -384,7 +379,6 @@ def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Read
             assert len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -491,7 +485,6 @@ def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
         assert not group.is_open
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -> None:
     """The wait for the start ends with it, and the group can be closed."""
@@ -524,6 +517,7 @@ except SignalException as error:
 # --- what is decided when a helper goes
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("guard_goes", [False, True])
 def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
@@ -533,7 +527,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
 ) -> None:
     """Its guard does its work, or, without one, the keeper itself; and the mistake is told, at the end."""
     code = f"{ready.python()}; import signal; signal.pause()"
-    script = f"{sys.executable} -S -c {shlex.quote(code)} & wait"
+    script = f"{PYTHON} -S -c {shlex.quote(code)} & wait"
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=2) as group:
         pids = [*ready.pids(2), *group.pids().values()]
         guard, kept = helpers_of(group)
@@ -560,7 +554,6 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
     assert f'File "{keeper_module.__file__}", line ' in err
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", ["failed", "stopped", "succeeded"])
 def test_a_guard_that_is_killed_late_does_not_change_how_the_group_ended(
@@ -608,7 +601,6 @@ def deaf_unless_done(ended: str, rank: int, address: str, gate: str) -> None:
         signal.pause()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper hears it after some workers: they are killed, and nothing else is started."""
@@ -666,7 +658,6 @@ def pause(address: str) -> None:
         signal.pause()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
     ready: Ready, monkeypatch: pytest.MonkeyPatch

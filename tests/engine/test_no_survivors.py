@@ -90,6 +90,7 @@ def loses_both(group: PContext, _gate: Gate) -> None:
         group.wait(TIMEOUT)
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [fails, is_closed, loses_its_keeper, loses_its_guard, loses_both])
@@ -122,7 +123,6 @@ def host(which: str, kind: str, ready: Ready, gate: Gate, *before: str) -> Itera
             process.kill()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
@@ -140,7 +140,6 @@ def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Rea
     print(f"launcher killed, {kind}: all gone within {1000 * slowest:.0f} ms")  # noqa: T201 - shown with -rP
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
@@ -156,7 +155,6 @@ def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready
 # --- hosts of every kind
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "fork"])
 def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, ready: Ready, gate: Gate) -> None:
@@ -172,7 +170,6 @@ def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, 
         assert wait_gone([own]) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["deaf_to_children", "that_reaps_all"])
@@ -185,7 +182,6 @@ def test_a_host_that_leaves_no_child_to_be_reaped(which: str, kind: str, ready: 
         assert set(filter(alive, members)) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "fork"])
 def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: str, ready: Ready, gate: Gate) -> None:
@@ -198,7 +194,6 @@ def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: st
         assert launcher.wait(TIMEOUT) == 1  # KeeperLostError
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace takes root")
 @pytest.mark.parametrize("kind", ["binary", "fork"])
@@ -249,7 +244,6 @@ def test_a_worker_that_ignores_sigterm_dies_at_the_end_of_the_grace(kind: str, r
     assert result.state == "stopped"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None:
     stays = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
@@ -299,7 +293,6 @@ def test_a_stopped_worker_that_ignores_sigterm_dies_too(ready: Ready) -> None:
         assert not alive(pid)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_stopped_children_die_too(ready: Ready, gate: Gate) -> None:
     with families.start("fork", ready.address, gate.address) as group:
@@ -317,7 +310,6 @@ def marked(name: str) -> set[int]:
     return {stat.pid for stat in procfs.processes() if name.encode() in b"\0".join(procfs.environ(stat.pid))}
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "killed", "keeper killed"])
 def test_a_chain_that_keeps_forking_is_cut(end: str, ready: Ready) -> None:
@@ -354,7 +346,6 @@ for generation in range(20000):
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_daemon_that_holds_what_it_inherited_delays_nothing(kind: str, ready: Ready, gate: Gate) -> None:
@@ -373,7 +364,6 @@ def test_a_daemon_that_holds_what_it_inherited_delays_nothing(kind: str, ready: 
     assert set(filter(alive, daemons)) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_process_below_a_shell_has_the_grace_too(ready: Ready, tmp_path: Path) -> None:
     # The shell dies of the SIGTERM at once; the program that it runs, in the same session, saves its work for a while.
@@ -474,7 +464,6 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_that_outlives_sigkill_is_reported_and_left(
     ready: Ready, frozen: Callable[[int], None], impatient: Path
@@ -506,7 +495,6 @@ def pause_above_another(address: str) -> None:
         signal.pause()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
     ready: Ready, frozen: Callable[[int], None], impatient: Path
@@ -540,7 +528,6 @@ signal.pause()
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_nothing_ends_keeps_no_worker_alive(
     ready: Ready, frozen: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

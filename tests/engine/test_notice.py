@@ -69,6 +69,7 @@ def ended(group: PContext) -> tuple[RunProcsResult, list[str]]:
 # --- what a worker sees
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_functions_see_it(method: str, ready: Ready) -> None:
@@ -82,6 +83,7 @@ def test_functions_see_it(method: str, ready: Ready) -> None:
     assert not phalanx.should_stop()
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("preload", [(), ("json",)])
 @pytest.mark.parametrize("module", [False, True])
@@ -289,7 +291,6 @@ def test_a_failure_before_it_leaves_no_time(ready: Ready, gate: Gate) -> None:
         assert ended(group)[1] == ["failed: exited with code 3", "stopped by us (SIGTERM)"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0, 0.2, TIMEOUT])
 def test_the_deadline_is_followed_by_the_grace_and_sigkill(grace: float, ready: Ready) -> None:
@@ -335,7 +336,6 @@ def test_a_stopped_worker_is_woken_by_it(ready: Ready) -> None:
         assert ended(group)[1] == ["stopped by us (notice SIGUSR1), exited with code 0"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_during_it_is_killed_in_the_end(ready: Ready) -> None:
     code = f"""
@@ -445,7 +445,6 @@ def waits(address: str, gate: str) -> None:
         signal.pause()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("orphan_grace", [0, LONG])
 def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -463,7 +462,6 @@ def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, 
         assert wait_gone(everybody) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_launcher_that_is_stopped_during_it_holds_up_nothing(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"

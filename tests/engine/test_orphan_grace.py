@@ -111,6 +111,7 @@ def lines(folder: Path) -> list[str]:
 SAVED = 2 * sorted(f"saved {number}" for number in range(2000))
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
 def test_workers_have_time_to_save_when_the_launcher_was_killed(
@@ -126,7 +127,6 @@ def test_workers_have_time_to_save_when_the_launcher_was_killed(
     assert lines(tmp_path) == SAVED
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("spawn", ready, gate, tmp_path, LONG, size=4096) as launcher:
@@ -139,7 +139,6 @@ def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gat
     assert lines(tmp_path) == SAVED
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0.5) as launcher:
@@ -152,7 +151,6 @@ def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None
     assert lines(tmp_path) == []
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0) as launcher:
@@ -163,7 +161,6 @@ def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path:
         ready.wait(timeout=0.1)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["guard", "keeper"])
 def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -175,7 +172,6 @@ def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate:
         assert wait_gone(found) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
     ready: Ready, gate: Gate, tmp_path: Path
@@ -189,7 +185,6 @@ def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
         assert wait_gone(found) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
     ready: Ready, gate: Gate, tmp_path: Path
@@ -202,7 +197,6 @@ def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
         assert wait_gone(found) == set()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_fork_of_the_launcher_that_holds_the_socket_holds_up_nothing(
     ready: Ready, gate: Gate, tmp_path: Path

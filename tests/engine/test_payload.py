@@ -143,6 +143,7 @@ def arrived(request: pytest.FixtureRequest, arrays: dict[str, np.ndarray[Any, An
     return request.param, one_each(does.describe, [(array,) for array in arrays.values()], writable=request.param)
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_array_arrives_as_it_was(
@@ -162,6 +163,7 @@ def test_an_array_arrives_as_it_was(
     assert found[4] == expected[4] or copied
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_large_arrays_are_shared_and_read_only(start_method: str) -> None:
@@ -174,6 +176,7 @@ def test_large_arrays_are_shared_and_read_only(start_method: str) -> None:
     assert run(start_method, does.write_to, arrays) == [[REFUSED, REFUSED, "written"]] * 2
 
 
+@pytest.mark.each_python
 def test_arrays_of_a_fork_are_copied_when_they_are_written_to() -> None:
     arrays = [some(), some(1000)]
     before = does.describe(arrays)
@@ -181,7 +184,6 @@ def test_arrays_of_a_fork_are_copied_when_they_are_written_to() -> None:
     assert does.describe(arrays) == before
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: Gate) -> None:
     array = some(MIB, np.float64)
@@ -197,7 +199,6 @@ def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: G
     assert array[-1] == last
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_an_array_that_nobody_may_write_to_stays_so_for_workers_that_may() -> None:
     assert run("spawn", does.write_to, read_only(some()), some(), writable=True) == [[REFUSED, "written"]] * 2
@@ -210,7 +211,6 @@ def in_a_box(array: Any) -> Any:
     return Box([{"deep": (array,)}])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> None:
@@ -224,7 +224,6 @@ def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> 
     ]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str) -> None:
@@ -241,7 +240,6 @@ def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str
         assert one[0]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
     own = {rank: (some(2 * MIB + rank), some(MIB, np.float64)) for rank in range(3)}
@@ -256,12 +254,12 @@ def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
         assert result.return_values[rank] == expected
 
 
+@pytest.mark.each_python
 def test_the_same_large_bytes_twice_are_one_object() -> None:
     large = bytearray(MIB)
     assert run("spawn", lambda one, two: one is two, large, large) == [True, True]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["function", "value"])
 def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
@@ -275,6 +273,7 @@ def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
     assert counter.array[0] == 0
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 def test_the_same_array_twice_is_one_array() -> None:
     array = some()
@@ -289,6 +288,7 @@ def test_the_same_array_twice_is_one_array() -> None:
 # --- bytes
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 def test_bytes_arrive_as_they_were(method: str) -> None:
     kinds, sizes = (bytes, bytearray), (0, 1000, MIB - 1, MIB, 3 * MIB + 1)
@@ -299,7 +299,6 @@ def test_bytes_arrive_as_they_were(method: str) -> None:
         assert [type(value) for value in values[:-1]] == [type(value) for value in sent]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_bytearrays_may_be_written_to() -> None:
     def write(data: bytearray) -> bytes:
@@ -312,6 +311,7 @@ def test_bytearrays_may_be_written_to() -> None:
     assert data[0] == 0
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 def test_objects_with_buffers_of_their_own() -> None:
     def length(pager: Pager) -> tuple[int, int]:
@@ -335,10 +335,10 @@ def packed(arguments: dict[int, tuple[Any, ...]], **options: Any) -> int:
         os.close(memfd)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [some, lambda n: read_only(some(n)), lambda n: some(n).tobytes(), bytearray],
                          ids=["array", "read-only array", "bytes", "bytearray"])  # fmt: skip
+@pytest.mark.each_python
 def test_what_several_ranks_have_is_there_once(kind: Callable[[int], Any]) -> None:
     large = kind(8 * MIB)
     one = packed({0: (large,)})
@@ -349,7 +349,6 @@ def test_what_several_ranks_have_is_there_once(kind: Callable[[int], Any]) -> No
     assert packed({rank: (large, rank, kind(2 * MIB)) for rank in range(8)}) < 8.2 * MIB + 8 * 2 * MIB
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_views_of_one_array_are_there_each(method: str) -> None:
     base = some(8 * MIB)
@@ -364,7 +363,6 @@ def pss_kb(pid: int) -> int:
         return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate) -> None:
@@ -386,7 +384,6 @@ def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate)
     assert grown * 1024 < 3.5 * array.nbytes
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_many_arrays_take_few_descriptors() -> None:
     arrays = [np.zeros(MIB, np.uint8) for _ in range(40)]
@@ -394,7 +391,6 @@ def test_many_arrays_take_few_descriptors() -> None:
     assert many[0] - none[0] == 1
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_several_ranks_have_is_one_descriptor() -> None:
     pipes = [multiprocessing.Pipe() for _ in range(10)]
@@ -413,7 +409,6 @@ def test_what_several_ranks_have_is_one_descriptor() -> None:
     assert [pipes[9][0].recv() for _ in range(3)] == ["common"] * 3
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_launcher_keeps_nothing() -> None:
     for start_method in METHODS:
@@ -422,7 +417,6 @@ def test_the_launcher_keeps_nothing() -> None:
         assert does.memfds() == ""
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Ready, gate: Gate) -> None:
     array = some(4 * MIB)
@@ -441,7 +435,6 @@ def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Read
     assert result.return_values == {0: expected, 1: expected}
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", SENT)
 @pytest.mark.parametrize("writable", [False, True])
@@ -460,6 +453,7 @@ def come_back(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
     return one_each(does.give_back, [(array, "and more") for array in arrays.values()])
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "broadcast"])
 def test_arrays_come_back(name: str, come_back: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -469,7 +463,6 @@ def test_arrays_come_back(name: str, come_back: dict[str, Any], arrays: dict[str
     assert found.dtype == arrays[name].dtype
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_large_results_in_everything(method: str) -> None:
     def make(n: int) -> Any:

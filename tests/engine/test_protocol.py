@@ -31,14 +31,12 @@ def fields_of(verb: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(verb).parameters)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("who", RECEIVERS)
 def test_a_receiver_has_a_method_for_each_verb_and_no_other(who: str) -> None:
     verbs, methods = RECEIVERS[who]
     assert set(methods) == {verb.__name__ for verb in verbs}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("who", RECEIVERS)
 def test_a_receiver_has_the_fields_of_each_verb_in_their_order(who: str) -> None:
     verbs, methods = RECEIVERS[who]
@@ -49,25 +47,21 @@ def test_a_receiver_has_the_fields_of_each_verb_in_their_order(who: str) -> None
             assert taken == fields_of(verb) + beside
 
 
-@pytest.mark.once
 def test_an_order_to_start_has_the_fields_of_its_verb() -> None:
     from phalanx._engine.keeper import start_group
 
     assert fields_of(start_group.Start) == [*fields_of(protocol.start), "fds"]
 
 
-@pytest.mark.once
 def test_the_fork_server_has_the_fields_of_its_verbs() -> None:
     assert fields_of(fork_server._on_preload)[2:] == fields_of(fork_protocol.preload)
     assert fields_of(fork_server._on_fork)[3:] == fields_of(fork_protocol.fork)
 
 
-@pytest.mark.once
 def test_the_launcher_passes_on_what_the_hang_report_takes() -> None:
     assert {*hang_reporter._REPORT, "hang"} == set(protocol.TIMER_VERBS)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("verb", VERBS, ids=name_of)
 def test_a_verb_builds_the_message_of_its_name_and_says_what_it_means(verb: Callable[..., Any]) -> None:
     values = list(range(len(fields_of(verb))))
@@ -75,11 +69,10 @@ def test_a_verb_builds_the_message_of_its_name_and_says_what_it_means(verb: Call
     assert verb.__doc__
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "record",
     [
-        protocol.Spec(1, b"/bin/true", [b"true"], {b"A": b"b"}, None, "/x", [0], (0, 0, False), None),
+        protocol.Spec(1, b"/bin/true", [b"true"], {b"A": b"b"}, None, None, "/x", [0], (0, 0, False), None),
         protocol.ExitReport(1, 256, 10**12, 2048, 0.5, "", 0, False, 15),
         protocol.Orphan(4711, -1, "sleep 600", 1.5, 9, None),
     ],

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.each_python
+
 LIMIT = 60.0
 OURS = os.path.dirname(script_module.__file__)
 
@@ -570,7 +572,6 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_another_interpreter_by_environment(house: House, version: str) -> None:
     path = interpreter(version)

@@ -27,7 +27,7 @@ from tests.support.workers import run_script
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 def end_of(pid: int) -> int:
@@ -336,7 +336,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.once)])
+@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.each_python), 100])
 def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path, times: int) -> None:
     """Not for a moment: another thread's file would be writable for all."""
     folder = tmp_path / "files"

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
+pytestmark = pytest.mark.each_python
+
 
 @pytest.fixture(autouse=True)
 def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def test_a_preload_that_fails_is_told_with_its_traceback(name: str, modules: Mod
     assert message in str(caught.value)
     assert str(modules.folder / "broken.py") in caught.value.traceback
     assert "importlib" not in caught.value.traceback
-    assert "phalanx" not in caught.value.traceback
+    assert "phalanx/_" not in caught.value.traceback
     assert not started.exists()
     if name == "a cause":
         assert "ZeroDivisionError: division by zero" in caught.value.traceback
@@ -689,7 +691,6 @@ STARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, number",

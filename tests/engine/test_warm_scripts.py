@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from tests.engine.test_script import Ended
 
+pytestmark = pytest.mark.each_python
+
 DIFFERENT = {
     "modules of its own that are called like ours",  # ours are loaded, and are part of a package all the same
     "warnings with their places",  # the one above the top names a frame of the keeper's

@@ -20,7 +20,6 @@ from tests.support.workers import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 EMPTY = "mount -t tmpfs none /proc"
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "forkserver", "fork")
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -125,7 +125,6 @@ def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: 
     assert result.failures[0].evidence_ns is not None
 
 
-@pytest.mark.once
 @each_method
 @pytest.mark.parametrize("stderr", ["", "broken", "absent"])
 def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stderr: str) -> None:
@@ -148,7 +147,6 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
     assert (logs / "0/stdout.log").read_text() == ""
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
@@ -179,7 +177,6 @@ if __name__ == "__main__":
     assert done.stdout.endswith("ValueError: no room\n")
 
 
-@pytest.mark.once
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @each_method
 def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: Gate, method: str) -> None:

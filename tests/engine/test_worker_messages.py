@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from phalanx._engine.mirror import WorkerRecord
 
+pytestmark = pytest.mark.each_python
+
 METHODS = ("spawn", "forkserver", "fork")
 
 
@@ -237,7 +239,6 @@ def test_who_sends_without_end_keeps_others_waiting_for_a_turn_only(end: End) ->
     assert turns >= sent // 11
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_packets_of_chance(end: End) -> None:
     """Nothing that is sent raises, grows, or stays open. Now and then a good value comes, and is still taken."""
@@ -299,7 +300,6 @@ def attacks_and_returns(rank: int, names: Sequence[str]) -> int:
     return 7 + rank
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_get_their_values_through(method: str) -> None:
@@ -363,7 +363,6 @@ def floods_with_descriptors(_rank: int) -> bytes:
     return b"x" * 20_000
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_flood_of_descriptors_leaves_the_launcher_some_of_its_own() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

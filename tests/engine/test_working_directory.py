@@ -80,7 +80,6 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method, preload", [("spawn", ""), ("forkserver", ""), ("fork", ""), ("forkserver", "fractions")]
@@ -93,7 +92,6 @@ def test_function_workers_and_their_helpers(method: str, preload: str, marks: Pa
     assert not os.listdir(marks)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--preload", "fractions"), ("--log-max-size", "1M"), ("--no-python",)])
 def test_the_command(options: tuple[str, ...], marks: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx._base.control_chars import plain
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, without_own_frames
 from phalanx._evidence.error_file import READ_LIMIT, message_of, read_error_file, write_error_file
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 MIB = 1 << 20
 KEPT = KEPT_LIMIT
@@ -85,7 +85,7 @@ def test_no_text_takes_more_than_its_length(piece: str) -> None:
         "describing": lambda: describe(ValueError(text)),
         "finding": lambda: recording._tells_of(data, f"{text[1:]}x"),
         "stacks": lambda: (location(dump), without_own_frames(dump)),
-        "cleaning": lambda: report_module._clean(text),
+        "cleaning": lambda: plain(text),
         "masking": lambda: report_module._masked(text, failure),
         "a report": lambda: format_report("x", {0: fails(long), 1: fails("E", long, detail=long, stderr_tail=long)}),
     }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SOON = 30.0
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def both(call: Callable[[int], Any]) -> list[Any]:

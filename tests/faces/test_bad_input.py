@@ -211,7 +211,6 @@ def test_disk_without_room_for_the_log_files(small_disk: Path) -> None:
     assert str(logs / "1") in str(caught.value)
 
 
-@pytest.mark.once
 @root_only
 @each_method
 def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: Gate, method: str) -> None:
@@ -232,7 +231,6 @@ def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: 
     assert "No space left" in failure.message or "no error was recorded" in failure.message
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_log_dir_removed_while_running(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
@@ -249,7 +247,6 @@ def test_log_dir_removed_while_running(logs: Path, ready: Ready, gate: Gate, met
     assert not logs.exists()
 
 
-@pytest.mark.once
 @each_method
 def test_log_dir_removed_before_a_failure(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
     with start_processes(
@@ -548,7 +545,6 @@ def test_an_argument_that_cannot_be_unpickled(method: str) -> None:
 # --- workers that behave badly
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "data,text",
     [
@@ -592,7 +588,6 @@ def test_an_exception_that_cannot_be_unpickled(method: str) -> None:
     assert "raise_two_arguments" in result.failures[0].traceback
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_an_exception_with_a_huge_text(method: str) -> None:
@@ -639,7 +634,6 @@ with open("/proc/self/status") as file:
 """
 
 
-@pytest.mark.once
 def test_a_gigabyte_without_a_newline(tmp_path: Path, logs: Path) -> None:
     """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
 
@@ -684,8 +678,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_open_files_run_out(tmp_path: Path, kind: str) -> None:
     """At every point of the start, from the launcher's first descriptor to the keeper's last."""
@@ -726,8 +719,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.long
 @root_only
 @pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
 def test_processes_run_out(tmp_path: Path, kind: str) -> None:

@@ -318,7 +318,7 @@ def test_what_is_built_in() -> None:
         (("c10d", "127.0.0.1:1", "job", 2, 2), {"is_host": "perhaps"}, "is_host: expected yes or no"),
         (("etcd", "a:1", "", 2, 2), {}, "run_id: expected"),
         (("etcd", "a:1", "job", 2, 2), {"user": "x"}, "user and password_file belong together"),
-        (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: expected seconds"),
+        (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: 'soon': expected a time, 0 or more"),
         (("etcd", "a:1", "job", 2, 2), {"exclude_after": -1}, "exclude_after: expected a whole number"),
         (
             ("c10d", "127.0.0.1:1", "job", 2, 2),
@@ -438,7 +438,6 @@ def sockets() -> set[str]:
     return {name for name in found if name.startswith("socket:") or "eventfd" in name}
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("grpc_is_up", "with_grpc")
 def test_one_hosts_the_store_and_machines_come_and_go() -> None:
     where = f"127.0.0.1:{free_port()}"
@@ -466,7 +465,6 @@ def test_one_hosts_the_store_and_machines_come_and_go() -> None:
             waits.result(SOON)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("grpc_is_up", "with_grpc")
 def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
     def make(least: int = 2) -> Any:
@@ -491,7 +489,6 @@ def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
         assert [type(each) for each in ends] == [RendezvousClosedError] * 2, ends
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("grpc_is_up")
 def test_a_program_that_takes_part_through_grpc_may_fork(etcd: Etcd) -> None:  # noqa: F811 - the fixture
     """Its children end by themselves, however they leave; what it holds in the store stays its own."""
@@ -509,7 +506,6 @@ def test_a_program_that_takes_part_through_grpc_may_fork(etcd: Etcd) -> None:  #
     ]
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("grpc_is_up", "with_grpc")
 def test_the_first_machine_leaves_and_the_job_goes_on(etcd: Etcd) -> None:  # noqa: F811 - the fixture
     def make() -> ManyMachinesRendezvous:

@@ -8,7 +8,7 @@ import pytest
 
 import phalanx.rendezvous
 
-pytestmark = [pytest.mark.torch, pytest.mark.once]
+pytestmark = pytest.mark.torch
 
 
 def said(call: Any) -> Any:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.each_python
+
 METHODS = ("spawn", "forkserver", "fork")
 
 each_method = pytest.mark.parametrize("method", METHODS)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "forkserver", "fork")
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -219,7 +219,6 @@ def test_arguments_that_can_be_read_once() -> None:
 # --- values
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_values_of_any_size(method: str) -> None:
@@ -229,7 +228,6 @@ def test_values_of_any_size(method: str) -> None:
     assert values[1] == b""
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @each_method
 def test_arguments_of_any_size(method: str) -> None:
@@ -963,7 +961,6 @@ def test_a_binary_fails_with_its_last_words(logs: Path) -> None:
 # --- the files of a group
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", [*METHODS, "binary"])
 @pytest.mark.parametrize("teed", [None, {0: Std.ALL, 1: Std.OUT}])
 def test_a_group_names_its_files(tmp_path: Path, kind: str, teed: dict[int, Std] | None) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RUN = (sys.executable, "-m", "phalanx", "run")
 SLACK = 10.0
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.each_python
+
 HEADER = HEAD + b"\n"
 FRAME = b'  File "train.py", line 9, in main\n    step()\n'
 ONE = HEADER + FRAME + b"ValueError: nan\n"
@@ -329,7 +331,6 @@ LINES = st.sampled_from(
 SAID = st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @given(SAID, st.sampled_from([1, 4096]), st.data())
 def test_nothing_is_lost_and_each_rank_keeps_its_order(
@@ -384,7 +385,6 @@ def patient(place: Place) -> None:
     fold_patiently(place, "from phalanx._logs import tracebacks; tracebacks.QUIET = 60.0")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None:
     """What stands after it, and what has no end, too."""
@@ -460,7 +460,6 @@ def test_equal_failures(place: Place) -> None:
     assert logs.count("Traceback") == 4  # what they wrote, and not what was shown
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:

@@ -240,7 +240,6 @@ def test_a_file_with_another_name_is_left_alone(path: Path) -> None:
     assert names(path.parent) == ["log", "log.1"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("closes", [False, True])
 def test_who_reads_meanwhile_misses_nothing_and_sees_nothing_twice(path: Path, closes: bool) -> None:
     compressor = Compressor()
@@ -291,10 +290,9 @@ def test_an_inode_that_a_newer_file_has_by_now(path: Path) -> None:
 FLOOD = "n=0; while [ $n -lt 1500 ]; do n=$((n+1)); echo line $n; done"
 
 
-@pytest.mark.once
 def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the fixture
-    compressed = "until ls $PHALANX_LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
-    place.env["PHALANX_LOGS"] = str(place.logs)
+    compressed = "until ls $LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
+    place.env["LOGS"] = str(place.logs)
     done = sh(place, f"{FLOOD}; {compressed}; {FLOOD}", "--log-max-size", "1k", "--log-compress", n=2)
     assert done.status == 0
     expected = [f"line {n}" for n in range(1, 1501)] * 2
@@ -307,7 +305,6 @@ def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the f
     assert not [name for name in names(folder) if "new" in name]
 
 
-@pytest.mark.once
 def test_a_run_that_keeps_few(place: Place) -> None:  # noqa: F811 - as above
     done = sh(place, FLOOD, "--log-max-size", "1k", "--log-keep", 2, "--log-compress")
     assert done.status == 0
@@ -322,14 +319,12 @@ def test_a_run_that_keeps_few(place: Place) -> None:  # noqa: F811 - as above
 # --- what is refused
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("option", [["--log-keep", "3"], ["--log-compress"]])
 def test_bounds_without_rotation_are_refused(place: Place, option: list[str]) -> None:  # noqa: F811 - as above
     refused(sh(place, "echo", *option), option[0], "only with --log-max-size")
     assert not place.logs.exists()
 
 
-@pytest.mark.once
 def test_bounds_that_cannot_be(place: Place) -> None:  # noqa: F811 - as above
     refused(sh(place, "echo", "--log-keep", "0", "--log-max-size", "1k"), "--log-keep")
     given: list[tuple[dict[str, Any], str]] = [

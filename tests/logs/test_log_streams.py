@@ -12,8 +12,6 @@ from tests.cli.test_run import Place, refused
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -74,7 +75,6 @@ def test_to_map() -> None:
 # --- the layout
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_default_layout(tmp_path: Path) -> None:
     root = tmp_path / "new" / "folder"
@@ -102,7 +102,6 @@ def test_a_restart_stays_in_its_runs_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in next((tmp_path / "logs").iterdir()).iterdir()) == ["attempt_0", "attempt_1"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("gone", ["the run's", "all"])
 @pytest.mark.parametrize("own_root", [True, False])
 def test_a_restart_makes_folders_again_that_were_removed(tmp_path: Path, own_root: bool, gone: str) -> None:
@@ -123,7 +122,6 @@ def test_two_runs_with_one_id_do_not_meet(tmp_path: Path) -> None:
     assert len(list((tmp_path / "logs").iterdir())) == 2
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_nothing_redirected_leaves_no_temporary_folder(tmp_path: Path) -> None:
     result = run(workers.nothing, {0: ()})
@@ -134,7 +132,6 @@ def test_nothing_redirected_leaves_no_temporary_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_temporary_folder_with_evidence_stays() -> None:
     with start_processes("n", workers.fail, {0: ("why",)}) as group:
@@ -172,7 +169,6 @@ class OneFolder(LogsSpecs):
         )
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_layout_of_ones_own(logs: Path) -> None:
     with start_processes("own", workers.prints, {0: ("a",), 1: ("b",)}, None, OneFolder(str(logs))) as group:
@@ -286,7 +282,6 @@ def test_what_it_has_not_made_is_not_removed(logs: Path) -> None:
     assert logs.is_dir()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:
     """Nor is what stands beside an error file; what is no file stays."""
@@ -301,6 +296,7 @@ def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path)
     assert sorted(path.name for path in logs.glob("error-*")) == ["error-1.json"]
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_streams_of_each_rank(logs: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +312,6 @@ def test_streams_of_each_rank(logs: Path, method: str, capfd: pytest.CaptureFixt
     assert sorted(captured.err.split()) == ["rank0", "rank3"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_local_ranks_filter(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The console shows some ranks; the files hold all."""
@@ -339,7 +334,6 @@ def tee(logs: Path, *texts: bytes, **options: Any) -> RunProcsResult:
     return run(PYTHON, args, log_dir=logs, tee=Std.OUT, **options)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "data,shown",
     [
@@ -362,7 +356,6 @@ def test_tee(logs: Path, capfdbinary: pytest.CaptureFixture[bytes], data: bytes,
     assert capfdbinary.readouterr() == (shown, b"")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_tee_of_both_streams(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(workers.prints, {0: ("a", "b"), 1: ("c",)}, log_dir=logs, tee=Std.ALL)
@@ -379,7 +372,6 @@ def test_prefixes_of_the_callers(logs: Path, capfdbinary: pytest.CaptureFixture[
     assert lines == sorted([b"<zero>: zero\n", "é%s{}\\n one\n".encode(), b"[2] two\n"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_very_long_line(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     code = "import os\nfor _ in range(10): os.write(1, b'x' * (1 << 20))"
@@ -397,7 +389,6 @@ def test_binary_garbage_arrives_whole(logs: Path, capfdbinary: pytest.CaptureFix
     assert capfdbinary.readouterr().out == (logs / "0/stdout.log").read_bytes() + b"\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_lines_of_many_ranks_stay_whole(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """Each rank writes its lines in pieces; the console gets them in one."""
@@ -413,7 +404,6 @@ def test_lines_of_many_ranks_stay_whole(logs: Path, capfdbinary: pytest.CaptureF
     assert len(lines) == 1200
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_line_is_shown_as_soon_as_it_ends(logs: Path, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Not at the end of the run. The worker goes on only when its line has come out at the far end."""
@@ -446,7 +436,7 @@ def test_output_of_orphans_is_in_the_file(
         "import os, signal; signal.signal(15, lambda *_: (os.write(1, b'last\\n'), os._exit(0))); "
         "open(os.environ['FIFO'], 'w').close(); signal.pause()"
     )
-    code = f'mkfifo $FIFO; {PYTHON} -c "$CHILD" & read line <$FIFO; echo first'
+    code = f'mkfifo $FIFO; {shlex.quote(PYTHON)} -c "$CHILD" & read line <$FIFO; echo first'
     env = {"FIFO": str(logs.parent / "fifo"), "CHILD": child}
     run("sh", {0: ("-c", code)}, envs={0: env}, log_dir=logs, tee=Std.OUT)
     assert (logs / "0/stdout.log").read_text() == "first\nlast\n"
@@ -487,7 +477,6 @@ def test_a_console_that_goes_away_does_no_harm(tmp_path: Path, logs: Path) -> No
         assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
 
 
-@pytest.mark.once
 def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path) -> None:
     """The workers end, their files are whole; what the console missed is said, not waited for without end."""
     reader, writer = os.pipe()
@@ -502,7 +491,6 @@ def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path
         assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", ["file", "append", "null", "socket"])
 def test_kinds_of_consoles(tmp_path: Path, logs: Path, kind: str) -> None:
     import socket
@@ -561,7 +549,6 @@ def test_a_stdout_that_raises_does_no_harm(logs: Path, monkeypatch: pytest.Monke
     assert (logs / "0/stdout.log").read_bytes() == b"hello\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_files_are_complete_when_the_launcher_is_killed(tmp_path: Path, logs: Path) -> None:
     text = """

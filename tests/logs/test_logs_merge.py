@@ -37,7 +37,6 @@ from tests.support.fake_clock import FakeClock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.once
 
 HISTORIES = int(os.environ.get("PHALANX_TEST_HISTORIES", "150"))
 BOUND = APART + 0.01 + 0.002  # the clocks; growths that are noted together; milliseconds, twice

@@ -19,7 +19,6 @@ from tests.support.pump_tools import append
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 START = 1_700_000_000.0
 

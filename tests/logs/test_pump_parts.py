@@ -32,8 +32,6 @@ from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.screen import Emulator
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
@@ -515,6 +513,7 @@ def test_streams_are_folded_apart() -> None:
     assert it.out == [("0", b"x\n"), ("1", b"x\n")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", [b"\n", b"the same\n"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_work_of_folding_grows_as_the_lines_do(line: bytes, ranks: int, time: FakeClock) -> None:

@@ -8,7 +8,6 @@ import tempfile
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ from tests.support.pump_tools import Memory, Rotated, append, rig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.once
 
 quick = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 few = settings(quick, max_examples=40)

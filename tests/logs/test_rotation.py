@@ -71,7 +71,6 @@ def floods_or_fails(rank: int, address: str, gate: str) -> None:
     os._exit(3)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, method: str) -> None:
@@ -94,7 +93,6 @@ def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, meth
     assert data.replace(b"y" * 1000 + b"\n", b"").strip(b"y") == b"", "what was being written at the end may be cut"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_close_in_the_midst_of_a_flood(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     args = {0: (0, ready.address, gate.address)}
@@ -120,7 +118,6 @@ def test_a_log_writer_that_is_killed_ends_the_group_with_its_name(tmp_path: Path
             group.wait(TIMEOUT)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "both", "launcher"])
 def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready: Ready, who: str) -> None:
@@ -238,7 +235,6 @@ print(len(rotated_files(result.stdouts[0])), file=sys.stderr)
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
 def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
@@ -285,7 +281,6 @@ def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
     assert [(folder / name).read_text() for name in ("log.2", "log")] == ["five six\n", "seven\n"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_as_many_ranks_as_the_hard_limit_on_open_files_allows(tmp_path: Path) -> None:
     """The soft limit is raised for the start, and in the log writer, and is what it was in the workers."""
@@ -342,7 +337,6 @@ def on(disk: Disk, ready: Ready, gate: Gate, **options: Any) -> Iterator[tuple[P
         closed.join()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_silent_disk_under_rotated_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -371,7 +365,6 @@ def test_a_silent_disk_under_rotated_logs(
         assert data.replace(b"a line\n", b"") in (b"", *(b"a line\n"[:count] for count in range(7)))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_silent_disk_under_redirected_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -431,7 +424,6 @@ def test_rotation(place: Place) -> None:
         assert not list(path.parent.glob("*.new"))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_rotation_splits_no_line(place: Place) -> None:
     done = sh(place, "printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100")
@@ -443,7 +435,6 @@ def test_rotation_splits_no_line(place: Place) -> None:
     assert [len(line) for line in done.out.splitlines()] == [504, 9, 504, 7]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
     place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
@@ -453,7 +444,6 @@ def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place)
     assert done.out.splitlines() == [f"[0] {line}" for line in expected]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
     script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")
@@ -467,6 +457,7 @@ def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, rea
         assert whole(path_of(place, rank)).decode() == "".join(f"line {n}\n" for n in range(5000))
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_rotation_of_functions(logs: Path, capfd: pytest.CaptureFixture[str], method: str) -> None:

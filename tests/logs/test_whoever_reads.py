@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.test_log_options import path_of
-from tests.cli.test_run import LIMIT, Launcher, Place
+from tests.cli.test_run import LIMIT, Launcher, Place, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-pytestmark = pytest.mark.once
 
 COUNT = 20_000
 LINES = b"".join(b"line %d\n" % n for n in range(COUNT)) + b"the end 7"
@@ -107,6 +107,7 @@ CONSOLES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("kind", CONSOLES)
 def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready, gate: Gate) -> None:
@@ -155,3 +156,37 @@ def test_such_a_terminal_cannot_be_opened_anew() -> None:
         argv = [*settings["head"], sys.executable, "-c", code]
         with Launcher(argv, stdout=settings["stdout"]) as launcher:
             assert launcher.end().err == "4096\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restart", ["gang", "worker"])
+def test_a_run_whose_reader_has_gone_goes_on_and_notes_that_once(
+    place: Place, ready: Ready, gate: Gate, restart: str
+) -> None:
+    script = place.write(f"""
+        import os
+        print("one", flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            {ready.python()}
+            {gate.python()}
+        print("two", flush=True)
+        raise SystemExit(3)
+        """)
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with place.start("--max-restarts", 1, "--restart", restart, script, stdout=writer) as launcher:
+        os.close(writer)
+        ready.wait()
+        assert read_until(reader, "[0] one\n")
+        os.close(reader)
+        gone = launcher.read_until("its log files have all lines\n")
+        gate.open()
+        done = launcher.end()
+    assert done.status == 3
+    note = "phalanx: nobody reads stdout any more; the run goes on, and its log files have all lines\n"
+    assert (gone + done.err).count(note) == 1
+    (folder,) = place.logs.iterdir()
+    logs = [(folder / f"attempt_{number}" / "0" / "stdout.log").read_text() for number in range(2)]
+    assert logs == ["one\ntwo\n"] * 2
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    closed = [(event["attempt"], event["stream"]) for event in events if event["name"] == "console.closed"]
+    assert closed == [(0, "stdout")]

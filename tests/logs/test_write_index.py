@@ -28,7 +28,6 @@ from tests.support.pump_tools import append, merge_one, rig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.once
 
 START = 1_700_000_000.0
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.once, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 IS_LONG = os.environ.get("PHALANX_CUTS") == "long"
 CUT = 60.0 if IS_LONG else 8.0
@@ -177,9 +177,7 @@ def test_three_members_lose_their_leader_and_then_the_quorum(jobs: Jobs) -> None
     for agent in agents:
         assert "answers again" in agent.said
         assert "lost" not in agent.said
-        causes = re.findall(
-            r"attempt \d failed after \S+: rank (\d) on host h\d, ValueError: bad batch", agent.said
-        )
+        causes = re.findall(r"attempt \d failed after \S+: rank (\d) on host h\d, ValueError: bad batch", agent.said)
         assert causes == ["1", "2"]
         assert "attempt 2 has succeeded" in agent.said
 
@@ -218,9 +216,7 @@ def test_etcds_that_stand_still_or_are_parted_cost_no_node(jobs: Jobs) -> None:
         assert together(agents, 4, len(failed) - 1) == len(failed)
         one.finish(*agents)
         for agent in agents:
-            causes = re.findall(
-                r"attempt \d failed after \S+: rank (\d) on host h\d, ValueError: bad b", agent.said
-            )
+            causes = re.findall(r"attempt \d failed after \S+: rank (\d) on host h\d, ValueError: bad b", agent.said)
             assert list(map(int, causes)) == failed, agent.said
             assert "lost" not in agent.said
             assert f"attempt {len(failed)} has succeeded" in agent.said

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.long
+
 
 WORKER = """
 import os, threading

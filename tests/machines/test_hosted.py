@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 SECRET = "0123456789abcdef0123456789abcdef"  # noqa: S105 - of the tests
 BACKENDS = ["static", "c10d"]

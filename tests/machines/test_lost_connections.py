@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 STORE = 4
 WORKER = """

@@ -19,7 +19,7 @@ from tests.support.jobs import SOON, Agent, EtcdJob, everyone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 MODULE = """
 import os, time

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.support.jobs import Agent
 
 __all__ = ["job"]  # a fixture
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("PHALANX_TEST_SECONDS", "4"))
 STORE = 4

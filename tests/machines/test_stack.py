@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.long
 
 # To say that it is there and to stay there is one line, without a call of Python: whenever one looks, it is there.
 WORKER = """

@@ -584,14 +584,12 @@ def test_the_end_of_a_fork_waits_for_the_background() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_end_of_a_fork_waits_for_a_time() -> None:
     done = program(IN_CHILD.format(blocks=98))
     assert done.stderr == "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_end_of_a_program_waits_for_a_time() -> None:
     done = program(EXIT.format(blocks=98))

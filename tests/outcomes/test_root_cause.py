@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 METHODS = KINDS[1:]

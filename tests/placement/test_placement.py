@@ -198,7 +198,6 @@ def test_a_list_for_each_rank(one_socket: Machine, how: str) -> None:
     assert divide(how, 2, read(range(8), one_socket.root)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "how,message",
     [("0-3", "'0-3': 1 list for 2 ranks; expected one each"),
@@ -272,7 +271,6 @@ def test_a_placement_is_a_value() -> None:
     assert Placement().resolve(2) == ({0: None, 1: None}, "")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "options,kind,message",
     [({"cpu_bind": 3}, TypeError, "cpu_bind: expected none, core, numa, or lists of CPUs as 0-3;4-7, got 3"),
@@ -370,6 +368,7 @@ def finished(entrypoint: Callable[..., Any] | str, args: Any = (), **options: An
     return result
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_functions_are_placed(method: str) -> None:
@@ -384,6 +383,7 @@ def test_binaries_are_placed(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(capfd.readouterr().out.split("\n")[:2]) == sorted(f"{cpu} {NICER} 97 0" for cpu in (FIRST, LAST))
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 def test_scripts_are_placed(place: Place) -> None:
     options = ("--cpu-bind", BIND, "--nice", 3, "--rlimit", "nofile=97,core=0", "--nproc-per-node", 2, "-r", 3)
@@ -393,7 +393,6 @@ def test_scripts_are_placed(place: Place) -> None:
         assert json.loads(place.log(rank)) == [[cpu], NICER, [[97, 97], [0, 0]]]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_each_part_by_itself() -> None:
     plain = look_around()
@@ -404,7 +403,6 @@ def test_each_part_by_itself() -> None:
     assert finished(look_around, placement=core).return_values[0] == [*plain[:2], [plain[2][0], (0, 0)]]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_unit_and_no_limit() -> None:
     placement = Placement(rlimits={"fsize": "1.5GiB", "as": "64GiB"})
@@ -414,7 +412,6 @@ def test_a_unit_and_no_limit() -> None:
         assert finished(limits, ("CPU",), placement=placement).return_values[0] == ((1000, -1),)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_few_open_files_leave_room_for_those_of_the_start(place: Place) -> None:
     """The limit comes last: neither the log files nor the import of what sets it fall under it."""
@@ -484,7 +481,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", *METHODS])
 def test_nobody_placed_is_left_when_the_launcher_was_killed(kind: str, ready: Ready, tmp_path: Path) -> None:
@@ -520,7 +516,6 @@ def test_a_failed_exec_is_named(tmp_path: Path) -> None:
             starts(str(script))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("entrypoint", ["true", *METHODS])
 def test_a_placement_that_fails_is_named(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,7 +540,6 @@ def visible(count: int, envs: dict[int, dict[str, str]] | None = None) -> dict[i
     return {rank: (value["CUDA_VISIBLE_DEVICES"], value["LOCAL_RANK"]) for rank, value in values.items()}
 
 
-@pytest.mark.once
 def test_one_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible(2) == {0: ("0", "0"), 1: ("1", "0")}
@@ -576,7 +570,6 @@ def test_devices_that_are_given_twice() -> None:
 PRINT = ("--no-python", "sh", "-c", "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS")
 
 
-@pytest.mark.once
 def test_a_virtual_local_rank(place: Place) -> None:
     place.env["CUDA_VISIBLE_DEVICES"] = "7,5"
     done = place.run("--virtual-local-rank", "--nproc-per-node", 2, *PRINT)
@@ -596,7 +589,6 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
         place(options, 3, {})
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "options,message",
     [(("--cpu-bind", "cores"), "--cpu-bind: 'cores': rank 0: 'cores' is no CPU"),
@@ -611,7 +603,6 @@ def test_options_that_cannot_be(place: Place, options: tuple[str, ...], message:
     refused(place.run(*options, place.write("")), message)
 
 
-@pytest.mark.once
 def test_the_number_of_threads(place: Place) -> None:
     cpus = len(ALLOWED)
     per_rank = max(1, cpus // 2)
@@ -657,7 +648,6 @@ def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.Mo
     assert "(8 CPUs)" in found("none", 2, 12.0)[1]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_shared_cores_are_said(place: Place) -> None:
     count = len(ALLOWED) + 1

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-pytestmark = pytest.mark.once
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_are_whole(name: str) -> None:
     case = load(name)
@@ -110,6 +107,7 @@ def test_docstrings_are_true(module: ModuleType) -> None:
     assert found.failed == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_throughput_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_throughput, "LINES", 1000)
@@ -121,6 +119,7 @@ def test_throughput_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(sample.figures[name][0] > 0 for sample in (ours, floor) for name in log_throughput.SPEEDS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_delay_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_delay, "SECONDS", 0.3)
@@ -131,6 +130,7 @@ def test_delay_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < figures["median"][0] <= figures["p99"][0] <= figures["most"][0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_slow_console_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_console, "LINES", 10)  # which fit into the pipe: nothing is left to be said
@@ -142,6 +142,7 @@ def test_slow_console_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert floor.figures["writing"][0] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_warm_starts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_torch, "MODULE", "json")
@@ -152,7 +153,7 @@ def test_warm_starts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert floor.figures["first start"][0] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_restarts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "MODULE", "json")
@@ -173,7 +174,7 @@ def there_is_an_etcd() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder", "there_is_an_etcd")
 def test_rendezvous_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "TIMES", {2: 1, 4: 1})
@@ -185,7 +186,7 @@ def test_rendezvous_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 2 <= ours[f"asked, {nodes}"][0] <= 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder", "there_is_an_etcd")
 def test_broadcast_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "NODES", 3)
@@ -202,7 +203,7 @@ def test_broadcast_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < min(figures["told"]) <= max(figures["told"]) <= max(figures["regrouped"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_a_whole_launcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for contender in (PHALANX, FLOOR):
@@ -212,6 +213,7 @@ def test_a_whole_launcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(values) == 1 and values[0] > 0 for values in figures.values())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_a_big_argument_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(big_argument, "SIZE", 8_000_000)
@@ -222,6 +224,7 @@ def test_a_big_argument_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(min(values) > 0 for values in ours.figures.values())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_expiry_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timer_expiry.TIMES, PHALANX, 1)
@@ -234,6 +237,7 @@ def test_expiry_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures[f"{kind}, dead"][0] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_cost_of_timers_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_cost, "PAIRS", dict.fromkeys(timers.KINDS, 100))
@@ -245,6 +249,7 @@ def test_cost_of_timers_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(ours.figures[name]) == len(floor.figures[name]) == timer_cost.BATCHES
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_flood_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_flood, "WORKERS", 2)
@@ -254,6 +259,7 @@ def test_flood_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["wall"][0] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_load_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_load, "WORKERS", 2)

@@ -26,7 +26,6 @@ from phalanx.cli._run_config import RunConfig
 if TYPE_CHECKING:
     from types import ModuleType
 
-pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate
 
-pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -100,6 +99,10 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_declare.py: name": set[str](),  # those of options
+    "placement.py: name": {
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
+        *("MUSA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
+    },
     "api.py: name": {"GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT"},
     "api.py: _name": set[str](),  # the same
     "_dry_run.py: name": set[str](),  # those of workers, to leave out what they have anyway

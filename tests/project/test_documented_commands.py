@@ -18,7 +18,6 @@ from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 NOT_RUN = {
     "make demo": "makes an environment; tests/project/test_examples.py runs examples/digits.py as it does",
@@ -56,6 +55,8 @@ NOT_RUN = {
 
 NO_SCRIPTS = {
     "# train.py": "fails: the transcript `session` is of it",
+    "# same.py": "starts workers of its own: `test_the_programs_of_the_readme_run`",
+    "# squares.py": "as above: `test_the_programs_of_the_readme_run`",
     "# serve.py": "fails: the transcript `one-by-one` is of it",
     "# steps.sh": "the transcript `buffers` is of it",
 }
@@ -101,6 +102,7 @@ def furnished(place: Place) -> Place:
     """A folder with what the commands name."""
     place.write("print('loss is nan, an error')", "train.py")
     place.write("", "package/train.py")
+    place.write("true\n" * 8, "commands.txt")
     program = Path(place.write("#!/bin/sh\nexit 0\n", "a.out"))
     program.chmod(0o755)
     place.write(f'#!/bin/sh\nexec "{sys.executable}" -P -m phalanx "$@"\n', "bin/phalanx")
@@ -136,13 +138,29 @@ def test_a_block_of_python_runs(place: Place, name: str, source: str) -> None:
     assert done.status == 0, (name, done)
 
 
+@pytest.mark.slow
+def test_the_programs_of_the_readme_run(place: Place) -> None:
+    """Each is saved as the file that it says, and run; it prints what the page shows."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    assert not blocks(readme, "pycon")  # a reader would save it, and have no guard
+    programs = [source for _, source in blocks(readme, "python") if not source.startswith("# train.py")]
+    assert len(programs) > 1
+    place.env["TMPDIR"] = str(place.folder)  # the evidence of a group that has failed stays
+    for source in programs:
+        name = source.split("\n")[0].removeprefix("# ")
+        done = place.program(sys.executable, place.write(source, name))
+        assert done.status == 0, done
+        assert f"`python {name}` prints\n\n```\n{done.out}```" in text or f"here `{done.out.strip()}`:" in text, done
+
+
 def test_the_tables_have_no_stale_entries() -> None:
     there = {command for each in commands().values() for command in each}
     assert set(NOT_RUN) <= there
     firsts = {source.split("\n")[0] for page in PAGES for kind in ("sh", "python") for _, source in blocks(page, kind)}
     assert set(NO_SCRIPTS) <= firsts
-    transcripts = tool("transcripts").scenarios()
+    where = {*tool("transcripts").scenarios(), test_the_programs_of_the_readme_run.__name__}
     for why in NO_SCRIPTS.values():
-        assert why.split("`")[1] in transcripts
+        assert why.split("`")[1] in where
     for why in NOT_RUN.values():
         assert all((ROOT / word).exists() for word in why.replace(",", "").split() if word.startswith("tests/"))

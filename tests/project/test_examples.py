@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LIMIT = 90.0  # seconds; each takes a few, unless something hangs
@@ -74,6 +72,7 @@ def accuracy(output: str, ranks: int) -> float:
     return float(found)
 
 
+@pytest.mark.long
 def test_digits_learns_on_four_ranks(tmp_path: Path) -> None:
     output = phalanx_run(tmp_path, 4, EXAMPLES / "digits.py")
     assert accuracy(output, ranks=4) > 0.93
@@ -85,6 +84,7 @@ def test_digits_learns_on_four_ranks(tmp_path: Path) -> None:
     assert len(set(done.values())) == 1, "the ranks ended with different weights"
 
 
+@pytest.mark.long
 def test_digits_learns_the_same_alone() -> None:
     (output,) = finish(start(EXAMPLES / "digits.py"))
     assert accuracy(output, ranks=1) > 0.93

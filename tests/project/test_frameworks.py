@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.cli.test_run import Done, Place
 
-pytestmark = [pytest.mark.torch, pytest.mark.once]
+pytestmark = pytest.mark.torch
 
 COMMON = """
 import os, sys, threading, time

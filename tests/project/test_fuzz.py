@@ -25,7 +25,7 @@ def fuzz() -> Iterator[Fuzz]:
         yield it
 
 
-@pytest.mark.once
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_do(fuzz: Fuzz, name: str) -> None:
     target = fuzz.targets[name]

@@ -184,7 +184,6 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from at_import(child)
 
 
-@pytest.mark.once
 def test_imports_point_down_only() -> None:
     wrong = []
     for path in FLOORS:
@@ -196,12 +195,10 @@ def test_imports_point_down_only() -> None:
     assert not wrong
 
 
-@pytest.mark.once
 def test_every_package_has_its_layer() -> None:
     assert {path.name for path in (SOURCE / "phalanx").iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
 
 
-@pytest.mark.once
 def test_no_modules_import_each_other() -> None:
     """Not even for types alone, or in a function."""
     graph = {module_name(path): ours(path) for path in MODULES}
@@ -218,13 +215,11 @@ def test_no_modules_import_each_other() -> None:
     assert [name for name in graph if name in below(name)] == []
 
 
-@pytest.mark.once
 def test_a_module_is_short() -> None:
     lines = {name_of(path): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
-@pytest.mark.once
 def test_names_with_an_underscore_stay_where_they_are() -> None:
     """No file of a wing has one; a face's module that has one is for that face; a module's name, for that module."""
     wrong = []
@@ -242,7 +237,6 @@ def test_names_with_an_underscore_stay_where_they_are() -> None:
     assert not wrong
 
 
-@pytest.mark.once
 def test_nothing_of_others_is_imported_before_it_is_needed() -> None:
     wrong = {}
     for path in MODULES:
@@ -254,7 +248,6 @@ def test_nothing_of_others_is_imported_before_it_is_needed() -> None:
     assert not wrong
 
 
-@pytest.mark.once
 def test_what_loads_others_is_itself_loaded_when_needed() -> None:
     """Nobody but those that are kept apart, too, imports one of them on the way."""
     apart = tuple(f"{module_name(ROOT / name)}." for name in KEPT_APART)
@@ -262,7 +255,6 @@ def test_what_loads_others_is_itself_loaded_when_needed() -> None:
     assert not {(path, name) for path, name in names if path not in KEPT_APART and f"{name}.".startswith(apart)}
 
 
-@pytest.mark.once
 def test_a_library_of_others_is_used_in_its_place() -> None:
     names = [(name_of(path), name.split(".")[0]) for path in MODULES for name in facts(path).imported]
     assert {(path, name) for path, name in names if name in PLACES} == {
@@ -270,17 +262,14 @@ def test_a_library_of_others_is_used_in_its_place() -> None:
     }
 
 
-@pytest.mark.once
 def test_nobody_sleeps() -> None:
     assert not [name_of(path) for path in MODULES if "time.sleep" in facts(path).called.union(facts(path).imported)]
 
 
-@pytest.mark.once
 def test_a_module_says_what_it_is() -> None:
     assert not [name_of(path) for path in MODULES if not facts(path).documented]
 
 
-@pytest.mark.once
 def test_every_ignored_finding_carries_a_code_and_a_reason() -> None:
     """Written so: `# noqa: S102 - the script is the user's` or `# type: ignore[attr]  # absent before 3.13`."""
     reasoned = re.compile(
@@ -299,7 +288,6 @@ def test_every_ignored_finding_carries_a_code_and_a_reason() -> None:
     assert not wrong
 
 
-@pytest.mark.once
 def test_every_rule_that_is_off_carries_a_reason() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     lint = tomllib.loads(text)["tool"]["ruff"]["lint"]
@@ -308,19 +296,20 @@ def test_every_rule_that_is_off_carries_a_reason() -> None:
         assert re.search(rf'^    "{rule}", +# \w.+', text, re.MULTILINE), f"{rule} is off without a reason"
 
 
-@pytest.mark.once
 def test_what_is_said_to_run_on_each_python_does() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"`(test_\w+)`", "\n".join(re.findall(r"^\|.*", page, re.MULTILINE))))
-    assert len(names) > 9
+    names = set(re.findall(r"`(test_\w+(?:\.py)?)`", "\n".join(re.findall(r"^\|.*", page, re.MULTILINE))))
+    assert len(names) > 20
     found = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
+        if path.name in names:
+            assert re.search(r"^pytestmark = .*mark\.each_python", text, re.MULTILINE), path
+            found.add(path.name)
         for name in names & set(re.findall(r"^def (test_\w+)", text, re.MULTILINE)):
             marks = re.search(rf"((?:^@.*\n(?:[ )].*\n)*)*)^def {name}\b", text, re.MULTILINE)
             assert marks is not None
-            assert "mark.once" not in marks[1], name
-            assert not re.search(r"^pytestmark = .*mark\.once", text, re.MULTILINE), path
+            assert "mark.each_python" in marks[1], name
             found.add(name)
     assert found == names
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.once
+
+pytestmark = pytest.mark.long
 
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")

@@ -81,7 +81,6 @@ PUBLIC = dict(public())
 FUNCTIONS = {path: (function, text) for path, function, text in functions()}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("path", PUBLIC)
 def test_a_public_name_has_a_docstring_of_its_own(path: str) -> None:
     value = PUBLIC[path]
@@ -93,7 +92,6 @@ def test_a_public_name_has_a_docstring_of_its_own(path: str) -> None:
                 assert function.__doc__, f"{path}.{name}"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_a_docstring_names_every_parameter(path: str) -> None:
     """In its `Args:`, or in the text; where it refers to the function that it stands for, that one does."""
@@ -105,7 +103,6 @@ def test_a_docstring_names_every_parameter(path: str) -> None:
             assert re.search(rf"\b{name}\b", text), f"{path}: {name}"
 
 
-@pytest.mark.once
 def test_the_reference_has_every_public_name() -> None:
     """As an entry that is made from the docstring, or as the name of one that is at home in another module."""
     text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
@@ -117,7 +114,6 @@ def test_the_reference_has_every_public_name() -> None:
         assert name in MODULES or module == "" or hasattr(importlib.import_module(module), member), name
 
 
-@pytest.mark.once
 def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w/-]+\.md\b", config.partition("\nnav:\n")[2].partition("\nvalidation:")[0]))
@@ -128,7 +124,6 @@ def test_every_page_is_in_the_navigation() -> None:
     assert outside == {page for page in listed - pages if (ROOT / page).exists()}
 
 
-@pytest.mark.once
 def test_files_that_pages_name_are_there() -> None:
     """Paths in the pages for those who change the code."""
     if not (ROOT / "src" / "phalanx" / "_engine").exists():
@@ -154,7 +149,6 @@ def test_a_worker_that_is_killed_is_the_root_cause(ready: Ready, gate: Gate) -> 
     assert (result.root_cause.local_rank, result.root_cause.exitcode) == (1, -signal.SIGKILL)
 
 
-@pytest.mark.once
 def test_the_test_that_contributors_are_shown_is_the_one_above() -> None:
     shown = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert inspect.getsource(test_a_worker_that_is_killed_is_the_root_cause) in shown

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import pytest
-
 from phalanx._rendezvous import effects, stack_report
 from phalanx._rendezvous.effects import Found
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
@@ -13,8 +11,6 @@ from phalanx._store.store import Away, Back, Changed
 
 if TYPE_CHECKING:
     from phalanx._rendezvous.effects import Effect
-
-pytestmark = pytest.mark.once
 
 
 class Told:

@@ -6,8 +6,6 @@ import pytest
 
 from phalanx._rendezvous.life import ACTIONS, EVENTS, STATES, TABLE, step
 
-pytestmark = pytest.mark.once
-
 Script = list[tuple[str, str, tuple[str, ...]]]
 """What happens, where that leads, and what is done."""
 

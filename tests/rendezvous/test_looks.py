@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from phalanx._rendezvous import effects, records
 from phalanx._rendezvous.effects import Found, Look, Looked
 from phalanx._rendezvous.looks import INTERVAL, MOST_ANSWER, PATIENCE
 from phalanx._rendezvous.records import Stop, Verdict, replace
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Fetched, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
-
-pytestmark = pytest.mark.once
 
 ASKED = records.write(records.Look("b", 0))
 

@@ -15,8 +15,6 @@ from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Absent, Changed, Delete, Entry, Put, Snapshot, Transaction
 
-pytestmark = pytest.mark.once
-
 RULES = Rules(RestartPolicy(1), join_timeout=600.0, last_call=30.0, rejoin_delay=10.0, end_timeout=90.0)
 
 

@@ -34,8 +34,6 @@ from phalanx._store.store import (
     Unchanged,
 )
 
-pytestmark = pytest.mark.once
-
 ME = Node("a", "host-a", "10.0.0.1", 2, min_nodes=2, max_nodes=2, port=1000)
 MEMBERS = (Member("b", "host-b", 2, "default"), Member("a", "host-a", 2, "default"))
 RUNS = Job(0, "running", 2, 2, MEMBERS, "10.0.0.2", 1001)

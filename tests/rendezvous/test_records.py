@@ -22,7 +22,6 @@ from phalanx._store.store import Changed, Entry, Snapshot
 if TYPE_CHECKING:
     from phalanx._stacks.dump import Location
 
-pytestmark = pytest.mark.once
 
 KINDS: tuple[Any, ...] = (Node, Job, Stop, Refusal)
 NODE = Node("a", "host-a", "10.0.0.1", 2)

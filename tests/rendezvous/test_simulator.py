@@ -16,7 +16,6 @@ from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play, s
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.once
 
 SEEDS = 3000
 """Of the tests; `python -m tests.rendezvous.simulator 0 100000` plays more."""
@@ -25,7 +24,7 @@ ENOUGH = 600
 """Seeds within which a mistake is seen."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 500))
+@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(500, SEEDS, 500))])
 def test_no_story_breaks_a_rule(first: int) -> None:
     for seed in range(first, first + 500):
         try:
@@ -56,7 +55,7 @@ def test_what_a_node_asks_of_the_store_does_not_depend_on_their_number(nodes: in
     assert asked[-1] <= 8
 
 
-@pytest.mark.parametrize("first", range(0, 400, 200))
+@pytest.mark.parametrize("first", [0, pytest.param(200, marks=pytest.mark.long)])
 def test_who_asks_where_the_ranks_are_is_told_whatever_happens(first: int) -> None:
     count = 0
     for seed in range(first, first + 200):

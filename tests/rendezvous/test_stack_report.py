@@ -13,8 +13,6 @@ from phalanx._rendezvous.records import DamagedError, Job, Member
 from phalanx._rendezvous.stack_report import Answer, JobStacks
 from phalanx._stacks import dump
 
-pytestmark = pytest.mark.once
-
 MEMBERS = (Member("a", "host-a", 2, "x"), Member("b", "host-b", 3, "x"))
 JOB = Job(0, "running", 2, 2, MEMBERS)
 

@@ -67,7 +67,6 @@ def work(address: str, rank: int, fails: int = -1, ready: str = "") -> int:
     return rank
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) -> None:
     args = {rank: (gate.address, rank, -1, ready.address) for rank in range(2)}
@@ -105,7 +104,6 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("failed", ["succeeded", "failed"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_nobody_has_to_wait_for_it(logs: Path, gate: Gate) -> None:
     """The record says how a group has ended as soon as it has."""
@@ -124,7 +122,6 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("stopped", ["stopped"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     write = record_writer.write
@@ -141,7 +138,6 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
     assert states(logs) == ("succeeded", ["succeeded"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
@@ -167,7 +163,6 @@ def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: P
     assert (record(logs)["exit_code"], record(logs)["cause"]) == (0, "")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_one_that_is_dropped_ends_all_the_same(logs: Path, gate: Gate) -> None:
     """The record keeps nobody alive."""
@@ -211,7 +206,6 @@ def test_what_was_said_last_is_written_where_the_program_ends(logs: Path, place:
         assert json.loads(row)["state"] == "lost"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0, 0)}, record=True) as group:
@@ -235,7 +229,6 @@ def is_record(thread: threading.Thread) -> bool:
     return thread.name == "phalanx-record"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate: Gate) -> None:
     gate.open()
@@ -258,7 +251,6 @@ def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate:
     assert place.program(*PHALANX, "logs", folder).out == "[7] here is 0\n"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_whose_next_attempt_starts_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, ready: Ready

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from phalanx._events.kinds import Event
 
-pytestmark = pytest.mark.once
-
 
 class Log:
     """A recorder, and the events that it is given."""

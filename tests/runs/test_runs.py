@@ -137,7 +137,6 @@ def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
     assert states == [("stopped", -15, 15), ("failed", 1, None), ("stopped", -15, 15)]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_dies_of_a_signal(place: Place) -> None:
     place.run("--no-python", "sh", "-c", "kill -9 $$$$")
@@ -147,7 +146,6 @@ def test_a_run_that_dies_of_a_signal(place: Place) -> None:
     assert run["command"] == ["sh", "-c", "kill -9 $$$$"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_is_interrupted(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
@@ -210,7 +208,6 @@ cli.main()
     assert row(place)["state"] == "stopped"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
@@ -226,7 +223,6 @@ def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready,
     assert re.search(r"  lost +\S+ +- +2 +-  \S", runs(place).out)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_start_that_fails(place: Place) -> None:
     """The interpreter cannot be executed: found out when the folder is there already."""
@@ -241,13 +237,11 @@ def test_a_start_that_fails(place: Place) -> None:
     assert run["attempts"][0]["ranks"] == []
 
 
-@pytest.mark.once
 def test_a_refused_run_leaves_nothing(place: Place) -> None:
     assert place.run("--no-python", "no-such-binary").status != 0
     assert runs(place) == (0, f"no runs in {place.logs}\n", "")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None:
     parent = ready.python("__import__('os').getppid()")
@@ -264,7 +258,6 @@ def test_a_keeper_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None
     assert [rank["state"] for rank in run["attempts"][0]["ranks"]] == ["lost"]
 
 
-@pytest.mark.once
 def test_arguments_that_are_no_text(place: Place) -> None:
     argv = [os.fsencode(part) for part in (sys.executable, "-m", "phalanx", "run", "--log-dir", place.logs)]
     subprocess.run([*argv, b"--no-python", b"true", b"\xff\xfe", "é".encode()], check=True, env=place.env,
@@ -275,7 +268,6 @@ def test_arguments_that_are_no_text(place: Place) -> None:
 # --- a record that cannot be written
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_full_disk_harms_nobody_and_is_said_once(place: Place) -> None:
     done = place.run("-t", 0, "-r", 0, "--no-python", "sh", "-c", "echo hello; exit 3",
@@ -290,7 +282,6 @@ def test_a_full_disk_harms_nobody_and_is_said_once(place: Place) -> None:
     assert [path.name for path in (place.logs / found["folder"]).iterdir()] == ["attempt_0"]
 
 
-@pytest.mark.once
 @pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_becomes_read_only_harms_nobody(place: Place, ready: Ready, gate: Gate) -> None:
     head = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
@@ -354,7 +345,6 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
 GOOD = msgspec.to_builtins(example())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "content, words",
     [
@@ -414,7 +404,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.once
 def test_a_record_has_a_bound(tmp_path: Path) -> None:
     """It is neither read nor written beyond that. Several attempts of 4,000 ranks are below."""
     ranks = [record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
@@ -455,7 +444,6 @@ def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: 
     assert ((tmp_path / "precious").read_text(), record.read(str(folder)).cause) == ("precious", "why")
 
 
-@pytest.mark.once
 def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> None:
     (place.logs / "20260101-000000_x" / "attempt_0").mkdir(parents=True)
     (place.logs / "src").mkdir()
@@ -495,7 +483,6 @@ def test_a_zombie_does_not_run() -> None:
 # --- finding them again
 
 
-@pytest.mark.once
 def test_the_newest_comes_first(place: Place) -> None:
     for number in range(3):
         assert place.run("--run-id", f"run{number}", "--no-python", "true").status == 0
@@ -504,7 +491,6 @@ def test_the_newest_comes_first(place: Place) -> None:
     assert catalog.resolve([str(place.logs)]).name.startswith("run2_")
 
 
-@pytest.mark.once
 def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     root = str(tmp_path / "runs")
@@ -543,7 +529,6 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert word in str(caught.value)
 
 
-@pytest.mark.once
 def test_no_runs_at_all(tmp_path: Path) -> None:
     assert catalog.find([str(tmp_path / "no" / "such")]) == []
     for text in (None, "x"):
@@ -554,7 +539,6 @@ def test_no_runs_at_all(tmp_path: Path) -> None:
 # --- the command
 
 
-@pytest.mark.once
 def test_a_table_for_pipes(place: Place) -> None:
     put(place.logs, "20260101-101010_aaaa", state="succeeded", started=1e9, ended=1e9 + 725, exit_code=0)
     put(
@@ -585,20 +569,17 @@ def test_a_table_for_pipes(place: Place) -> None:
     assert {line.index(word) for line, word in ((head, "STATE"), (a, "succ"), (b, "failed"), (c, "runn"))} == {22}
 
 
-@pytest.mark.once
 def test_an_encoding_that_has_no_word_for_it(place: Place) -> None:
     put(place.logs, "a", command=["é"])
     place.env.update(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert "\\xe9" in runs(place).out
 
 
-@pytest.mark.once
 def test_no_runs_is_no_error(place: Place) -> None:
     assert runs(place) == (0, f"no runs in {place.logs}\n", "")
     assert runs(place, "--json") == (0, "", "")
 
 
-@pytest.mark.once
 def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
     place.env["XDG_STATE_HOME"] = str(place.folder / "state")
     assert place.run("--no-python", "true", logs=False).status == 0
@@ -610,7 +591,6 @@ def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
     assert place.program(sys.executable, "-m", "phalanx", "logs").out == "[0] there\n"
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_full_disk_is_said(place: Place, options: tuple[str, ...]) -> None:
     put(place.logs, "a")
@@ -620,7 +600,6 @@ def test_a_full_disk_is_said(place: Place, options: tuple[str, ...]) -> None:
     assert done == (1, "", "Error: stdout: No space left on device\n")
 
 
-@pytest.mark.once
 def test_what_it_refuses(place: Place) -> None:
     place.write("", "file")
     assert "is a file" in place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", "file").err
@@ -646,7 +625,6 @@ def on_a_terminal(place: Place, columns: int, *options: str, typed: str = "", **
             os.close(theirs)
 
 
-@pytest.mark.once
 def test_a_table_for_people(place: Place) -> None:
     put(
         place.logs,
@@ -673,21 +651,36 @@ def test_a_table_for_people(place: Place) -> None:
     assert "\x1b" not in on_a_terminal(place, 80, NO_COLOR="1")
 
 
-@pytest.mark.once
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_name_of_the_script_is_kept_on_a_narrow_terminal(place: Place, columns: int) -> None:
+    script = "/home/ada/experiments/sweep/finetune.py"
+    for name in ("20260101-101010_aaaaaaaa", "20260101-101010_abbbbbbb", "20260101-101011_cccccccc"):
+        put(place.logs, name, state="failed", started=1e9, ended=1e9 + 7300, exit_code=130, command=[script, "y" * 99])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(place, columns, TERM="xterm"))
+    head, *rows = text.splitlines()
+    assert head.split()[-1] == "COMMAND"
+    assert all(len(row) == columns and "finetune.py" in row for row in rows)
+    for name in [row.split()[0] for row in rows]:  # shortened, and good for the other commands
+        assert runs(place, "--json").out.count(f'"{name}') == 1
+    wide = on_a_terminal(place, 240)
+    assert "20260101-101010_aaaaaaaa" in wide
+    assert script in wide
+
+
 def test_started_today_is_a_time_of_day(place: Place) -> None:
     put(place.logs, "a", started=time.time())
     assert re.search(r"running\S*  \d\d:\d\d:\d\d", on_a_terminal(place, 100))
 
 
-@pytest.mark.once
 def test_a_reader_that_leaves_early(place: Place) -> None:
     for number in range(30):
         put(place.logs, f"run{number}", command=["x" * 10_000])
     done = place.program(
-        "sh", "-c", '"$@" | head -n 1', "sh", sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs
-    )
+        "bash", "-o", "pipefail", "-c", '"$@" | head -n 1', "bash",
+        sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs,
+    )  # fmt: skip
     assert done.out.startswith("RUN ")
-    assert done.err == ""
+    assert (done.status, done.err) == (128 + signal.SIGPIPE, "")
 
 
 def test_what_is_not_needed_is_not_loaded() -> None:

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Ready
 
+pytestmark = pytest.mark.each_python
+
 # A look that takes the frames of all threads by a signal kills within the first three, on 3.11, 3.12 and 3.13.
 LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["py-spy", "signal"])
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -367,7 +368,6 @@ def test_one_that_has_exited(tmp_path: Path) -> None:
 HEADER = f"# stacks on signals {ONE:d} and {ALL:d}, descriptor 0, process "
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "header",
     [None, f"{HEADER}1\n", "\0nonsense\n# stacks on signals 9" * 9, HEADER.replace(f"{ONE:d}", "9" * 5000) + "1\n"],
@@ -444,7 +444,6 @@ def test_the_signal_for_all_threads_is_not_taken_either_if_somebody_uses_it(tmp_
         assert worker.sent == [ONE]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "setting, number",
     [("12", 12), ("0", 0), ("", ONE), ("nonsense", ONE), ("-3", ONE), ("9", ONE), ("11", ONE), ("33", ONE),
@@ -526,7 +525,6 @@ def test_the_file_goes_unless_somebody_has_asked(tmp_path: Path, ready: Ready) -
     assert os.path.exists(path)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("suffix", ["", ".fatal", ".exit", ".stacks"])
 def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: str) -> None:
     path = str(tmp_path / "error.json")
@@ -541,7 +539,6 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: s
     subprocess.run(argv, env={ERROR_FILE_ENV: path}, check=True, timeout=TIMEOUT)
 
 
-@pytest.mark.once
 @without_py_spy
 @pytest.mark.parametrize("make", ["text", "nothing", "link", "folder"])
 def test_what_is_not_ours_is_not_written_to(tmp_path: Path, ready: Ready, make: str) -> None:
@@ -741,14 +738,13 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
 def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a process that goes on may change while it is read."""
     real = py_spy.find()
-    once = f'[ -e {tmp_path}/tried ] && exec {real} "$@"; echo >{tmp_path}/tried; exit 1'
+    once = f'[ -e {tmp_path}/tried ] && exec {shlex.quote(real)} "$@"; echo >{tmp_path}/tried; exit 1'
     stack_workers.fake_py_spy(tmp_path, monkeypatch, once)
     with Worker(tmp_path, ready, SLEEP) as worker:
         assert shown(worker.look()) == [["work", "<module>"]]
         assert worker.sent == []
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @without_py_spy
 def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) -> None:
@@ -793,7 +789,6 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
         reader.close()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_thread_that_waits_for_a_disk_holds_up_no_look(
     tmp_path: Path, ready: Ready, disk: Disk, monkeypatch: pytest.MonkeyPatch
@@ -854,7 +849,6 @@ def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready
     assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
@@ -879,7 +873,6 @@ LINES = st.sampled_from(
 )  # fmt: skip
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @given(st.one_of(st.text(), st.lists(st.one_of(LINES, st.text(max_size=5)), max_size=30).map("\n".join)))
 def test_parsing_never_fails(text: str) -> None:
@@ -894,7 +887,6 @@ FRAMES = st.builds(dump.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-
 THREADS = st.builds(dump.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
 
 
-@pytest.mark.once
 @given(st.lists(THREADS, max_size=5))
 def test_parsing_finds_what_was_written(threads: list[dump.Thread]) -> None:
     text = "\n".join(

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("grpc_is_up")]
+pytestmark = pytest.mark.usefixtures("grpc_is_up")
 
 T = TypeVar("T")
 

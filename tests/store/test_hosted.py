@@ -30,7 +30,7 @@ from tests.support.etcd import free_port, program
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.once, pytest.mark.slow, pytest.mark.usefixtures("grpc_is_up", "there_is_an_etcd")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("grpc_is_up", "there_is_an_etcd")]
 
 SECRET = b"night7"
 SOON = 15.0

@@ -43,7 +43,6 @@ from tests.support.stores import SOON, Client, check_fork, check_transactions, c
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.once
 
 NEVER = (Away, LeaseLost, Refused)
 

@@ -10,8 +10,6 @@ from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
 from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
 
-pytestmark = pytest.mark.once
-
 A, B = b"a" * 16, b"b" * 16
 
 

@@ -13,8 +13,6 @@ from phalanx._store.etcd.tls import expired
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("days", ["1", "20000"])  # the latter has a GeneralizedTime: from 2050 on, see RFC 5280
 def test_a_certificate(tmp_path: Path, days: str) -> None:

@@ -64,7 +64,6 @@ def fill(path: Path) -> None:
                     file.write(bytes(size))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("most", [10_000, 20])
 def test_what_a_full_disk_does_not_take_is_written_later(
     most: int, small_disk: Path, monkeypatch: pytest.MonkeyPatch

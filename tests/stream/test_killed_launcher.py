@@ -100,7 +100,6 @@ def test_the_events_and_the_record_agree(place: Place) -> None:
     assert (run.state, run.exit_code, run.cause) == (last["state"], last["exitcode"], last["cause"])
 
 
-@pytest.mark.once
 def test_a_disk_that_is_full_for_a_while_harms_nobody(small_disk: Path, place: Place, ready: Ready, gate: Gate) -> None:
     """The run goes on, and the lines that are there are whole."""
     logs = small_disk / "logs"

@@ -44,13 +44,11 @@ def rows() -> dict[str, str]:
     return found
 
 
-@pytest.mark.once
 def test_each_kind_has_a_row_and_each_row_a_kind() -> None:
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     assert {kind.name for kind in KINDS} | {"events.removed"} == set(rows())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_row_has_every_field(kind: type[Event]) -> None:
     row = rows()[kind.name]

@@ -18,7 +18,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, start_pro
 from phalanx.timer import TimerSpecs
 from tests.engine.test_lost_helpers import helpers_of, lose_both, until
 from tests.support import hang_workers
-from tests.support.helpers import TIMEOUT, pass_gate
+from tests.support.helpers import PYTHON, TIMEOUT, pass_gate
 
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
@@ -74,8 +74,8 @@ def sh(*scripts: str) -> dict[int, tuple[str, str]]:
 
 
 def fail_once_the_other_is_up(ready: Ready, gate: Gate) -> dict[int, tuple[str, str]]:
-    up = f'{sys.executable} -S -c "{ready.python("0")}"'
-    wait = f'{sys.executable} -S -c "{gate.python()}"'
+    up = f'{PYTHON} -S -c "{ready.python("0")}"'
+    wait = f'{PYTHON} -S -c "{gate.python()}"'
     return sh(f"{up}; exec sleep 600", f"{wait}; exit 3")
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+PYTHON = shlex.quote(sys.executable)
+"""This interpreter, as a word for a shell."""
 
 TIMEOUT = 20.0
 """Seconds after which a wait in a test has failed: far beyond what a loaded machine needs."""

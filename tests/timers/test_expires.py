@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     from phalanx._timers.timer import Timer
 
+pytestmark = pytest.mark.each_python
+
 ALL = NEVER - 1
 
 

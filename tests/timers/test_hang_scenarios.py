@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Ready
 
-pytestmark = pytest.mark.once
 
 # Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at: by
 # then they are there, however long each took to start.

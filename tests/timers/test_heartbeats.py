@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once
 
 HANG_TIMEOUT = 0.5
 IN_TIME = 1.2

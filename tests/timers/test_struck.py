@@ -46,6 +46,7 @@ def _stacks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_long_for_stacks(monkeypatch.setattr)
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_who_exits_with_0_by_sigterm_has_failed(method: str, events: Events) -> None:
@@ -63,7 +64,6 @@ def test_who_exits_with_0_by_sigterm_has_failed(method: str, events: Events) -> 
     assert result.outcomes[0].describe() == "failed: exited with code 0"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
     group = start(
@@ -74,7 +74,6 @@ def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
     assert result.root_cause is result.failures[0]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_where_ranks_do_not_fall_together_it_has_failed_as_well(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +89,6 @@ def test_where_ranks_do_not_fall_together_it_has_failed_as_well(
     assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "succeeded"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_process_below_that_hangs_and_ends_well(events: Events) -> None:
     failure = result_of(start(hang_workers.end_well_below, (), events, on_expiry="terminate")).failures[0]
@@ -100,7 +98,6 @@ def test_a_process_below_that_hangs_and_ends_well(events: Events) -> None:
     assert failure.detail.splitlines()[-1] == TOLD
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_goes_on_for_long_and_then_ends_well_has_failed(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +117,6 @@ def test_who_goes_on_for_long_and_then_ends_well_has_failed(
     assert told == TOLD
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_where_no_evidence_can_be_written_the_hang_is_named(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     write, launcher = write_error_file, os.getpid()
@@ -149,7 +145,6 @@ with timer.expires(after=0.1, scope="load"):
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_phalanx_run_exits_with_1(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -161,7 +156,6 @@ def test_phalanx_run_exits_with_1(tmp_path: Path) -> None:
     assert TOLD in done.stderr
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_has_survived_and_is_stopped_for_another_is_not_the_one_that_failed(
     events: Events, ready: Ready, gate: Gate, logs: Path, monkeypatch: pytest.MonkeyPatch

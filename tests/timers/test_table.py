@@ -422,7 +422,6 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "SIGKILL"])
 @pytest.mark.parametrize("disposition", ["default", "handler"])
@@ -533,7 +532,6 @@ def test_only_an_earlier_deadline_rings(table: TimerTable) -> None:
         assert not rung(table)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_bell_that_is_full_keeps_nobody_waiting(table: TimerTable) -> None:
     with seat_at(table) as seat:
@@ -849,7 +847,6 @@ def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> 
     assert place.endswith("/train.py:41")
 
 
-@pytest.mark.once
 @given(st.binary())
 def test_any_bytes_can_be_read(data: bytes) -> None:
     assert all(isinstance(part, str) for part in decode(data))
@@ -858,7 +855,6 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 # --- garbage
 
 
-@pytest.mark.once
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
@@ -1105,7 +1101,6 @@ class WatchingOneRank(Watching):
     by_rank = True
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
 def test_the_scheduler_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:

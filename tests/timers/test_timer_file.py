@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 LONG = 3600.0
 HOUR = 3600.0
@@ -787,7 +786,7 @@ def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClie
 # The client.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerServer, path: str) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(path)) for _ in range(20)]

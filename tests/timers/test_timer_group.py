@@ -30,7 +30,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests.support import hang_workers
 from tests.support.disks import until
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.waits import wait_long_for_stacks
 
@@ -146,7 +146,6 @@ def line_of(text: str, program: str) -> int:
     return next(number for number, line in enumerate(program.splitlines(), 1) if text in line)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     program = DEMO.format(gate=gate.python(), ready=ready.python())
@@ -200,6 +199,7 @@ def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path
 # --- kinds of workers
 
 
+@pytest.mark.each_python
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
@@ -214,11 +214,10 @@ def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
     assert events.names() == ["timer.armed", "timer.expired", "worker.reaped"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready, logs: Path) -> None:
     program = f"from tests.support import hang_workers as h; {ready.python()}; h.hang()"
-    args = {0: ("-c", f'{sys.executable} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
+    args = {0: ("-c", f'{PYTHON} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     env = {rank: {"PYTHONPATH": path} for rank in range(2)}
     # `hang` begins at once, so rank 1 may be a shell yet when rank 0 expires: it is no Python then, either, and has
@@ -243,7 +242,6 @@ def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready
     assert "State:" in text or "exited" in text
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["child", "orphan"])
 def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready) -> None:
@@ -259,7 +257,6 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
     assert " in hang\n" in failure.traceback, "these are the stacks of the process that hangs"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("outside", [True, False], ids=["py-spy", "signal"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -281,7 +278,6 @@ def test_each_process_below_the_worker_shows_stacks_of_its_own(
     assert f"# process {group.pids()[0]} of the same rank\n" in file.read_text()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_second_python_of_a_shell_shows_stacks_of_its_own(
     events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
@@ -369,7 +365,6 @@ def test_no_signal_waits_for_stacks_of_a_rank_that_has_recorded_its_failure(tmp_
     assert [path.name for path in tmp_path.glob("stacks-*")] == ([] if recorded else ["stacks-1.txt"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_an_exception_that_was_handled_is_not_why_a_rank_hangs(events: Events) -> None:
     failure = result_of(start(hang_workers.handle_and_hang, (), events)).root_cause
@@ -393,7 +388,6 @@ def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> None:
     group = start(hang_workers.chat_and_hang, (gate.address,), events, nprocs=2, on_expiry="report", tee=Std.ALL)
@@ -404,7 +398,6 @@ def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> No
     assert not result_of(group).is_failed()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(
     events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -424,7 +417,6 @@ def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(
 # --- steps
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
     group = start(
@@ -446,7 +438,6 @@ def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
     assert of_timers(folder) == events.all
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_sigterm_may_be_enough(events: Events) -> None:
     failure = result_of(start(hang_workers.hang, (), events, on_expiry=["terminate", ("kill", 60)])).failures[0]
@@ -454,7 +445,6 @@ def test_sigterm_may_be_enough(events: Events) -> None:
     assert re.fullmatch(HANG, failure.message)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["report", "dump"])
 def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate: Gate, logs: Path) -> None:
@@ -476,7 +466,6 @@ def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate
     assert bool(list(logs.glob("*/attempt_0/0/stacks-*.txt"))) == (step == "dump")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_leaves_the_block_between_two_steps_is_let_go(
     events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -498,7 +487,6 @@ def test_who_leaves_the_block_between_two_steps_is_let_go(
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
     events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -531,7 +519,6 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt])
 def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(
@@ -553,7 +540,6 @@ def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(
     assert record.exc_info[0] is kind
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", ["terminate", "terminate,kill:600"])
 def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
@@ -571,7 +557,6 @@ def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
     assert events.names(0) == ["timer.armed", "timer.expired", "worker.reaped", "timer.left"]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -585,7 +570,6 @@ def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
     assert re.fullmatch(r"it had hung before: 'deaf' \(.*\) was not left within 0\.1 s; .*", failure.detail)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
     events: Events, gate: Gate, patience: pytest.MonkeyPatch
@@ -605,7 +589,6 @@ def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
 # --- heartbeats
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Gate) -> None:
     """The second rank never beats: it may be starting, and its clock is the first rank's expiries."""
@@ -618,7 +601,6 @@ def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Ga
     assert {event["rank"] for event in events.all} == {0}
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_it_is_the_rank_that_has_to_beat_and_not_each_of_its_processes(events: Events) -> None:
     group = start(hang_workers.beat_with_a_silent_child, (), events, on_expiry="report", hang_timeout=0.2)
@@ -635,7 +617,6 @@ def _beat_or_not(gate: str) -> str | None:
     return None
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_failure_names_the_last_step(events: Events, gate: Gate) -> None:
     group = start(hang_workers.beat_once, (41, gate.address), events, hang_timeout=0.1)
@@ -647,7 +628,6 @@ def test_the_failure_names_the_last_step(events: Events, gate: Gate) -> None:
     assert events.all[-1]["scope"] == "heartbeat"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
     events: Events, ready: Ready, gate: Gate, tmp_path: Path
@@ -669,7 +649,6 @@ def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
 # --- whom it leaves alone
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_group_that_is_being_stopped_is_not_disturbed(events: Events, ready: Ready) -> None:
     group = start(hang_workers.hang_when_stopped, (ready.address,), events)
@@ -679,7 +658,6 @@ def test_a_group_that_is_being_stopped_is_not_disturbed(events: Events, ready: R
     assert "worker.reaped" not in events.names()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_stranger_at_the_table_is_refused(
     events: Events, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
@@ -712,7 +690,6 @@ def test_a_stranger_at_the_table_is_refused(
     assert f"process {pid} is not in the group: its timers are not watched" in caplog.text
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("hours", [1, -1])
 def test_a_step_of_the_wall_clock_changes_nothing(
@@ -728,7 +705,6 @@ def test_a_step_of_the_wall_clock_changes_nothing(
     assert 0 <= events.wait("timer.expired")["overdue"] < TIMEOUT
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_without_timers_nobody_watches() -> None:
     group = start_processes("hang", hang_workers.hang, (0.1,), nprocs=1, start_method="fork")
@@ -748,8 +724,8 @@ def test_what_are_no_specs(timers: Any) -> None:
         ({"on_expiry": "nonsense"}, "on_expiry: 'nonsense' is no step"),
         ({"on_expiry": "kill,report"}, "on_expiry: 'report' comes after 'kill'"),
         ({"on_expiry": "kill,kill"}, "on_expiry: 'kill' comes after 'kill'"),
-        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x' is no number of seconds"),
-        ({"on_expiry": "report:-1"}, "on_expiry: expected a time of 0 seconds or more, got -1"),
+        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x': expected a time, 0 or more, like 90 (seconds)"),
+        ({"on_expiry": "report:-1"}, "on_expiry: 'report:-1': '-1': expected a time, 0 or more"),
         ({"on_expiry": []}, "on_expiry: expected at least one of report, dump, terminate, kill"),
         ({"on_expiry": [("kill", 1, 2)]}, "on_expiry: expected names, or pairs"),
         ({"on_expiry": [("kill", True)]}, "on_expiry: expected seconds, got True"),
@@ -765,14 +741,13 @@ def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
         TimerSpecs(**given)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option, error",
     [
         ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
-        ("--hang-timeout=x", "'x': expected seconds, like 60 or 0.5"),
-        ("--hang-timeout=inf", "expected more than 0 seconds, got inf"),
+        ("--hang-timeout=x", "'x': expected a time, more than 0, like 90 (seconds), 90s, 5m or 2h"),
+        ("--hang-timeout=inf", "'inf': expected a time, more than 0, like 90"),
     ],
 )
 def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:
@@ -785,7 +760,6 @@ def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) 
     assert list(tmp_path.glob("*")) in ([], [tmp_path / "temporary"])
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -800,7 +774,6 @@ def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
 # --- the pair that stands alone
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_late_child_is_reaped_and_a_prompt_one_spared(ready: Ready) -> None:
     with SharedTimerServer() as server:
@@ -949,7 +922,6 @@ def test_a_client_whose_server_has_gone() -> None:
 # --- what goes wrong meanwhile
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
     group = start(hang_workers.stop_within_a_block, (), events, on_expiry="terminate", start_method="fork")
@@ -958,7 +930,6 @@ def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
     assert failure.message.startswith("Hang: 'stopped' ")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -977,7 +948,6 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
     assert re.match(HANG, failure.detail)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(_pid: int) -> int:
@@ -990,7 +960,6 @@ def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypat
     assert re.fullmatch(HANG, failure.message)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_cannot_be_looked_up_is_looked_up_again(
     events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -1013,7 +982,6 @@ def test_who_cannot_be_looked_up_is_looked_up_again(
     assert "request.refused" not in events.names()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> None:
     failure = result_of(start(hang_workers.close_all_and_hang, (), events)).failures[0]
@@ -1021,7 +989,6 @@ def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> No
     assert re.fullmatch(HANG, failure.message)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(
     events: Events, monkeypatch: pytest.MonkeyPatch
@@ -1035,7 +1002,6 @@ def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(
     assert "ValueError: later" in failure.traceback
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
     events: Events, logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1060,7 +1026,6 @@ def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
     assert "Hang: 'load'" in found.read_text()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 300
@@ -1212,7 +1177,6 @@ def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:
     return Hang(rank, pid, True, Timer(0, 1, deadline, 1, thread, "", "t.py:4"))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
     before = os.listdir("/proc/self/fd")

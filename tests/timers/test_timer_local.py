@@ -30,6 +30,8 @@ from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.each_python
+
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -419,7 +421,6 @@ def hosted(mp_queue: Any, ready: Ready, gate: Gate) -> Iterator[tuple[int, Any]]
     other._writer.close()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
     mp_queue: Any, ready: Ready, gate: Gate
@@ -448,7 +449,6 @@ def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
         assert alive(prompt.pid)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     mp_queue: Any, ready: Ready, gate: Gate

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from phalanx._timers.client import Seat
     from tests.support.helpers import Ready
 
+pytestmark = pytest.mark.each_python
+
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN = multiprocessing.get_context("spawn")
 EXAMPLE = ROOT / "examples" / "datagram_timer.py"
@@ -485,7 +487,6 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield SharedTimerClient(server.address)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
     worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))

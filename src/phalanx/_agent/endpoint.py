@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx._base import durations
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,10 +15,11 @@ BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 """The rendezvous backends of torchrun. On one machine they are all the same: nothing is connected to."""
 
 _MOST_PORT = 65535
-_WHOLE = (
+_TIMES = (
     *("timeout", "last_call_timeout", "join_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
-    *("keep_alive_interval", "keep_alive_max_attempt", "rank"),
+    "keep_alive_interval",
 )
+_WHOLE = ("keep_alive_max_attempt", "rank")
 _YES_NO = ("is_host",)
 TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 """What stands for yes and for no, in any case."""
@@ -77,10 +80,10 @@ def where_is(host: str) -> Literal["here", "elsewhere", "unknown"]:
 def read_settings(text: str) -> dict[str, str]:
     """Read the settings of a rendezvous, as torchrun's ``--rdzv-conf`` has them. Raises ValueError.
 
-    Settings that are numbers, or yes or no, for one of torch's backends are checked for being so.
+    Settings that are times, numbers, or yes or no, for one of torch's backends are checked for being so.
 
-    >>> read_settings("timeout=60, is_host=yes"), read_settings("")
-    ({'timeout': '60', 'is_host': 'yes'}, {})
+    >>> read_settings("timeout=10m, is_host=yes"), read_settings("")
+    ({'timeout': '10m', 'is_host': 'yes'}, {})
     """
     settings: dict[str, str] = {}
     for part in _parts(text):
@@ -88,6 +91,12 @@ def read_settings(text: str) -> dict[str, str]:
         if not (equals and key and value):
             msg = f"{text!r}: expected settings, like timeout=60,read_timeout=30; the trouble is with {part!r}"
             raise ValueError(msg)
+        if key in _TIMES:
+            try:
+                durations.parse(value)
+            except ValueError as error:
+                msg = f"{text!r}: {key}: {error}"
+                raise ValueError(msg) from None
         if key in _WHOLE and not (value.isascii() and value.isdecimal()):
             msg = f"{text!r}: {key}: expected a whole number, got {value!r}"
             raise ValueError(msg)

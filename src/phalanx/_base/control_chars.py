@@ -90,6 +90,19 @@ def escape(text: str) -> str:
     return "".join([part for part in parts if part])
 
 
+def plain(text: str) -> str:
+    r"""Make text of others harmless, without colours: of a line that carriage returns overwrote, its last state.
+
+    >>> plain("\033[31mred\033[0m\n 5%\r10%\r\n\b")
+    'red\n10%\n\\x08'
+    """
+    text = _sequences().sub("", text).replace("\r\n", "\n")
+    if "\r" in text:
+        text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+    text = escape(text.replace("\x1b", "\\x1b"))
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def escape_json(text: str) -> str:
     r"""Replace the same characters in JSON by JSON's own escapes. The values stay the same.
 
@@ -139,6 +152,13 @@ def _passing() -> re.Pattern[str]:
 
     moves = r"\033\[(?:[0-9;]{0,8}[A-GK]|0?J|\?25[hl])"
     return re.compile(rf"(\033\[[0-9:;]{{0,64}}m)\017?|{moves}|\033\(B")
+
+
+@functools.cache
+def _sequences() -> re.Pattern[str]:
+    import re
+
+    return re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
 @functools.cache

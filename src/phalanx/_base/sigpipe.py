@@ -33,3 +33,12 @@ def write(fd: int, data: bytes) -> int:
             raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def reader_is_gone(fd: int) -> bool:
+    """Whether a descriptor is a pipe or a socket that nobody can read from any more."""
+    import select
+
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(events & select.POLLERR for _fd, events in poll.poll(0))

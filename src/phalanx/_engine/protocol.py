@@ -63,6 +63,7 @@ class Spec(Record):
         path: The file to execute. Forks do not use it.
         argv: Its arguments. Where ``fds`` is not empty, the numbers of the inherited descriptors follow them.
         env: Environment variables on top of the group's.
+        stdin: What it reads, by index among the descriptors beside `start`; None: /dev/null.
         stdout, stderr: The paths of its log files, or of an open one the index among the descriptors beside `start`;
             None: the launcher's stream.
         fds: Which of the descriptors beside `start` it inherits, by index.
@@ -70,7 +71,7 @@ class Spec(Record):
         placement: Its CPUs, nice value and limits; None: the launcher's.
     """
 
-    __slots__ = FIELDS = ("rank", "path", "argv", "env", "stdout", "stderr", "fds", "bounds", "placement")
+    __slots__ = FIELDS = ("rank", "path", "argv", "env", "stdin", "stdout", "stderr", "fds", "bounds", "placement")
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Spec(Record):
         path: bytes,
         argv: list[bytes],
         env: dict[bytes, bytes],
+        stdin: int | None,
         stdout: str | int | None,
         stderr: str | int | None,
         fds: list[int],
@@ -88,6 +90,7 @@ class Spec(Record):
         self.path = path
         self.argv = argv
         self.env = env
+        self.stdin = stdin
         self.stdout = stdout
         self.stderr = stderr
         self.fds = fds

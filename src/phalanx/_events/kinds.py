@@ -301,6 +301,14 @@ class TimersUnwatched(Event):
     why: str
 
 
+class ConsoleClosed(Event):
+    """Nobody reads the launcher's ``stream`` ("stdout", "stderr") any more: lines are in the log files alone."""
+
+    __slots__ = ("stream",)
+    name = "console.closed"
+    stream: str
+
+
 class EventsDropped(Event):
     """``count`` batches of events found no room with this observer, which is too slow."""
 

@@ -8,6 +8,7 @@ A worker loads this module before its script starts, in whatever Python the scri
 from __future__ import annotations
 
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,6 +73,25 @@ def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and is_own_file(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
+
+
+def decode_dump(data: bytes) -> str:
+    r"""Return what a fault handler wrote as text, with the letters in it that it has escaped: it writes ASCII alone.
+
+    >>> decode_dump(b'  File "f\xfcr.py", line 4 in <module>')
+    '  File "für.py", line 4 in <module>'
+    """
+    text = data.decode("utf-8", "replace")
+    if "\\" not in text:
+        return text
+    import re
+
+    def letter(match: re.Match[str]) -> str:
+        code = int(match[1] or match[2] or match[3], 16)
+        found = chr(code) if code <= sys.maxunicode else ""
+        return match[0] if found.isascii() or not found.isprintable() else found
+
+    return re.sub(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))", letter, text)
 
 
 def without_own_frames(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._evidence.describe import TEXT_LIMIT, without_own_frames
+from phalanx._evidence.describe import TEXT_LIMIT, decode_dump, without_own_frames
 from phalanx._evidence.error_file import ERROR_FILE_ENV, READ_LIMIT, file_at, open_to_append, read_bytes
 
 FATAL_SIGNALS = (4, 6, 7, 8, 11)
@@ -121,7 +121,7 @@ def read_fallback(path: str, pid: int) -> tuple[str, str, int] | None:
 
 def read_fatal_stacks(path: str, limit: int = TEXT_LIMIT) -> str:
     """Return the stacks that a fatal signal left, without our own frames; ``""`` if there are none. Never raises."""
-    return without_own_frames(read_fatal_file(path)[-1][:limit].decode("utf-8", "replace"))
+    return without_own_frames(decode_dump(read_fatal_file(path)[-1][:limit]))
 
 
 def fatal_at(path: str) -> int | None:

@@ -58,6 +58,8 @@ class PContext(GroupStart):
         console: How the console shows what is teed.
         placement: Where the workers run, and within which bounds; default: as the caller.
         timers: How timers and heartbeats of the workers are watched; default: not at all.
+        stdin: Local rank → the descriptor that becomes the stdin of its worker; default: each worker's is /dev/null. A
+            terminal has no job control in a worker, whose session is another one: it reads as if in the foreground.
         record: Whether ``run.json`` in the run's folder says what becomes of the group, for ``phalanx runs``, ``logs``
             and ``stack``. The logs specs are `DefaultLogsSpecs` with a folder then.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
@@ -66,6 +68,8 @@ class PContext(GroupStart):
         run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
+        on_reader_gone: Called with "stdout" or "stderr" when nobody reads that any more (``| head``), which ends
+            nothing: on the thread that shows lines, once for each.
         on_event: See `start_processes`.
         events: The stream of a run of which this group is an attempt: it gets the group's events. ``record``,
             ``on_event`` and that of ``timers`` have no effect then. Default: a stream of its own, if one of these is

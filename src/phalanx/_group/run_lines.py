@@ -12,7 +12,7 @@ from phalanx._logs.group_pump import SharedPump
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx._logs.console import ConsoleSpecs
     from phalanx._logs.display import GroupDisplay, PartDisplay
@@ -25,9 +25,16 @@ class RunLines:
     Args:
         envs: The environment variables of all workers, by local rank.
         console: How the console shows the lines.
+        on_reader_gone: See `PContext`.
     """
 
-    def __init__(self, envs: Mapping[int, Mapping[str, str]], console: ConsoleSpecs) -> None:
+    def __init__(
+        self,
+        envs: Mapping[int, Mapping[str, str]],
+        console: ConsoleSpecs,
+        on_reader_gone: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_reader_gone = on_reader_gone
         self._envs = envs
         self._console = console
         self._shared: SharedPump | None = None
@@ -37,7 +44,7 @@ class RunLines:
         """Return what shows the files of one group. Raises OSError, RuntimeError: no thread can be started."""
         with interrupts.deferred():
             if self._shared is None or self._display is None:
-                self._shared = SharedPump(self._envs, self._console)
+                self._shared = SharedPump(self._envs, self._console, self._on_reader_gone)
                 self._display = show(self._shared.pump)
                 self._display.open()
             return self._display.part(self._shared.part(logs, filters))

@@ -82,9 +82,11 @@ class GroupStart(ABC):
         console: ConsoleSpecs | None = None,
         placement: Placement | None = None,
         timers: TimerSpecs | None = None,
+        stdin: Mapping[int, int] | None = None,
         record: bool = False,
         signals: bool = True,
         speak: Callable[[str], None] | None = None,
+        on_reader_gone: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
         run_lines: RunLines | None = None,
         on_event: Callable[[dict[str, Any]], object] | None = None,
@@ -105,6 +107,7 @@ class GroupStart(ABC):
         self._watched: dict[int, dict[str, str]] = {}
         self._placed: dict[int, WorkerBounds | None] = {}
         self._devices: dict[int, dict[str, str]] = {}
+        self._stdin = dict(stdin or {})
         self._settle = settle
         self._grace = grace
         self._linger = linger
@@ -112,6 +115,7 @@ class GroupStart(ABC):
         self.notice = checked_notice(notice)
         self._stop_page: dict[str, str] = {}
         self._speak = speak
+        self._on_reader_gone = on_reader_gone
         self._run_lines = run_lines
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
@@ -296,7 +300,9 @@ class GroupStart(ABC):
             return self._run_lines.part(self.logs, self._filters)
         from phalanx._logs.group_pump import make_pump
 
-        return make_pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+        return make_pump(
+            self.logs, self.envs, self.log_line_prefixes, self.console, self._filters, self._on_reader_gone
+        )
 
     def _wait_until_up(self, supervisor: Supervisor) -> None:
         try:
@@ -357,22 +363,24 @@ class GroupStart(ABC):
         return env
 
     def _specs(self, plan: Plan, unnamed: UnnamedLogs | None) -> tuple[list[protocol.Spec], list[int]]:
-        """What to start for each rank, and the log files that are open already."""
-        files = {} if unnamed is None else unnamed.descriptors()
-        places = {path: number for number, path in enumerate(files, 1 + len(plan.fds))}
+        """What to start for each rank, and the descriptors of log files that are open already, and of what is read."""
+        files: dict[str | int, int] = {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
+        files.update({} if unnamed is None else unnamed.descriptors())
+        places = {key: number for number, key in enumerate(files, 1 + len(plan.fds))}
         return [self._spec(rank, *command, places) for rank, command in plan.commands.items()], [*files.values()]
 
     def _spec(
-        self, rank: int, path: str, argv: list[bytes], fds: list[int], open_logs: Mapping[str, int]
+        self, rank: int, path: str, argv: list[bytes], fds: list[int], places: Mapping[str | int, int]
     ) -> protocol.Spec:
-        """What to start for a rank. ``open_logs``: the indexes of log files that are open already, by path."""
+        """What to start for a rank. ``places``: the indexes of open log files by path, and of its stdin by its rank."""
         logs = self.logs
         env = self._environment(rank)
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
-        stdout, stderr = (open_logs.get(log, log or None) for log in (logs.stdouts[rank], logs.stderrs[rank]))
+        stdout, stderr = (places.get(log, log or None) for log in (logs.stdouts[rank], logs.stderrs[rank]))
         bounds = (logs.max_size, logs.keep, logs.compress)
-        return protocol.Spec(rank, os.fsencode(path), argv, env, stdout, stderr, fds, bounds, self._placed.get(rank))
+        stdin, placed = places.get(rank), self._placed.get(rank)
+        return protocol.Spec(rank, os.fsencode(path), argv, env, stdin, stdout, stderr, fds, bounds, placed)
 
     def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReporter | None:
         """Make the report of hangs and the table of timers, if timers are to be watched."""

@@ -33,8 +33,8 @@ class ConsoleSpecs(Value):
         timestamps: None, "iso" (local time with milliseconds and its offset from UTC, ISO 8601) or "elapsed" (seconds
             since the start). It is the time at which the line was seen, a fraction of a millisecond after it was
             written.
-        template: What stands before each line, with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${host}`` and
-            ``${time}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
+        template: What stands before each line, with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${hostname}``
+            and ``${time}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
         ranks: The global ranks whose lines are shown; None for all. Of one that fails, the last are shown regardless.
         grep: A regular expression (RE2's), or several; only lines in which one of them is found are shown.
         exclude: The same; lines in which one of them is found are not shown, and are no context either.

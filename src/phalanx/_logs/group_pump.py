@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from phalanx._logs.follower import Follower
 from phalanx._logs.prefixes import Prefixes
@@ -14,12 +15,13 @@ from phalanx._logs.timeline_writer import TimelineWriter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from phalanx._logs.console import ConsoleSpecs
     from phalanx._logs.layout import LogsDest
     from phalanx._logs.line_state import Source
     from phalanx._logs.render import View
+    from phalanx._logs.sink import Sink
 
 
 def make_pump(
@@ -28,6 +30,7 @@ def make_pump(
     prefixes: Mapping[int, str] | None,
     console: ConsoleSpecs,
     filters: Mapping[str, list[str] | None],
+    on_reader_gone: Callable[[str], None] | None = None,
 ) -> Pump:
     """Make what follows the files of a group.
 
@@ -37,6 +40,7 @@ def make_pump(
         prefixes: The caller's own prefixes, by local rank.
         console: How the console shows the lines.
         filters: By stream, the strings of which a line must contain one to be copied into the file of all ranks.
+        on_reader_gone: See `PContext`.
     """
     views = _Views(envs, prefixes, console)
     try:
@@ -49,7 +53,9 @@ def make_pump(
             if view not in copies:
                 views.counts[source.stream] += 1
     timeline = TimelineWriter(logs.timeline, _rotated(streams)) if logs.timeline else None
-    return Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
+    pump = Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
+    pump.readers = views.readers(on_reader_gone)
+    return pump
 
 
 class SharedPump:
@@ -58,9 +64,16 @@ class SharedPump:
     Args:
         envs: The environments of the workers of all groups, by local rank. No two groups have one at the same time.
         console: How the console shows the lines.
+        on_reader_gone: See `PContext`.
     """
 
-    def __init__(self, envs: Mapping[int, Mapping[str, str]], console: ConsoleSpecs) -> None:
+    def __init__(
+        self,
+        envs: Mapping[int, Mapping[str, str]],
+        console: ConsoleSpecs,
+        on_reader_gone: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_reader_gone = on_reader_gone
         self._views = _Views(envs, None, console)
         count = len(envs if console.ranks is None else console.ranks)
         self._views.counts.update(stdout=count, stderr=count)  # from the start on, whoever is there by then
@@ -77,6 +90,8 @@ class SharedPump:
             timeline = self._timelines.setdefault(logs.timeline, TimelineWriter(logs.timeline, {}))
         part = PumpPart(streams, copies, timeline, rotated=_rotated(streams), shared=self._views.all[known:])
         self.pump.show_messages_in(self._views.message_view())
+        if known < len(self._views.all):
+            self.pump.readers = self._views.readers(self._on_reader_gone)
         return part
 
     def close(self) -> None:
@@ -141,6 +156,7 @@ class _Views:
         self.counts = {"stdout": 0, "stderr": 0}
         """How many sources of each stream are shown."""
         self.all: list[View] = []
+        self._names: dict[Sink, str] = {}
 
     def global_rank(self, rank: int) -> int:
         return int(self._envs.get(rank, {}).get("RANK") or rank)
@@ -168,8 +184,13 @@ class _Views:
             if coloured:
                 self._coloured.add(view)
             self.all.append(view)
+            self._names[view.output.sink] = "stdout" if stream is sys.stdout else "stderr"
             self._by_output[output] = view
         return self._by_output[output]
+
+    def readers(self, call: Callable[[str], None] | None) -> dict[Sink, Callable[[], None]]:
+        """Return what calls ``call`` with "stdout" or "stderr" when nobody reads that any more, see `Pump.readers`."""
+        return {} if call is None else {sink: partial(call, name) for sink, name in self._names.items()}
 
     def message_view(self) -> View | None:
         """Return the view for our own messages: that on stderr. None if that has none, or if the format is JSON."""

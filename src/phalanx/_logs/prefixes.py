@@ -16,7 +16,7 @@ TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # red is for errors
 _SHARED = 1  # bold
-_FIELDS = ("role_name", "rank", "local_rank", "host", "time")
+_FIELDS = ("role_name", "rank", "local_rank", "host", "hostname", "time")
 
 
 class Prefixes:
@@ -72,7 +72,7 @@ class Prefixes:
 
         roles = dict.fromkeys(self._envs.get(rank, {}).get("ROLE_NAME") or "default" for rank in ranks)
         values = {"role_name": ",".join(roles), "rank": shown, "local_rank": format_ranks(ranks, ",")}
-        values["host"] = os.uname().nodename
+        values["host"] = values["hostname"] = os.uname().nodename
         text = Template(self._template)
         if "time" not in text.get_identifiers():
             return self._stamped(text.safe_substitute(values), "")

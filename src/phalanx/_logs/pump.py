@@ -49,7 +49,8 @@ class Pump:
         views: Where their lines go.
         timeline: Notes when the files grow; None: nothing does.
         message_view: The one of the views that also shows our own messages; None: they go to stderr.
-        drain: Seconds that the end waits, at most, for a console that reads slowly.
+        drain: Seconds that the end waits, at most, for a console that reads slowly,
+        stuck: and for one that does not read at all.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pump:
         *,
         message_view: View | None = None,
         drain: float = DRAIN,
+        stuck: float = STUCK,
     ) -> None:
         self._streams = list(streams)
         self._views = list(views)
@@ -69,6 +71,7 @@ class Pump:
         for stream in self._streams:
             stream.timeline = timeline
         self._drain = drain
+        self._stuck = stuck
         self._buffer = bytearray(TURN)
         self._stream_of = {source: stream for stream in self._streams for _view, source in stream.views}
         self._dirty: dict[Stream, None] = {}  # those that may have unread bytes, in the order of their turns
@@ -85,6 +88,8 @@ class Pump:
         self._over = False  # whether `finish` has been called, and every line is ended
         self.unfit: set[str] = set()
         """Paths of files that have been reported as unreadable."""
+        self.readers: dict[Sink, Callable[[], None]] = {}
+        """What is called, once, when nobody reads a sink any more."""
 
     @property
     def shows_messages(self) -> bool:
@@ -205,7 +210,7 @@ class Pump:
 
     def finish(self, done: Callable[[], None]) -> None:
         """Show what is still in the files, then call ``done``, in bounded time. Reports lines that are not shown."""
-        self._begin_end(PumpEnd(self._streams, self._views, self._drain, done, whole=True))
+        self._begin_end(PumpEnd(self._streams, self._views, self._drain, done, stuck=self._stuck, whole=True))
 
     def _begin_end(self, end: PumpEnd) -> None:
         if self._loop is None:  # never opened: the group did not start
@@ -280,14 +285,19 @@ class Pump:
             if not end.all_seen and not any(stream in self._dirty for stream in end.streams):
                 end.end_lines()
                 self._over = self._over or end.whole
-        for sink in self._sinks:
-            sink.flush()
+        self._flush()
         if busy:
             self._run_soon()
         for end in [end for end in self._ends if end.all_seen]:
             if not end.waits(self._sinks):
                 self._leave(end)
         self._arm()
+
+    def _flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+        for sink in [sink for sink in self.readers if sink.has_no_reader]:
+            self.readers.pop(sink)()
 
     def _take_turns(self) -> bool:
         """Read from each dirty stream once. Returns whether one has more to be read at once."""

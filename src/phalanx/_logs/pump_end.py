@@ -26,6 +26,7 @@ class PumpEnd:
         views: The views that end with them.
         drain: Seconds that it waits, at most, for a console that reads slowly.
         done: Called when all is shown, or waited for no longer.
+        stuck: Seconds after which it does not wait on if nothing is written.
         whole: Whether the pump ends with them.
 
     Attributes:
@@ -36,7 +37,14 @@ class PumpEnd:
     """
 
     def __init__(
-        self, streams: list[Stream], views: list[View], drain: float, done: Callable[[], None], *, whole: bool = False
+        self,
+        streams: list[Stream],
+        views: list[View],
+        drain: float,
+        done: Callable[[], None],
+        *,
+        stuck: float = STUCK,
+        whole: bool = False,
     ) -> None:
         self.streams = streams
         self.done = done
@@ -46,13 +54,14 @@ class PumpEnd:
         self.gave_up = False
         self._views = views
         self._drain = drain
+        self._longest_rest = stuck
         self._progress = 0  # bytes that all sinks had written at the last look
         self._shown: dict[Source, View] = {}  # by source, once all has been read
 
     def begin(self, written: int) -> None:
         """Begin to wait. The sinks have ``written`` so many bytes."""
         now = clock.now()
-        self.until, self.stuck = now + self._drain, now + STUCK
+        self.until, self.stuck = now + self._drain, now + self._longest_rest
         self._progress = written
 
     def end_lines(self) -> None:
@@ -79,7 +88,7 @@ class PumpEnd:
         """Whether it is time to give up. If not, note the bytes that the sinks have ``written``."""
         if now < self.until and written > self._progress:
             self._progress = written
-            self.stuck = now + STUCK
+            self.stuck = now + self._longest_rest
             return False
         return now >= min(self.until, self.stuck)
 

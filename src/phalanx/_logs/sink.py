@@ -73,6 +73,8 @@ class Sink:
         self._blocked_since = 0.0
         self.blocked = False  # whether bytes wait for the reader to make room
         self.broken = False
+        self.has_no_reader = False
+        """Whether it is broken because the reader has closed, or the terminal was hung up."""
         self.refusal: BaseException | None = None  # the error that broke it, unless the reader has closed: a full disk
         self.written = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -90,7 +92,7 @@ class Sink:
         first, self._users[on_room] = not self._users, None
         if not first:
             return
-        self._loop, self.broken, self.refusal = loop, False, None
+        self._loop, self.broken, self.has_no_reader, self.refusal = loop, False, False, None
         if isinstance(self._target, str):
             self._fd = opened_log(self._target)
             return
@@ -204,6 +206,7 @@ class Sink:
 
     def _writable(self, events: int) -> None:
         if events & (select.EPOLLERR | select.EPOLLHUP):  # reported whether asked for or not, for ever
+            self.has_no_reader = True
             self._break()
             self._call_users()
             return
@@ -295,7 +298,8 @@ class Sink:
             self._loop.change(self._fd, WRITE if wanted else 0)
 
     def _refuse(self, error: BaseException) -> None:
-        if not (isinstance(error, OSError) and error.errno in _NO_READER):
+        self.has_no_reader = isinstance(error, OSError) and error.errno in _NO_READER
+        if not self.has_no_reader:
             self.refusal = error
         self._break()
 

@@ -9,7 +9,9 @@ import os
 import signal
 import time
 
+from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
+from phalanx._base.one_line import one_line
 from phalanx._evidence.attribution import attribute
 from phalanx._evidence.error_file import is_observed, message_of, read_error_file, recorded_at, written_by
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_path, read_fatal_stacks
@@ -63,8 +65,8 @@ class ProcessFailure(Value):
     Attributes:
         error_file_data: The parsed error file, with long texts cut as above; ``{"message": "<NONE>"}`` without one.
         message: The message of the error file, or of ``told``. Without both it is ``"Signal N (NAME) received by PID
-            n"`` or a line on the exit code; so it is, too, if the process recorded an exception and went on, which
-            ``detail`` then mentions.
+            n"`` or a line on the exit code, with the last line of ``stderr_tail``. If the process recorded an exception
+            and went on, it is a line on the exit, and ``detail`` mentions that exception.
         timestamp: Unix time in whole seconds: of what ``message`` describes, or of construction if that is not known.
         traceback: The traceback of the error file, or of ``told``, or the stacks of a fatal signal; ``""`` if there is
             none.
@@ -171,7 +173,7 @@ class ProcessFailure(Value):
             stdout_file=stdout_file,
             stderr_file=stderr_file,
             error_file_data=dict(_NO_DATA) if data is None else data,
-            message=message or _exit_message(exitcode, pid),
+            message=message or _exit_message(exitcode, pid, stderr_tail),
             timestamp=int(time.time()) if timestamp is None else timestamp,
             traceback=traceback,
             unreadable=problem if problem != "missing" else "",
@@ -209,8 +211,12 @@ class ProcessFailure(Value):
     __eq__ = Value.__eq__
 
 
-def _exit_message(exitcode: int, pid: int) -> str:
-    return _exit_in_words(exitcode, pid) + ("" if exitcode < 0 else "; no error was recorded")
+def _exit_message(exitcode: int, pid: int, stderr_tail: str) -> str:
+    words = _exit_in_words(exitcode, pid)
+    if exitcode < 0:
+        return words
+    last = next((line for line in reversed(plain(stderr_tail).splitlines()) if line.strip()), "")
+    return f"{words}; stderr ends with: {one_line(last)}" if last else f"{words}; no error was recorded"
 
 
 def _exit_in_words(exitcode: int, pid: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx._base.control_chars import escape
+from phalanx._base.control_chars import plain
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._outcomes.failure import WHILE_LEAVING, first_failure
 from phalanx._outcomes.outcome import NOT_AVAILABLE
@@ -45,7 +45,6 @@ _MASKS = tuple(  # for text in lower case; each starts with literal text, by whi
     )
 )
 _TIMES = re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b")
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
 def format_report(
@@ -81,7 +80,7 @@ def format_report(
         ValueError: There is no failure.
     """
     root_rank, root = first_failure(failures)
-    lines = [("rule", "=" * RULE), ("title", f"{_clean(name)} FAILED"), ("rule", "-" * RULE)]
+    lines = [("rule", "=" * RULE), ("title", f"{plain(name)} FAILED"), ("rule", "-" * RULE)]
     if lost is None:
         lines.append(("heading", "Root Cause (first observed failure):"))
         lines += _full(root_rank, root, ROOT_LINES)
@@ -89,10 +88,10 @@ def format_report(
     else:
         host, error = lost
         lines.append(("heading", "Root Cause:"))
-        lines += [("field", f"  host      : {_clean(host)}"), ("error", f"  error     : {_shorten(_clean(error))}")]
+        lines += [("field", f"  host      : {plain(host)}"), ("error", f"  error     : {_shorten(plain(error))}")]
         others = _others(None, {root_rank: root, **failures})
     if log_dir:
-        lines.append(("field", f"  logs      : {_clean(log_dir)}"))
+        lines.append(("field", f"  logs      : {plain(log_dir)}"))
     if others:
         lines += [("rule", "-" * RULE), ("heading", "Other Failures:"), *others]
     rest = {rank: outcome for rank, outcome in (outcomes or {}).items() if rank not in failures}
@@ -100,9 +99,9 @@ def format_report(
         lines += [("rule", "-" * RULE), *_rest(rest)]
     if earlier:
         lines += [("rule", "-" * RULE), ("heading", "Earlier Attempts:")]
-        lines += [("text", f"  {_shorten(_clean(line))}") for line in earlier]
+        lines += [("text", f"  {_shorten(plain(line))}") for line in earlier]
     if gave_up:
-        lines += [("field", f"  gave up   : {_clean(gave_up)}")] if earlier else []
+        lines += [("field", f"  gave up   : {plain(gave_up)}")] if earlier else []
     lines.append(("rule", "=" * RULE))
     if style is None:
         return "\n".join(line for _, line in lines)
@@ -124,11 +123,11 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
         fields.append(("error_file", failure.error_file + (f" ({failure.unreadable})" if failure.unreadable else "")))
     files = (("stdout", failure.stdout_file), ("stderr", failure.stderr_file))
     fields += [(key, path) for key, path in files if path]
-    lines = [("field", f"  {key:10}: {_clean(value)}") for key, value in fields]
-    first, *more = _clean(failure.message).split("\n")
+    lines = [("field", f"  {key:10}: {plain(value)}") for key, value in fields]
+    first, *more = plain(failure.message).split("\n")
     lines.append(("error", f"  error     : {_shorten(first)}"))
     if failure.detail:
-        first, *rest = _clean(failure.detail).split("\n")
+        first, *rest = plain(failure.detail).split("\n")
         lines += [("error", f"  {'detail':10}: {first}"), *(("error", f"  {'':10}  {line}") for line in rest)]
     if failure.traceback:
         lines += _block("traceback", failure.traceback, limit, failure.error_file)
@@ -157,7 +156,7 @@ def _others(root: ProcessFailure | None, others: Mapping[int, ProcessFailure]) -
             lines.append(("heading", f"{name_ranks(ranks)}:"))
             lines += _full(ranks[0], first, OTHER_LINES)
         else:
-            lines.append(("heading", f"{name_ranks(ranks)}: {_shorten(_clean(first_line(first)).split(chr(10))[0])}"))
+            lines.append(("heading", f"{name_ranks(ranks)}: {_shorten(plain(first_line(first)).split(chr(10))[0])}"))
     return lines
 
 
@@ -241,7 +240,7 @@ def _block(key: str, text: str, limit: int, where: str) -> Lines:
 
 
 def _text_lines(text: str) -> list[str]:
-    return _clean(text).strip("\n").split("\n")
+    return plain(text).strip("\n").split("\n")
 
 
 def _cut(lines: list[str], limit: int, where: str) -> list[str]:
@@ -250,23 +249,10 @@ def _cut(lines: list[str], limit: int, where: str) -> list[str]:
     if over <= 0:
         return lines
     head = limit // 3
-    whole = "" if where == NOT_AVAILABLE else f", all in {_clean(where)}"
+    whole = "" if where == NOT_AVAILABLE else f", all in {plain(where)}"
     return [*lines[:head], f"... {over} lines left out{whole} ...", *lines[head + over :]]
 
 
 def _shorten(line: str) -> str:
     over = len(line) - LINE
     return line if over <= 0 else f"{line[:LINE]} ... {over} characters left out"
-
-
-def _clean(text: str) -> str:
-    """Make text harmless for a terminal.
-
-    Colours are left out; of a line that carriage returns overwrote, the last state is kept; other control characters
-    are escaped.
-    """
-    text = _ANSI.sub("", text).replace("\r\n", "\n")
-    if "\r" in text:
-        text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
-    text = escape(text.replace("\x1b", "\\x1b"))
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

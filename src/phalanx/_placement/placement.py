@@ -9,7 +9,7 @@ import os
 
 from phalanx._base import byte_size, procfs
 from phalanx._base.frozen import Value
-from phalanx._placement.devices import visible
+from phalanx._placement.devices import VARIABLES, one_each
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ added to its nice value, and resource limits: name, number, soft, hard."""
 UNLIMITED = -1  # RLIM_INFINITY, as Python has it
 
 _BYTES = ("as", "core", "data", "fsize", "memlock", "msgqueue", "rss", "stack")  # setrlimit(2): these count bytes
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 _CAP_SYS_NICE, _CAP_SYS_RESOURCE = 23, 24
 _NICEST, _LEAST_NICE = 19, -20
 
@@ -43,7 +42,9 @@ class Placement(Value):
             (0, "unlimited")}``. One value sets the soft and the hard limit, a pair the one and the other. Names that
             count bytes take units.
         virtual_local_rank: Whether each worker sees one device, at index 0: ``LOCAL_RANK`` is 0 and
-            ``CUDA_VISIBLE_DEVICES`` the local-rank-th of the caller's, or the local rank itself if that is not set.
+            ``CUDA_VISIBLE_DEVICES`` the local-rank-th of the caller's, or the local rank itself if that is not set. The
+            same holds for ``HIP_VISIBLE_DEVICES``, ``ZE_AFFINITY_MASK``, ``ASCEND_RT_VISIBLE_DEVICES``,
+            ``MUSA_VISIBLE_DEVICES`` and ``MLU_VISIBLE_DEVICES``, if the caller has them.
 
     Raises:
         TypeError, ValueError: A value that is none of these. The message names the field.
@@ -107,16 +108,17 @@ class Placement(Value):
         if not self.virtual_local_rank:
             return {rank: {} for rank in envs}
         for rank, env in envs.items():
-            if _DEVICES in env:
-                raise ValueError(f"virtual_local_rank: it sets {_DEVICES}, which envs sets for rank {rank} as well")
-        given = os.environ.get(_DEVICES)
-        devices = [str(rank) for rank in envs] if given is None else visible(given)
-        if len(devices) < len(envs):
-            raise ValueError(
-                f"virtual_local_rank: rank {len(devices)} has no device: {_DEVICES}={given} names {len(devices)} for "
-                f"{len(envs)} ranks"
-            )
-        return {rank: {"LOCAL_RANK": "0", _DEVICES: devices[rank]} for rank in envs}
+            for name in VARIABLES:
+                if name in env:
+                    raise ValueError(f"virtual_local_rank: it sets {name}, which envs sets for rank {rank} as well")
+        chosen = one_each(os.environ, len(envs))
+        for name, devices in chosen.items():
+            if len(devices) < len(envs) and name in os.environ:
+                raise ValueError(
+                    f"virtual_local_rank: rank {len(devices)} has no device: {name}={os.environ[name]} names "
+                    f"{len(devices)} for {len(envs)} ranks"
+                )
+        return {rank: {"LOCAL_RANK": "0", **{name: devices[rank] for name, devices in chosen.items()}} for rank in envs}
 
     def _check_nice(self) -> None:
         if self.nice < 0 and not procfs.has_capability(_CAP_SYS_NICE):

@@ -10,6 +10,7 @@ import stat
 from contextlib import suppress
 
 from phalanx._agent.endpoint import FALSE, where_is
+from phalanx._base import durations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ PASSWORD = "PHALANX_ETCD_PASSWORD"  # noqa: S105 - as above
 
 NOT_FOR_WORKERS = {SECRET: "", PASSWORD: ""}
 """What workers find in place of what is the agents' alone."""
+
+FILES = ("ca", "cert", "key", "password_file", "secret_file")
+"""Settings that name files."""
 
 LEAST_SECRET = 16
 """Characters that a secret has at least: it cannot be guessed by trying."""
@@ -73,7 +77,11 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
         raise ValueError("cert and key belong together; one of them is missing")
     found: dict[str, Any] = {named: seconds(name, conf[name]) for name, named in _SECONDS.items() if name in conf}
     if "lease_ttl" in conf:
-        found["lease_ttl"] = _whole("lease_ttl", conf["lease_ttl"], _LEAST_TTL, _MOST_TTL, "seconds")
+        ttl = seconds("lease_ttl", conf["lease_ttl"])
+        if not (ttl.is_integer() and _LEAST_TTL <= ttl <= _MOST_TTL):
+            msg = f"lease_ttl: expected whole seconds, {_LEAST_TTL} to {_MOST_TTL}, got {conf['lease_ttl']!r}"
+            raise ValueError(msg)
+        found["lease_ttl"] = int(ttl)
     for name in ("ca", "cert", "key"):
         if name in conf:
             _read(name, conf[name])
@@ -159,15 +167,16 @@ def exposed(conf: Mapping[str, str]) -> list[str]:
 def seconds(name: str, text: str) -> float:
     """Read a time. Raises ValueError.
 
-    >>> seconds("join_timeout", "2.5")
-    2.5
+    >>> seconds("join_timeout", "2.5"), seconds("join_timeout", "10m")
+    (2.5, 600.0)
     """
     try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < _MOST_SECONDS:
-        msg = f"{name}: expected seconds, 0 or more, got {text!r}"
+        number = durations.parse(text)
+    except ValueError as error:
+        msg = f"{name}: {error}"
+        raise ValueError(msg) from None
+    if number >= _MOST_SECONDS:
+        msg = f"{name}: {text!r}: expected less than {_MOST_SECONDS:,.0f} seconds"
         raise ValueError(msg)
     return number
 

@@ -22,6 +22,7 @@ import signal
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
 from phalanx._base.process import Process
+from phalanx._evidence.describe import decode_dump
 from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV, last_offer, stacks_path
 from phalanx._stacks.dump import GONE, MAIN_ALONE, NO_STACK
 from phalanx._stacks.proc_status import facts
@@ -290,7 +291,7 @@ class StackRequest:
         if text is None and self.waits:
             dump = last_dump(self._written)
             self.why = self.state() or ("its dump is not complete" if dump else "it has not answered in time")
-            text = dump.decode("utf-8", "replace") or None
+            text = decode_dump(dump) or None
             if text is not None:
                 text = f"# {self.why}\n{text}"
         if text is None:
@@ -323,7 +324,7 @@ class StackRequest:
     def _take(self, dump: bytes) -> None:
         self.waits = False
         if dump:
-            text = dump.decode("utf-8", "replace")
+            text = decode_dump(dump)
             if self.text is not None:  # a dump that was cut, and now the main thread, which it lacks
                 text = f"{self.text}\n{text}"
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._base.durations import seconds
+from phalanx._base.durations import parse, seconds
 from phalanx._base.frozen import Value
 
 TYPE_CHECKING = False
@@ -20,7 +20,7 @@ class TimerSpecs(Value):
     Args:
         on_expiry: What follows, in order: ``"report"`` (a line on the console, and an event), ``"dump"`` (the stacks of
             all ranks into ``<rank>/stacks-<n>.txt``), ``"terminate"`` (SIGTERM) and ``"kill"`` (SIGKILL). A
-            string, ``"report,dump:5,terminate:10,kill:30"``, or a sequence of names and of pairs (name, seconds): the
+            string, ``"report,dump:5,terminate:10,kill:1m"``, or a sequence of names and of pairs (name, seconds): the
             delay of a step counts from the step before, that of the first from the deadline. Each step but ``report``
             takes the stacks first, unless a step before has taken them. A worker that leaves the block between
             two steps is let go. When the last step is ``report`` or ``dump``, the timer is armed again, for as long as
@@ -76,7 +76,7 @@ def read_steps(value: str | Sequence[str | tuple[str, float]]) -> tuple[tuple[st
     for part in parts:
         name, delay = _step(part)
         if name not in STEPS:
-            msg = f"on_expiry: {name!r} is no step; expected {', '.join(STEPS)}, each with :SECONDS if it is to wait"
+            msg = f"on_expiry: {name!r} is no step; expected {', '.join(STEPS)}, each with :TIME if it is to wait"
             raise ValueError(msg)
         if steps and STEPS.index(name) <= STEPS.index(steps[-1][0]):
             msg = (
@@ -94,9 +94,9 @@ def _step(part: Any) -> tuple[str, float]:
     if isinstance(part, str):
         name, colon, text = (word.strip() for word in part.partition(":"))
         try:
-            delay: Any = float(text) if colon else 0.0
-        except ValueError:
-            msg = f"on_expiry: {part!r}: {text!r} is no number of seconds"
+            delay: Any = parse(text) if colon else 0.0
+        except ValueError as error:
+            msg = f"on_expiry: {part!r}: {error}"
             raise ValueError(msg) from None
     elif isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], str):  # noqa: PLR2004 - a name and its delay
         name, delay = part

@@ -16,7 +16,7 @@ from phalanx.multiprocessing import PContext, ScriptContext, SubprocessContext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
@@ -42,6 +42,7 @@ class AttemptGroups:
             runs it as an interpreter of its own does.
         port: The reserved MASTER_PORT; None: the user has given one.
         standby: Whether the next attempt may be made ready while one runs.
+        stdin: Returns the descriptors that workers with these environments read, see `PContext`.
         options: The options of `PContext`.
     """
 
@@ -60,6 +61,7 @@ class AttemptGroups:
         run_path: str,
         port: ReservedPort | None,
         standby: bool,
+        stdin: Callable[[Mapping[int, Mapping[str, str]]], dict[int, int]],
         options: Mapping[str, Any],
     ) -> None:
         self.script = script
@@ -72,6 +74,7 @@ class AttemptGroups:
         self._no_python = no_python
         self._run_path = run_path
         self._port = port
+        self._stdin = stdin
         self.options = dict(options)
         self.standby: Standby | None = None
         """The group of the next attempt; None: nothing is made ready, or there would be nothing to gain."""
@@ -138,7 +141,7 @@ class AttemptGroups:
         if port is not None:
             own[MASTER_PORT] = str(port.number)
         envs = {rank: {**env, **own} for rank, env in envs.items()}
-        options = {**self.options, **more, "follows": before}
+        options = {**self.options, **more, "follows": before, "stdin": self._stdin(envs)}
         if self._run_path:
             from phalanx._engine.worker.run_path import run_path
 

@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from phalanx._base.sigpipe import reader_is_gone
 from phalanx._base.tty import printable
 from phalanx.cli._declare import origin
 
@@ -156,9 +157,16 @@ def _long(param: click.Parameter) -> str:
 
 @contextlib.contextmanager
 def _ends() -> Iterator[None]:
-    """How a command ends otherwise than well: errors that can be printed, and 130 for a Ctrl-C, at whatever moment."""
+    """How a command ends otherwise than well: errors that can be printed, and 130 for a Ctrl-C, at whatever moment.
+
+    A command whose reader has gone (``| head``) ends as one that dies of SIGPIPE: 141 in a shell, without a word.
+    """
     try:
         yield
+    except BrokenPipeError:  # click would make it 1
+        if not reader_is_gone(1):
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:  # click would make it 1, and say that it was aborted
         sys.exit(128 + signal.SIGINT)
     except click.ClickException as error:

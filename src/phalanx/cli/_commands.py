@@ -8,14 +8,14 @@ import os
 import click
 
 from phalanx import __version__
-from phalanx.cli._command import Group
+from phalanx.cli._command import Command, Group
 
 _COMMANDS = ("run", "logs", "runs", "stack")
 _ELSEWHERE = {
     "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
     "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
     "dump": "stack", "py-spy": "stack", "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
-    "gc": "runs prune", "help": "--help", "version": "--version",
+    "gc": "runs prune", "version": "--version",
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 
@@ -29,6 +29,8 @@ class _Commands(Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name == help_.name:
+            return help_
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{cmd_name}"), cmd_name)
@@ -53,6 +55,25 @@ def _options(command: click.Command | None) -> set[str]:
 
 
 @click.group(cls=_Commands, context_settings=_CONTEXT, elsewhere=_ELSEWHERE)
-@click.version_option(__version__, prog_name="phalanx")
+@click.version_option(__version__, "-V", "--version", prog_name="phalanx")
 def cli() -> None:
     """Groups of processes that start together, live together and fall together, the true cause named."""
+
+
+@click.command(name="help", cls=Command)
+@click.argument("names", nargs=-1, metavar="[COMMAND]...")
+@click.pass_context
+def help_(ctx: click.Context, names: tuple[str, ...]) -> None:
+    """Print the help of phalanx, or of a command below it: what --help prints there."""
+    above = ctx.parent
+    assert above is not None
+    command = above.command
+    for name in names:
+        if not isinstance(command, Group):
+            msg = f"phalanx {command.name} has no commands below it"
+            raise click.UsageError(msg, ctx)
+        _, found, _ = command.resolve_command(above, [name])
+        assert found is not None  # else it has been refused
+        command = found
+        above = click.Context(command, info_name=name, parent=above, **command.context_settings)
+    click.echo(command.get_help(above), color=above.color)

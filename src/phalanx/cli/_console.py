@@ -78,7 +78,7 @@ class ConsoleOptions(Declared):
         str,
         section=CONSOLE,
         metavar="TEXT",
-        sentence="What stands before each line: ${role_name} ${rank} ${local_rank} ${host} ${time}.",
+        sentence="What stands before each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
     )
     color = Option(
         str,

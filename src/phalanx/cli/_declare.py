@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import Any, Protocol, Self
 
     class Job(Protocol):
@@ -58,6 +58,8 @@ class Option(Generic[T]):
         torchrun: Its name in torchrun; "": torchrun has none.
         written: The types that a value can have in a job file.
         shows_default: Whether the help names the default.
+        paths: Of what is a path in it, the names of settings (``ca=FILE``); "": the value itself is one. A job file can
+            have ``~`` and variables there.
     """
 
     name = ""
@@ -75,6 +77,7 @@ class Option(Generic[T]):
         torchrun: str = "",
         written: tuple[type, ...] = TEXT,
         shows_default: bool = True,
+        paths: Collection[str] = (),
     ) -> None:
         self.read = read
         self.names = names
@@ -87,6 +90,7 @@ class Option(Generic[T]):
         self.torchrun = torchrun
         self.written = written
         self.shows_default = shows_default and default is not None
+        self.paths = paths
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -128,6 +132,13 @@ class Option(Generic[T]):
     def given(self, written: Any) -> Any:
         """Return a job file's value as the command line would have it."""
         return ",".join(map(str, written)) if isinstance(written, list) else str(written)
+
+    def with_paths(self, text: str, change: Callable[[str], str]) -> str:
+        """Return a text of the option with the paths in it changed."""
+        if not self.paths or "" in self.paths:
+            return change(text) if self.paths else text
+        parts = ([word.strip() for word in part.partition("=")] for part in text.split(","))
+        return ",".join(f"{name}{is_}{change(value) if name in self.paths else value}" for name, is_, value in parts)
 
     def settings(self) -> dict[str, Any]:
         """What click is told beside what all options have in common."""

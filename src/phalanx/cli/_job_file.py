@@ -7,8 +7,11 @@ see `phalanx.cli._declare`. Loaded only for ``-f``.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tomllib
+from string import Template
+from types import MappingProxyType
 
 import click
 
@@ -30,6 +33,7 @@ MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 _KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 _MOST = 1 << 63  # TOML's integers have 64 bits
+_LOCAL_RANK = "local_rank"  # of which the script's name can have the number of
 _FREE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # of which workers get what is set
 _OURS = {"TORCHELASTIC_ERROR_FILE", "PHALANX_GROUP", "PHALANX_TIMERS", "PHALANX_STOP_FLAG"}
 _PIECE = re.compile(
@@ -84,7 +88,8 @@ class JobFile:
     def _take(self, key: str, value: Any) -> None:
         name = key.replace("_", "-")
         if key == "script":
-            self.script = self._checked(("script",), value, (str,))
+            script = self._checked(("script",), value, (str,))
+            self.script = self._path("script", script, {_LOCAL_RANK: f"${{{_LOCAL_RANK}}}"})
         elif key == "args":
             self.args = tuple(self._strings(("args",), self._checked(("args",), value, (list,))))
         elif key == "env":
@@ -103,7 +108,24 @@ class JobFile:
         if isinstance(value, list):
             value = self._strings((key,), value)
         self._keys[declared.name] = key
-        self.values[declared.name] = declared.given(value)
+        value = declared.given(value)
+        if declared.paths:
+            value = declared.with_paths(value, functools.partial(self._path, key))
+        self.values[declared.name] = value
+
+    def _path(self, key: str, text: str, kept: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return a path with the home folder for a ``~`` at its start, and the values of variables for their names."""
+        head = text.partition("/")[0] if text.startswith("~") else ""
+        if head and (home := os.path.expanduser(head)) == head:
+            why = f"there is no user {head[1:]!r}" if head != "~" else "there is no home folder"
+            self._fail((key,), f"{text!r}: {why}; ./{head} is a file of that name")
+        try:
+            rest = Template(text[len(head) :]).substitute({**os.environ, **kept})
+        except KeyError as error:
+            self._fail((key,), f"{text!r}: the variable {error.args[0]} is not set; $$ stands for the character $")
+        except ValueError:
+            self._fail((key,), f"{text!r}: a $ in it begins no variable; $$ stands for the character itself")
+        return home + rest if head else rest
 
     def _checked(self, path: tuple[str, ...], value: Any, kinds: tuple[type, ...]) -> Any:
         """Return a value of one of these types."""
@@ -199,6 +221,16 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
         msg = f"{path}, line {line}: expected UTF-8, found the byte 0x{data[error.start]:02x}"
         raise click.UsageError(msg) from None
     return JobFile(path, text.replace("\r\n", "\n"), kind, absent)
+
+
+def quoted_path(path: str) -> str:
+    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
+
+    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
+    ('./~/a$$b', 'worker_${local_rank}.py')
+    """
+    text = path.replace("$", "$$").replace(f"$${{{_LOCAL_RANK}}}", f"${{{_LOCAL_RANK}}}")
+    return f"./{text}" if text.startswith("~") else text
 
 
 def statements(text: str) -> Iterator[tuple[int, str]]:

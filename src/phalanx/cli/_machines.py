@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
+from phalanx._rendezvous.conf import FILES
 from phalanx.cli._declare import LIST, MACHINES, NUMBER, TEXT, WHOLE, Declared, Flag, Maybe, Option
 from phalanx.cli._options import Whole, text_of, time_of
 
@@ -156,6 +157,7 @@ class MachineOptions(Declared):
         read_conf,
         section=MACHINES,
         default="",
+        paths=FILES,
         metavar="KEY=VALUE,...",
         written=LIST,
         shows_default=False,
@@ -166,8 +168,8 @@ class MachineOptions(Declared):
         time_of(endless=False),
         section=MACHINES,
         default="30",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time between the coming of a machine and the restart with it.",
     )
     exclude_after = Maybe(
@@ -188,8 +190,8 @@ class MachineOptions(Declared):
         time_of(),
         section=MACHINES,
         default="300",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time that a machine waits at its end for the workers of the others.",
     )
     keep = Flag(

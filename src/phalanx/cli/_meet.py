@@ -39,6 +39,7 @@ class Meeting(NamedTuple):
         notes: What is to be said of options without effect.
         machines: How this one meets the others; None: there are none.
         holds: What no other launcher on this machine may have while this one runs, see `OneRun`; "": nothing.
+        source: What the user has typed that says where the store is, for errors about that; "": the backend.
     """
 
     run_id: str | None
@@ -47,6 +48,7 @@ class Meeting(NamedTuple):
     notes: list[str]
     machines: Machines | None = None
     holds: str = ""
+    source: str = ""
 
 
 def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
@@ -209,7 +211,13 @@ def _meet_at_rank_0(
     if where == "elsewhere" or (where == "unknown" and not source.startswith("--")):
         msg = f"{source}: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
         raise click.UsageError(msg if source.startswith("--") else f"{msg}. --master-addr says where it is")
-    endpoint = joined(host, agent_port(chosen.rdzv_conf, port + 1))
+    agent = agent_port(chosen.rdzv_conf, port + 1)
+    endpoint, typed = joined(host, agent), ""
+    if "agent_port" in chosen.rdzv_conf:
+        typed = f"--rdzv-conf agent_port={agent}"
+    elif chosen.master_port or source == "--rdzv-endpoint":
+        typed = f"--rdzv-endpoint {joined(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
+        typed += f": the agents meet at the port after it, {agent} (--rdzv-conf agent_port=PORT chooses another)"
     machines = _machines(
         chosen,
         (least, most),
@@ -220,7 +228,7 @@ def _meet_at_rank_0(
         node_rank=rank,
         master=(host, port),
     )
-    return Meeting(run_id, host, port, [], machines)
+    return Meeting(run_id, host, port, [], machines, source=typed)
 
 
 def _machines(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import os
 
 import click
 
-from phalanx._base import byte_size
-from phalanx._base.durations import seconds
+from phalanx._base import byte_size, durations
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import bounds
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MOST_RANKS = 1 << 20
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -44,6 +43,19 @@ class Whole(click.IntRange):
             self.fail(f"{value!r}: expected a whole number, {right}", param, ctx)
 
 
+GONE = "the current folder has been removed, and there is nothing at a relative path"
+"""Why what is relative is refused, if `is_here_gone`."""
+
+
+def is_here_gone() -> bool:
+    """Whether the current folder has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 class Folder(click.Path):
     """A folder, which need not be there yet."""
 
@@ -54,24 +66,14 @@ class Folder(click.Path):
         """See `click.ParamType`."""
         if value == "":  # a variable of a shell that is not set
             self.fail("'': expected the name of a folder", param, ctx)
+        if not os.path.isabs(value) and is_here_gone():
+            self.fail(f"{value!r}: {GONE}; give an absolute path", param, ctx)
         return super().convert(value, param, ctx)
 
 
 def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float]:
-    """Return a function that reads seconds, and refuses what is no time, as the library does: see `seconds`."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            msg = f"{text!r}: expected seconds, like 60 or 0.5"
-            raise ValueError(msg) from None
-        try:
-            return seconds("", number, zero=zero, endless=endless)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix(": ")) from None
-
-    return read
+    """Return a function that reads a time in seconds, and refuses what is none: see `durations.parse`."""
+    return functools.partial(durations.parse, zero=zero, endless=endless)
 
 
 def text_of(most: int) -> Callable[[str], str]:
@@ -116,19 +118,6 @@ def read_size(text: str) -> int:
         msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
         raise ValueError(msg)
     return number
-
-
-def read_age(text: str) -> float:
-    """Read how long ago something was, in seconds; without a unit they are. Raises ValueError.
-
-    >>> read_age("90"), read_age("1.5h"), read_age("30d"), read_age(" 2w ")
-    (90.0, 5400.0, 2592000.0, 1209600.0)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
-    if not found:
-        msg = f"{text!r}: expected a time, like 90s, 10m, 2h, 30d or 2w"
-        raise ValueError(msg)
-    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 def read_mode(text: str) -> int:

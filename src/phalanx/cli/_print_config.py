@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
+from phalanx.cli._job_file import quoted_path
 from phalanx.cli._run_config import RunConfig
 
 TYPE_CHECKING = False
@@ -44,7 +45,7 @@ def as_job_file(ctx: click.Context, config: RunConfig) -> str:
 def _program(ctx: click.Context, config: RunConfig) -> Iterator[str]:
     job = job_of(ctx)
     typed = job is None or ctx.params["script"] is not None
-    for key, text in (("script", _string(config.script)), ("args", _list(config.args))):
+    for key, text in (("script", _string(quoted_path(config.script))), ("args", _list(config.args))):
         yield _commented(f"{key} = {text}", _LINE if typed or job is None else job.where(key))
 
 
@@ -76,7 +77,7 @@ def _text(ctx: click.Context, declared: Option[Any]) -> str | None:
         return str(int(value))
     if float in declared.written and (str not in declared.written or re.fullmatch(r"\d{1,9}\.\d{1,9}", value)):
         return repr(float(value))
-    return _string(value)
+    return _string(declared.with_paths(value, quoted_path))
 
 
 def _list(values: Iterable[str]) -> str:

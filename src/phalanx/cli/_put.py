@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import click
 
 
@@ -11,8 +9,8 @@ def put(text: str) -> None:
     """Write to stdout, in UTF-8. Raises ClickException that says what is wrong with stdout."""
     try:
         click.echo(text.encode("utf-8", "backslashreplace"), nl=False)
+    except BrokenPipeError:  # | head
+        raise
     except OSError as error:
-        if error.errno == errno.EPIPE:  # | head, which is click's to end
-            raise
         msg = f"stdout: {error.strerror}"
         raise click.ClickException(msg) from None

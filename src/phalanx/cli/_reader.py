@@ -219,7 +219,7 @@ class Reader:
         streams = [
             Stream(follower, [(self._view, self._sources[stream])]) for stream, follower in self._followers.items()
         ]
-        pump = Pump(streams, [self._view], drain=math.inf)
+        pump = Pump(streams, [self._view], drain=math.inf, stuck=math.inf)  # nothing waits for a viewer but its reader
         pump.unfit |= self._unfit.keys()
         held.callback(pump.close)
         pump.open(self._loop)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base import durations
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Flag, Maybe, Option
-from phalanx.cli._options import Whole, read_age, time_of
+from phalanx.cli._options import Whole, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def read_budget(text: str) -> Budget:
     right = count.strip().isdecimal() and int(count) < _MOST
     if right and slash:
         with suppress(ValueError):
-            window = read_age(within) or None
+            window = durations.parse(within, zero=False)
         right = window is not None
     if not right:
         msg = f"{text!r}: expected a number of restarts, like 3, or so many within a time, like 5/1h"
@@ -65,11 +66,7 @@ def read_pair(text: str) -> tuple[float, float | None]:
     ((1.0, None), (1.0, 60.0), (30.0, 3600.0))
     """
     first, colon, second = text.partition(":")
-    try:
-        return read_age(first), read_age(second) if colon else None
-    except ValueError:
-        msg = f"{text!r}: expected seconds, or two of them, like 1:60"
-        raise ValueError(msg) from None
+    return durations.parse(first), durations.parse(second) if colon else None
 
 
 def read_starts(text: str) -> tuple[float, int]:
@@ -82,7 +79,7 @@ def read_starts(text: str) -> tuple[float, int]:
     if colon and not (second.strip().isdecimal() and int(second)):
         msg = f"{text!r}: expected a time, and how many times in a row, like 30s:3"
         raise ValueError(msg)
-    return read_age(first), int(second) if colon else 3
+    return durations.parse(first), int(second) if colon else 3
 
 
 def read_codes(text: str) -> list[int]:
@@ -238,8 +235,8 @@ class RestartOptions(Declared):
     monitor_interval = Maybe(
         time_of(),
         section="",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         torchrun="--monitor-interval",
         sentence="Accepted, and without effect: nothing polls.",
     )

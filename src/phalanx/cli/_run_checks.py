@@ -11,11 +11,16 @@ import click
 
 from phalanx._group.warm import check_preload as check_names
 from phalanx._timers.specs import TimerSpecs
+from phalanx.cli._options import GONE, is_here_gone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
+
+_SHEBANG = 512  # bytes that are read: the kernel reads no more than 256 of the first line, see execve(2)
+_PYTHONS = ("py", "uv", "pipx", "pdm", "pixi", "hatch", "conda", "mamba", "rye", "poetry")
+"""What is in the first line of a script in Python: an interpreter's name, or what chooses one."""
 
 
 def check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str = "") -> None:
@@ -39,10 +44,13 @@ def check_preload(preload: list[str] | None, *, no_python: bool, python: str, ru
 
 
 def check_command(script: str, *, module: bool, no_python: bool) -> None:
-    """Refuse a script, a module or a binary that is not there."""
+    """Refuse a script, a module or a binary that is not there; and a script that is a program of another language."""
+    if no_python and module:
+        raise click.UsageError("--module and --no-python exclude each other")
+    if (module or not (os.path.isabs(script) or (no_python and os.sep not in script))) and is_here_gone():
+        msg = f"{'--module' if module else 'script'} {script!r}: {GONE}; start it elsewhere, or by an absolute path"
+        raise click.UsageError(msg)
     if no_python:
-        if module:
-            raise click.UsageError("--module and --no-python exclude each other")
         return
     if module:
         if not script or os.sep in script or (script.endswith(".py") and os.path.isfile(script)):
@@ -50,16 +58,37 @@ def check_command(script: str, *, module: bool, no_python: bool) -> None:
             raise click.UsageError(msg)
         return
     try:
-        is_folder = stat.S_ISDIR(os.stat(script).st_mode)
+        mode = os.stat(script).st_mode
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             msg = f"script {script!r}: {error.strerror}"
             raise click.UsageError(msg) from None
         msg = f"script {script!r} does not exist{_meant(script)}"
         raise click.UsageError(msg) from None
-    if is_folder and not os.path.exists(os.path.join(script, "__main__.py")):
+    if stat.S_ISDIR(mode) and not os.path.exists(os.path.join(script, "__main__.py")):
         msg = f"script {script!r} is a folder without a __main__.py"
         raise click.UsageError(msg)
+    if stat.S_ISREG(mode) and (kind := _other_program(script)):
+        msg = f"script {script!r} is {kind}, and no Python: give --no-python to start it as it is"
+        raise click.UsageError(msg)
+
+
+def _other_program(script: str) -> str:
+    """Return what a file is that is a program, and none in Python; "": nothing says so."""
+    start = b""
+    with contextlib.suppress(OSError), open(script, "rb") as file:  # not for us to read: its interpreter says so
+        start = file.read(_SHEBANG)
+    line, _, rest = start.decode("utf-8", "replace").partition("\n")
+    # pip has scripts begin with #!/bin/sh and a string in Python that the shell obeys, where the path is long.
+    is_python = script.endswith(".py") or rest.startswith(("'", '"')) or any(name in line for name in _PYTHONS)
+    is_binary = start.startswith(b"\x7fELF")
+    if not is_binary and (is_python or not line.startswith("#!")):
+        return ""
+    import zipfile
+
+    if zipfile.is_zipfile(script):  # which Python runs, whatever stands before it: a .pex can begin with #!/bin/sh
+        return ""
+    return "a binary (ELF)" if is_binary else f"a program for {line[2:].strip()!r}"
 
 
 def _meant(script: str) -> str:

@@ -29,6 +29,7 @@ from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_s
 from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
 from phalanx.cli._run_options import LogDir, read_notice, steps
+from phalanx.cli._stdin import read_rank
 from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
@@ -84,6 +85,13 @@ class WorkerOptions(Declared):
         torchrun="--start-method",
         sentence="How workers of --run-path are started. Other scripts, and binaries, are executed afresh.",
     )
+    stdin = Maybe(
+        read_rank,
+        section=WORKERS,
+        metavar="RANK|none",
+        written=TEXT + WHOLE,
+        sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
+    )
 
 
 class LogOptions(Declared):
@@ -111,6 +119,7 @@ class LogOptions(Declared):
         str,
         section=LOGS,
         kind=LogDir(),
+        paths=("",),
         metavar="FOLDER",
         torchrun="--log-dir",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
@@ -189,15 +198,15 @@ class EndOptions(Declared):
     hang_timeout = Maybe(
         time_of(zero=False, endless=False),
         section=TIMERS,
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.",
     )
     on_expiry = Option(
         steps,
         section=TIMERS,
         default="kill",
-        metavar="STEP[:SECONDS],...",
+        metavar="STEP[:TIME],...",
         written=LIST,
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
@@ -206,8 +215,8 @@ class EndOptions(Declared):
         "--shutdown-timeout",
         section=END,
         default="30",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
         torchrun="--shutdown-timeout",
         sentence="Time between SIGTERM and SIGKILL.",
@@ -216,38 +225,38 @@ class EndOptions(Declared):
         time_of(),
         section=END,
         default="0.1",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
     )
     linger = Option(
         time_of(),
         section=END,
         default="10",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time for what workers that have all succeeded left behind (an upload), before it is ended.",
     )
     notice = Maybe(
         read_notice,
         section=END,
-        metavar="SIGNAL:SECONDS",
+        metavar="SIGNAL:TIME",
         sentence="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.",
     )
     orphan_grace = Option(
         time_of(endless=False),
         section=END,
         default="0",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed.",
     )
     drain = Option(
         time_of(),
         section=END,
         default="10",
-        metavar="SECONDS",
-        written=NUMBER,
+        metavar="TIME",
+        written=TEXT + NUMBER,
         sentence="Time that the end waits, at most, for a console that reads slowly.",
     )
     signals_to_handle = Option(

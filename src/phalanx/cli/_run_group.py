@@ -84,6 +84,7 @@ class RunTeam(GroupTeam):
         self.name = groups.script
         self.policy = policy
         self._number = -1  # of the latest attempt
+        groups.options["on_reader_gone"] = lambda stream: self.record.reader_gone(self._number, stream)
         self.not_started: Exception | None = None
         """Why the last attempt could not be started; None: it was."""
         self.error: ChildFailedError | None = None

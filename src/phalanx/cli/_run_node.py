@@ -23,6 +23,7 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
+from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -111,7 +112,7 @@ def run_node(
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
-    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
         run = JobRun(node, store, team)
         if held is not None:
             from phalanx.cli._one_run import TOLD
@@ -127,10 +128,10 @@ def _open(plan: RunPlan, machines: Machines, until_end: ExitStack) -> tuple[Stor
         store = machines.store(plan.run_id)
         end_hosting = machines.host(plan.run_id, say)
     except ImportError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
+        msg = f"--rdzv-backend {machines.backend}: {error}; {INSTALL}"
         raise click.ClickException(msg) from None
     except OSError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}"
+        msg = f"{plan.meeting.source or f'--rdzv-backend {machines.backend}'}: {error}"
         raise click.ClickException(msg) from None
     if end_hosting is not None:
         until_end.callback(end_hosting)

@@ -30,6 +30,7 @@ from phalanx.cli._run_checks import (
 )
 from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._say import say
+from phalanx.cli._stdin import Stdin
 from phalanx.cli._streams import check_no_logs, check_streams
 from phalanx.multiprocessing import Std
 
@@ -78,10 +79,10 @@ class RunPlan:
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
         if self.meeting.machines is not None and config.restart == "worker":
             raise click.UsageError("--nnodes and --restart worker exclude each other: many machines restart as one")
+        self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
         settles = config.settle != type(config).settle.default_value()
         check_restart(config.restart, settles=settles, given=["--logs-specs"] if config.logs_specs else [])
         self.policy = restart_policy(config)
-        of_restarts = check_heeded(config, self.policy, typed)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
         self.console = console_specs(config, drain=config.drain)
@@ -112,8 +113,9 @@ class RunPlan:
         doubts = [] if self._no_python else _python.doubts(config.script)
         if self.meeting.machines is not None:
             doubts = [*doubts, *exposed(config.rdzv_conf)]
-        said = [*self.meeting.notes, *of_restarts, *doubts, *said]
-        self.specs.notes = [*self.specs.notes, *said, *notes, *umask_notes(config.log_mode)]
+        said = [*self.meeting.notes, *check_heeded(config, self.policy, typed), *doubts, *said]
+        unread = self.stdin.unread()
+        self.specs.notes = [*self.specs.notes, *said, *notes, *unread, *umask_notes(config.log_mode)]
         self._filters = filters
 
     def _events(self, config: RunConfig) -> RunEvents | None:
@@ -160,7 +162,7 @@ class RunPlan:
         return AttemptGroups(
             config.script, config.args, envs, self.specs, module=self._module, no_python=self._no_python,
             python=self.python, preload=config.preload, preload_env=preload_env, run_path=self._run_path, port=port,
-            standby=stands_by, options=options,
+            standby=stands_by, stdin=self.stdin.of, options=options,
         )  # fmt: skip
 
     def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._events import agent_kinds
+from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx._runs.recorder import observe
 
@@ -37,12 +37,20 @@ class RunRecord:
         self._recorder = recorder
         self._warn = warn
         self._observers = observers
+        self._closed: set[str] = set()  # of stdout and stderr
 
     def begin(self) -> None:
         """Begin to write what happens."""
         observe(self.stream, self._warn, self._recorder)
         for name, take in self._observers.items():
             self.stream.subscribe(name, take)
+
+    def reader_gone(self, attempt: int, stream: str) -> None:
+        """Note, and show, that nobody reads a stream of the launcher's any more. Once for each; see `PContext`."""
+        if stream not in self._closed:
+            self._closed.add(stream)
+            self.stream.emit(kinds.ConsoleClosed, attempt, clock.now_ns(), stream=stream)
+            self._warn(f"nobody reads {stream} any more; the run goes on, and its log files have all lines")
 
     def end(self, attempt: int, state: str, exitcode: int, cause: str = "") -> None:
         """Write how the run has ended. Returns when all is written, after 5 s at most if the disk does not answer."""

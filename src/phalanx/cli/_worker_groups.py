@@ -147,7 +147,7 @@ class WorkerTeams:
         self.error: ChildFailedError | None = None
         """What the report is about, if workers have failed."""
         self.policy = policy
-        self.lines = RunLines(groups.envs, console)
+        self.lines = RunLines(groups.envs, console, lambda stream: self.record.reader_gone(self._latest(), stream))
         recorder = WorkersRecorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs,
         )  # fmt: skip
@@ -178,7 +178,10 @@ class WorkerTeams:
 
     def record_end(self, state: str, exitcode: int, cause: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
-        self.record.end(max(each.number for each in self.attempts.values()), state, exitcode, cause)
+        self.record.end(self._latest(), state, exitcode, cause)
+
+    def _latest(self) -> int:
+        return max(each.number for each in self.attempts.values())
 
     def _speak(self, text: str) -> None:
         if not self.lines.say(text):

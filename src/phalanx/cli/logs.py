@@ -14,12 +14,13 @@ from datetime import datetime
 
 import click
 
+from phalanx._base import durations
 from phalanx._runs.catalog import UnknownRunError, find, resolve
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import Folder, Whole, read_age, reading
+from phalanx.cli._options import Folder, Whole, reading
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 from phalanx.cli._runs_folders import places
 
@@ -35,7 +36,7 @@ def read_since(text: str) -> float:
     1795176000.0
     """
     with contextlib.suppress(ValueError):
-        return time.time() - read_age(text)
+        return time.time() - durations.parse(text)
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):

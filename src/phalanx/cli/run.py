@@ -17,11 +17,13 @@ from phalanx._engine.host_signals import choosing
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
+from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli._run_group import RunTeam, see_through
-from phalanx.cli._run_options import ABSENT, ELSEWHERE
+from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
+from phalanx.cli._say import say
 from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
@@ -46,6 +48,9 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
         return
     if len(paths) > 1:
         msg = f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}"
+        raise click.BadParameter(msg)
+    if not os.path.isabs(paths[0]) and is_here_gone():
+        msg = f"{paths[0]!r}: {GONE}; give an absolute path"
         raise click.BadParameter(msg)
     from phalanx.cli import _job_file
 
@@ -100,16 +105,23 @@ def run(
     try:
         with ExitStack() as until_end:
             plan = RunPlan(config, makes_folder=not (print_config or dry_run), typed=typed(ctx))
+            plan.specs.notes = [*_notes(ctx, script, args), *plan.specs.notes]
             if print_config:
                 _print_config(ctx, plan)
             elif dry_run:
                 _dry_run(plan)
             else:
+                until_end.callback(_say_unread, plan)
                 sys.exit(_run(plan, until_end))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
         sys.exit(128 + error.sigval)
+
+
+def _say_unread(plan: RunPlan) -> None:
+    for text in plan.stdin.unread():  # it came after the start
+        say(text)
 
 
 class _WorkersFailed(SystemExit):
@@ -149,14 +161,14 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "check": plan.node_check(),
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
         team = RunTeam(
             groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
             signals=config.signals_to_handle, check=plan.node_check(),
         )  # fmt: skip
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
@@ -212,6 +224,12 @@ def _config(ctx: click.Context, script: str | None, args: tuple[str, ...], optio
         param = next(param for param in ctx.command.params if param.name == "script")
         raise click.MissingParameter(ctx=ctx, param=param)
     return RunConfig(script, args, job.env if job is not None else {}, **options)
+
+
+def _notes(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> list[str]:
+    """Return lines on what somebody has said, and is not heard."""
+    known = [name for param in ctx.command.params for name in param.envvar or ()]
+    return [*notes_on_variables(os.environ, known), *(notes_on_args(ctx, script, args) if script is not None else [])]
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -6,7 +6,8 @@ loaded when there is a terminal to draw on.
 
 from __future__ import annotations
 
-import errno
+import itertools
+import os
 import shlex
 import sys
 import time
@@ -14,12 +15,12 @@ import time
 import click
 from click.core import ParameterSource
 
-from phalanx._base import byte_size
+from phalanx._base import byte_size, durations
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
 from phalanx._base.tty import printable, use_colour
 from phalanx.cli._command import SETTINGS, Command, Group, meant
-from phalanx.cli._options import Folder, Whole, read_age, reading
+from phalanx.cli._options import Folder, Whole, reading
 from phalanx.cli._runs_folders import MANY, places
 
 TYPE_CHECKING = False
@@ -84,6 +85,9 @@ class _Runs(Group):
         return super().hint(ctx, name) if known else "; phalanx runs lists all, phalanx logs RUN shows one"
 
 
+_MOST_SCRIPT = 30  # columns that a script's name is given room for
+_LEAST_NAME = 15  # columns of a run's name: date and time
+
 _LARGE = 10 << 30
 """Bytes of which a person is told, for which so many files are looked at, and no more:"""
 
@@ -116,18 +120,19 @@ def runs(
     there = _find(where)
     found = [run for run in there if states is None or run.state in states][:number]
     try:
-        _show(found, f"no {'such ' * (states is not None)}runs in {' or '.join(where)}", as_json=as_json)
+        nothing = f"no {'such ' * (states is not None)}runs in {' or '.join(where)}"
+        _show(found, nothing, [run.name for run in there], as_json=as_json)
         if found and not as_json and sys.stdout is not None and sys.stdout.isatty():
             _hint(there)
+    except BrokenPipeError:  # | head
+        raise
     except OSError as error:
-        if error.errno == errno.EPIPE:  # | head, which is click's to end
-            raise
         msg = f"stdout: {error.strerror}"
         raise click.ClickException(msg) from None
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)
-@click.option("--older", callback=reading(_with_unit(read_age, "d")), metavar="TIME",
+@click.option("--older", callback=reading(_with_unit(durations.parse, "d")), metavar="TIME",
               help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
 @click.option("--keep", type=Whole(min=0), metavar="N", help="All but the newest N.")
 @click.option("--larger", callback=reading(_with_unit(byte_size.parse, "GiB")), metavar="SIZE",
@@ -221,7 +226,7 @@ def _hint(found: list[RunDir]) -> None:
         )
 
 
-def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:
+def _show(found: list[RunDir], nothing: str, names: list[str], *, as_json: bool) -> None:
     if as_json:
         from phalanx._runs.catalog import look
 
@@ -230,7 +235,7 @@ def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:
     elif not found:
         click.echo(printable(nothing))
     elif sys.stdout is not None and sys.stdout.isatty():
-        _draw(found)
+        _draw(found, names)
     else:
         now = time.time()
         rows = [_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]
@@ -261,8 +266,12 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
     )
 
 
-def _draw(found: list[RunDir]) -> None:
-    """The table on a terminal: a cause has a line of its own, below, and what is too wide is cut, not wrapped."""
+def _draw(found: list[RunDir], names: list[str]) -> None:
+    """The table on a terminal: a cause has a line of its own, below, and what is too wide is cut, not wrapped.
+
+    Where the names of the scripts have no room, those of the runs are cut to beginnings that no other of ``names`` has,
+    and then the column STARTED is left out.
+    """
     from rich.cells import cell_len
     from rich.console import Console
     from rich.text import Text
@@ -278,17 +287,61 @@ def _draw(found: list[RunDir]) -> None:
     now = time.time()
     rows = [_HEADS, *(_row(run, now, _recent(run.started, now)) for run in found)]
     rows, causes = [row[:-1] for row in rows], [row[-1] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    for row, cause in zip(rows, causes, strict=True):
+    commands = list(map(_command, found))
+    wanted = min(max(columns for _command, columns in commands), _MOST_SCRIPT)
+    short, started = _beginnings(names), _HEADS.index("STARTED")
+    shortened = [rows[0], *((printable(short[run.name]), *row[1:]) for run, row in zip(found, rows[1:], strict=True))]
+    tables = [rows, shortened, [row[:started] + row[started + 1 :] for row in shortened]]
+    table = next((table for table in tables if _before_last(table) + wanted <= console.width), tables[-1])
+    widths, before = _widths(table), _before_last(table)
+    for row, cause, (command, _columns) in zip(table, causes, [("", 0), *commands], strict=True):
+        if command and before + cell_len(row[-1]) > console.width:
+            row = (*row[:-1], command)  # noqa: PLW2901 - it is cut, so the folder of the script goes first
         line = Text()
-        for head, cell, width in zip(_HEADS, row, widths, strict=False):
+        for head, cell, width in zip(table[0], row, widths, strict=True):
             style = "bold" if row[0] == _HEADS[0] else _COLOURS.get(cell, "") if head == "STATE" else ""
             line.append(_pad(head, cell, width - cell_len(cell) + len(cell)), style if colour else "")
             line.append("  ")
         line.rstrip()
         show(line)
-        if cause and row is not rows[0]:
+        if cause and row is not table[0]:
             show(Text(f"  {cause}", "dim" if colour else ""))
+
+
+def _widths(table: list[tuple[str, ...]]) -> list[int]:
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+
+
+def _before_last(table: list[tuple[str, ...]]) -> int:
+    """How many columns of a terminal stand before the last column of a table."""
+    return sum(width + 2 for width in _widths(table)[:-1])
+
+
+def _command(run: RunDir) -> tuple[str, int]:
+    """The command of a run without its script's folder, and how many columns the script's name takes of it."""
+    from rich.cells import cell_len
+
+    words = [] if run.run is None else list(run.run.command)
+    if words and words[0] != "-m":
+        words[0] = os.path.basename(words[0]) or words[0]
+    name = words[: 2 if words[:1] == ["-m"] else 1]
+    return printable(shlex.join(words)), cell_len(printable(shlex.join(name)))
+
+
+def _beginnings(names: list[str]) -> dict[str, str]:
+    """By the name of each run the beginning that no other has, by which `phalanx logs` finds it.
+
+    >>> _beginnings(["20260101-101010_aaaa", "b", "20260101-101010_abcd", "20260101-101011_aaaa"]).values()
+    dict_values(['20260101-101010_aa', '20260101-101010_ab', '20260101-101011', 'b'])
+    """
+    ordered = sorted(names)
+    alike = [len(os.path.commonprefix(pair)) for pair in itertools.pairwise(ordered)]  # noqa: RUF071 - of characters
+    return {
+        name: name[: max(left + 1, right + 1, _LEAST_NAME)]
+        for name, left, right in zip(ordered, [0, *alike], [*alike, 0], strict=True)
+    }
 
 
 def _pad(head: str, cell: str, width: int) -> str:

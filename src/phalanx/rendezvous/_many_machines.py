@@ -7,6 +7,7 @@ import threading
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.durations import seconds
 from phalanx._rendezvous import bounds
+from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous._errors import (
     RendezvousClosedError,
@@ -351,7 +352,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         """Return what is to be raised where there is no other generation."""
         backend, error = self._params.backend, guest.error
         if error is not None:
-            extra = "; pip install 'phalanx[etcd]'" if isinstance(error, ImportError) else ""
+            extra = f"; {INSTALL}" if isinstance(error, ImportError) else ""
             kind = RendezvousConnectionError if isinstance(error, ImportError | OSError) else RendezvousStateError
             made = kind(f"{backend}: {error}{extra}")
             made.__cause__ = error

@@ -21,7 +21,7 @@ _rests: list[rest] = []  # the blocks of that kind that are entered
 def beat() -> None:
     """Say that this rank is alive: call it once per step of the training loop. It costs a quarter of a microsecond.
 
-    With ``--hang-timeout SECONDS`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
+    With ``--hang-timeout TIME`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
     beat arms it, so a start may take its time. An `expires` block in any process of the rank extends it, and the end of
     the block counts as a beat. After the last step, call `rest`. In a process that is in no such group, it does
     nothing. If the group's table cannot be opened, it says so once on stderr, and does nothing.

@@ -102,7 +102,7 @@ def _on_preload(
                 _send(channel, fork_protocol.failed(name, why, ""))
                 return
     sys.path[:] = ours
-    linux.prctl(linux.PR_SET_PDEATHSIG, 0)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one could not see the launcher's death
     guard.ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
     gc.collect()

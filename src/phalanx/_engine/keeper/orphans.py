@@ -121,8 +121,9 @@ class Orphans:
         wanted += [(left.pid, kind) for left in unplaced for kind in (VARIABLE, MAPPED)]
         seen = self._reader.read(wanted) if self._shown else {}
         for left in found:
-            words = seen.get((left.pid, COMMAND), b"").rstrip(b"\0").replace(b"\0", b" ")
-            left.command = words.decode("utf-8", "replace")[:_COMMAND] or left.command
+            words = seen.get((left.pid, COMMAND), b"").rstrip(b"\0").split(b"\0")
+            words[0] = words[0].rpartition(b"/")[2]  # the program: its folders may be longer than a line
+            left.command = b" ".join(words).decode("utf-8", "replace")[:_COMMAND] or left.command
         for left in unplaced:  # by its worker's environment; or by its worker's memory, which it is a fork of
             mapped = seen.get((left.pid, MAPPED), b"").partition(b"-")[0]
             left.rank = int(mapped) if mapped.isdigit() else -1

@@ -180,7 +180,8 @@ class Start:
         for spec in specs:
             self._doing = spec.rank, "opening its log files"
             stdout, stderr = (self._fds[log] if isinstance(log, int) else log for log in (spec.stdout, spec.stderr))
-            opened.append(start_process.Outputs(null, stdout, stderr, spec.bounds))
+            stdin = null if spec.stdin is None else self._fds[spec.stdin]
+            opened.append(start_process.Outputs(stdin, stdout, stderr, spec.bounds))
             if not limit.leaves_room(opened[-1].descriptors()):
                 return
 

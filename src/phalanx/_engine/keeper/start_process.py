@@ -69,15 +69,15 @@ class Outputs:
     """Opens the descriptors that become a worker's 0, 1 and 2. A context that closes them.
 
     Args:
-        null: A descriptor of /dev/null.
+        stdin: A descriptor, which stays open.
         stdout, stderr: The paths of its log files, or descriptors of open ones, which stay open; None: the keeper's own
             stream.
         bounds: With a bound on its size, a regular file is filled by the log writer, and the worker writes to a pipe. A
             terminal or a FIFO does not rotate; and one that nobody reads would hold up all logs.
     """
 
-    def __init__(self, null: int, stdout: str | int | None, stderr: str | int | None, bounds: Bounds) -> None:
-        self.fds = [(0, null)]
+    def __init__(self, stdin: int, stdout: str | int | None, stderr: str | int | None, bounds: Bounds) -> None:
+        self.fds = [(0, stdin)]
         self._bounds = bounds
         self._opened: list[int] = []
         self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read

@@ -176,7 +176,9 @@ def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
 
 def _absolute(path: str) -> str:
     """Return the path as the interpreter has it for its script: absolute since 3.9, and never normalised."""
-    return os.path.join(os.getcwd(), path) if sys.version_info >= (3, 9) else path
+    if os.path.isabs(path) or sys.version_info < (3, 9):  # the first: the working directory may have been removed
+        return path
+    return os.path.join(os.getcwd(), path)
 
 
 def _details(find: Any, *names: str) -> Any:

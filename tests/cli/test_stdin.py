@@ -1,0 +1,275 @@
+"""Who reads the stdin of `phalanx run`: pipes, files, and terminals with a shell that has job control."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import signal
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from phalanx._base import procfs
+from tests.cli.test_run import RUN, read_until, refused
+from tests.support.helpers import Ready, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cli.test_run import Done, Place
+
+NOTE = "phalanx: stdin has input that no worker reads; --stdin 0 gives it to rank 0"
+
+
+def piped(place: Place, data: bytes, *argv: object) -> Done:
+    """A run whose stdin is a pipe with these bytes and nothing behind them."""
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    with open(reader, "rb") as stdin:
+        return place.run(*argv, stdin=stdin)
+
+
+# --- pipes and files
+
+
+def test_a_run_of_one_worker_reads_a_pipe(place: Place) -> None:
+    done = piped(place, b"a\nb\n", "--no-python", "cat")
+    assert (done.status, done.out) == (0, "[0] a\n[0] b\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", "--preload json", "--restart worker --max-restarts 1", "--nice 1", "--max-restarts 1",
+        *(f"--run-path --start-method {method}" for method in ("spawn", "forkserver", "fork")),
+    ],
+)  # fmt: skip
+def test_a_worker_reads_a_pipe_however_it_is_started(place: Place, options: str) -> None:
+    script = place.write("print('got', input())")
+    done = piped(place, b"hello\n", *options.split(), script)
+    assert (done.status, done.out) == (0, "[0] got hello\n")
+
+
+@pytest.mark.slow
+def test_the_rank_that_is_named_reads_a_pipe_and_no_other(place: Place) -> None:
+    done = piped(place, b"a\n", "--nproc-per-node", 3, "--stdin", 1, "--no-python", "cat")
+    assert (done.status, done.out) == (0, "[1] a\n")
+    assert "stdin" not in done.err
+
+
+@pytest.mark.slow
+def test_the_next_attempt_reads_what_the_last_has_left(place: Place) -> None:
+    shell = 'read line; echo "$line"; test "$line" = b'
+    done = piped(place, b"a\nb\nc\n", "--max-restarts", 3, "--no-python", "sh", "-c", shell)
+    assert (done.status, done.out) == (0, "[0] a\n[0] b\n")
+
+
+@pytest.mark.slow
+def test_a_run_in_a_loop_over_lines_reads_the_rest_of_them(place: Place) -> None:
+    """As every program does that reads stdin; `--stdin none` leaves it to the loop."""
+    file = place.write("a\nb\nc\n", "lines")
+    for more, seen in ("", "a\n[0] b\n[0] c\n"), ("--stdin none", "a\nb\nc\n"):
+        command = shlex.join([*RUN, "--log-dir", str(place.logs), *more.split(), "--no-python", "cat"])
+        done = place.program("bash", "-c", f'while read line; do echo "$line"; {command}; done < {file}')
+        assert (done.status, done.out) == (0, seen)
+
+
+@pytest.mark.slow
+def test_input_that_no_worker_reads_is_named_once(place: Place) -> None:
+    two = ("--nproc-per-node", 2, "--no-python", "cat")
+    assert piped(place, b"a\n", *two).err.count(NOTE) == 1
+    assert "stdin" not in piped(place, b"a\n", "--stdin", "none", *two).err
+    assert "stdin" not in piped(place, b"", *two).err
+    assert "stdin" not in place.run(*two).err
+    idle, writer = os.pipe()  # as a build server leaves open
+    assert "stdin" not in place.run(*two, stdin=idle).err
+    os.close(idle)
+    os.close(writer)
+
+
+@pytest.mark.slow
+def test_input_that_comes_later_is_named_at_the_end(place: Place, ready: Ready) -> None:
+    reader, writer = os.pipe()
+    script = place.write(f"{ready.python()}\nimport sys; sys.exit(3)")
+    with open(reader, "rb") as stdin, place.start("--nproc-per-node", 2, script, stdin=stdin) as launcher:
+        ready.wait()
+        os.write(writer, b"late\n")
+        done = launcher.end()
+    os.close(writer)
+    assert done.status == 3
+    assert done.err.count(NOTE) == 1
+    assert done.err.index("FAILED") < done.err.index(NOTE)
+
+
+def test_a_rank_that_there_is_not_is_refused(place: Place) -> None:
+    refused(place.run("--nproc-per-node", 2, "--stdin", 2, "--no-python", "cat"), "--stdin", "ranks are 0 to 1")
+    refused(place.run("--stdin", "first", "--no-python", "cat"), "--stdin", "expected a global rank, like 0, or none")
+
+
+@pytest.mark.slow
+def test_a_closed_stdin_is_nobodys(place: Place) -> None:
+    """Descriptor 0 of the launcher may be any file of its own then."""
+    run = shlex.join([*RUN, "--log-dir", str(place.logs)])
+    done = place.program("sh", "-c", f"{run} --no-python wc -c <&-")
+    assert (done.status, done.out) == (0, "[0] 0\n")
+    refused(place.program("sh", "-c", f"{run} --stdin 0 --no-python cat <&-"), "stdin of phalanx run is closed")
+
+
+# --- terminals
+
+
+class Shell:
+    """An interactive shell with job control, on a terminal."""
+
+    def __init__(self, place: Place) -> None:
+        self.pid, self._fd = pty.fork()
+        if not self.pid:
+            os.chdir(place.folder)
+            # `set -b`: what becomes of a job is printed at once.
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**place.env, "PS1": "$ ", "TERM": "dumb"})
+        self._rest = ""
+        self._run = shlex.join([*RUN, "--log-dir", str(place.logs)])
+        self.until("$ ")
+        self.type("set -b; unset HISTFILE\n")
+        self.until("$ ")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self._fd)  # hangs up: the shell ends, and so does every job
+        assert not wait_gone([self.pid])
+        os.waitpid(self.pid, 0)
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def run(self, *argv: str) -> None:
+        self.type(f"{self._run} {shlex.join(argv)}; echo code $?\n")
+        self.until("echo code $?")
+
+    def until(self, text: str) -> None:
+        """Read on until `text` has come; what has come behind it is there for the next call."""
+        seen = self._rest if text in self._rest else self._rest + read_until(self._fd, text)
+        _, found, self._rest = seen.partition(text)
+        assert found, seen
+
+
+@pytest.fixture
+def shell(place: Place) -> Iterator[Shell]:
+    with Shell(place) as shell:
+        yield shell
+
+
+@pytest.mark.slow
+def test_a_worker_reads_from_the_terminal(shell: Shell, place: Place) -> None:
+    shell.run(place.write("print('name?'); print('hello', input())"))
+    shell.until("[0] name?")
+    shell.type("AdX\x7fa\n")  # the terminal's own line editing: DEL takes the X back
+    shell.until("[0] hello Ada")
+    shell.until("code 0")
+    shell.run("--no-python", "cat")
+    shell.until("logs in")
+    shell.type("one\n")
+    shell.until("[0] one")
+    shell.type("\x04")  # Ctrl-D
+    shell.until("code 0")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_run_that_waits_for_the_terminal(shell: Shell) -> None:
+    shell.run("--no-python", "sh", "-c", "echo up; read line")
+    shell.until("[0] up")
+    shell.type("\x03")
+    shell.until("code 130")
+
+
+@pytest.mark.slow
+def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_back(shell: Shell) -> None:
+    shell.run("--no-python", "cat")
+    shell.until("logs in")
+    shell.type("one\n")
+    shell.until("[0] one")
+    for line in ("two", "three"):
+        shell.type("\x1a")
+        shell.until("Stopped")
+        shell.until("$ ")
+        shell.type("echo is $((6 * 7))\n")
+        shell.until("is 42")
+        shell.until("$ ")
+        shell.type("fg\n")
+        shell.until("no-python cat")
+        shell.type(f"{line}\n")
+        shell.until(f"[0] {line}")
+    shell.type("\x04")
+    shell.until("$ ")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_the_background_and_reads_in_the_foreground(shell: Shell, place: Place, ready: Ready) -> None:
+    script = place.write(f"""
+        import signal
+        signal.sigwait([signal.SIGUSR1])
+        {ready.python("'goes on'")}
+        signal.sigwait([signal.SIGUSR1])
+        print("hello", input())
+        """)
+    signal_mask = place.write(
+        f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); {ready.python()}\n"
+        f"import runpy; runpy.run_path({script!r})",
+        "masked.py",
+    )
+    shell.run(signal_mask)
+    (pid,) = map(int, ready.wait())
+    shell.type("\x1a")
+    shell.until("Stopped")
+    shell.until("$ ")
+    os.kill(pid, signal.SIGUSR1)  # stopped, it cannot go on yet
+    shell.type("bg\n")
+    assert ready.wait() == ["goes on"]
+    shell.type("echo is $((6 * 7))\n")
+    shell.until("is 42")
+    shell.type("fg\n")
+    shell.until("masked.py")
+    os.kill(pid, signal.SIGUSR1)
+    shell.type("Ada\n")
+    shell.until("[0] hello Ada")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_in_the_background_finds_no_terminal(shell: Shell, place: Place) -> None:
+    for option, line in ("", "logs in"), ("--stdin 0", "the run is in the background"):
+        shell.type(f"{shlex.join(RUN)} --log-dir {place.logs} {option} --no-python wc -c &\n")
+        shell.until(line)
+        shell.until("[0] 0")
+        shell.until("Done")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--preload json"])
+def test_nobody_is_left_of_a_stopped_run_whose_launcher_is_killed(
+    shell: Shell, place: Place, ready: Ready, options: str
+) -> None:
+    shell.run(*options.split(), place.write(f"{ready.python()}\ninput()"))
+    (pid,) = map(int, ready.wait())
+    run = [pid]
+    while (above := procfs.Stat(run[-1]).parent) != shell.pid:
+        run.append(above)  # keeper, guard, fork server, launcher
+    shell.type("\x1a")
+    shell.until("Stopped")
+    shell.until("$ ")
+    shell.type("kill -9 %1\n")
+    assert not wait_gone(run)
+
+
+@pytest.mark.slow
+def test_the_terminal_is_the_shells_again_when_the_run_has_ended(shell: Shell) -> None:
+    """What is typed ahead is not taken by a run that reads nothing."""
+    shell.run("--no-python", "sh", "-c", "echo up; exec sleep 1")
+    shell.until("[0] up")
+    shell.type("echo $((6 * 7)) ahead\n")
+    shell.until("code 0")
+    shell.until("42 ahead")
