@@ -175,3 +175,14 @@ def test_a_signal_during_a_check_stops_the_run(
     if attempt:
         assert "attempt 0, " in done.err, "what failed before is listed"
         assert record(place)["state"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1", "--master-port", 9)]
+)
+def test_a_check_that_cannot_be_started(place: Place, options: tuple[object, ...]) -> None:
+    place.env["PATH"] = str(place.folder)
+    done = place.run(*options, "--node-check", "true", place.write(""))
+    assert (done.status, done.err.count("\n")) == (1, 1), done
+    assert done.err.startswith("Error: --node-check: ")
+    assert "no such binary: 'sh'" in done.err

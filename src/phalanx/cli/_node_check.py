@@ -70,6 +70,14 @@ class NodeCheck:
 
         ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
+        try:
+            self._begin(when, wake)
+        except OSError as error:
+            self.close()
+            msg = f"--node-check: {error.strerror or error}"
+            raise OSError(msg) from None
+
+    def _begin(self, when: str, wake: Callable[[], None]) -> None:
         from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 
         with interrupts.deferred():
@@ -83,11 +91,7 @@ class NodeCheck:
             self._group = SubprocessContext(
                 "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs, grace=_GRACE
             )
-        try:
-            self._group.start()
-        except OSError as error:
-            self.close()
-            raise OSError(error.errno, f"--node-check: {error.strerror or error}") from None
+        self._group.start()
 
     @property
     def is_under_way(self) -> bool:

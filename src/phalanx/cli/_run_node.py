@@ -62,7 +62,10 @@ def run_node(
         from phalanx.cli._node_check import pass_check
 
         until_end.callback(check.close)
-        why = pass_check(check, machines.join_timeout)
+        try:
+            why = pass_check(check, machines.join_timeout)
+        except OSError as error:
+            raise click.ClickException(str(error)) from None
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
