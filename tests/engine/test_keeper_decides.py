@@ -92,6 +92,8 @@ def goes_on(launcher: subprocess.Popen[str], expected: str = "", *, busy: bool =
         launcher.send_signal(signal.SIGUSR1)
     launcher.send_signal(signal.SIGCONT)
     out, err = launcher.communicate(timeout=TIMEOUT)
+    err, announced = re.subn("phalanx: the group 'g' has failed: rank 0, .*\n", "", err)
+    assert announced == 1
     assert re.fullmatch(expected, err), err
     said: dict[str, Any] = json.loads(out)
     for outcome in said["outcomes"]:

@@ -84,7 +84,8 @@ if __name__ == "__main__":
     print(failure.exitcode, "interrupted_with_work_left" in failure.traceback)
 """
     done = run_script(tmp_path, text, env={"PYTHONUNBUFFERED": ""})
-    assert (done.stdout, done.stderr) == (f"{-signal.SIGINT} True\n", "")
+    told = f"phalanx: the group 'n' has failed: rank 0, KeyboardInterrupt; its files are in {logs}\n"
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGINT} True\n", told)
     assert sorted((tmp_path / "notes").read_text().splitlines()) == ["exit handler", "finalizer", "thread"]
     assert (logs / "0/stdout.log").read_text() == "no line end"
     assert (logs / "0/stderr.log").read_text().count("Traceback") == 1
@@ -162,7 +163,6 @@ def test_what_is_told_is_cut(method: str, letter: str) -> None:
 @pytest.mark.slow
 @each_method
 def test_a_traceback_that_no_file_takes_is_printed(tmp_path: Path, logs: Path, method: str) -> None:
-    """Although stderr is not logged."""
     text = f"""
 from phalanx.multiprocessing import start_processes
 from tests.support.ending_workers import fail_without_a_byte
@@ -173,7 +173,8 @@ if __name__ == "__main__":
         print(group.wait().failures[0].traceback, end="")
 """
     done = run_script(tmp_path, text)
-    assert done.stderr == done.stdout
+    told = f"phalanx: the group 'n' has failed: rank 0, ValueError: no room; its files are in {logs}\n"
+    assert done.stderr == f"phalanx: rank 0 failed:\n{done.stdout}{told}"
     assert done.stdout.endswith("ValueError: no room\n")
 
 

@@ -960,7 +960,7 @@ def test_a_failure_is_a_frozen_value() -> None:
     assert failure.replace(detail="e") != failure
     with pytest.raises(TypeError, match="no field 'nothing'"):
         failure.replace(nothing=1)
-    assert repr(failure).startswith("ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file='<N/A>', rank=8,")
+    assert repr(failure) == "<ProcessFailure of rank 8, pid 7, exit code 1: exited with code 1; no error was recorded>"
     with pytest.raises(TypeError):
         ProcessFailure(0, 7, 1)  # type: ignore[call-arg]  # one is missing on purpose
 

@@ -166,12 +166,15 @@ def test_a_group_that_fails_twice_is_started_three_times(method: str) -> None:
     assert all(isinstance(worker.id, int) and not alive(worker.id) for worker in group.workers)
 
 
-def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     result = local(agent_workers.fails_until, 9, max_restarts=1, size=1).run()
     assert result.is_failed()
     assert result.failures[0].message == "ValueError: rank 0, attempt 1"
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2
+    err = capfd.readouterr().err
+    told = [line for line in err.splitlines() if line.startswith("phalanx: attempt")]
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == len(logged) == err.count("Traceback") == 2
+    assert logged[1].startswith("the group 'trainer' has failed: rank 0, ValueError: rank 0, attempt 1; ")
     assert told[0].startswith("phalanx: attempt 0 failed after ")
     assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; attempt 1 follows (restart 1 of at most 1)")
     assert told[1].endswith("giving up: 1 restart, and no more")

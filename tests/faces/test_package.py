@@ -45,7 +45,7 @@ def test_its_names() -> None:
 
 def nested(folder: str) -> str:
     """A worker whose stderr is logged, and a group of its own whose stderr is not."""
-    command = ("-c", "import os; print(os.environ.get('PHALANX_STDERR_LOGGED'))")
+    command = ("-c", "import os; print(os.environ.get('PHALANX_TRACEBACKS'))")
     specs = DefaultLogsSpecs(folder, redirects=Std.OUT)
     with start_processes("inner", sys.executable, command, nprocs=1, logs_specs=specs) as group:
         return Path(group.wait().stdouts[0]).read_text()

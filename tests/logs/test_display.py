@@ -317,8 +317,8 @@ def test_calls_on_a_thread_of_their_own() -> None:
     aside, done = SerialExecutor("aside", most=3), []
     go_on = threading.Event()
     assert aside.drain(0)
-    assert aside.submit(go_on.wait)  # type: ignore[arg-type]  # what it returns is dropped
-    assert [aside.submit(lambda number=number: done.append(number)) for number in range(5)].count(True) in (3, 4)  # type: ignore[misc]  # as above
+    assert aside.submit(go_on.wait)
+    assert [aside.submit(lambda number=number: done.append(number)) for number in range(5)].count(True) in (3, 4)  # type: ignore[misc]  # the type of a lambda with a default
     assert aside.dropped in (1, 2)
     assert not aside.drain(0.01)
     go_on.set()

@@ -356,3 +356,20 @@ def test_an_interrupt_of_the_cell_stops_the_group(
     _, _, interrupted, after = read(out)
     assert interrupted.error in ("SignalException", "KeyboardInterrupt"), interrupted.traceback
     assert after.out == "{0: 8, 1: 8}\n", after.traceback
+
+
+def test_a_failure_that_nobody_looks_at_is_below_the_cell(notebook: Notebook) -> None:
+    fails = """
+    def train(rank):
+        if rank == 1:
+            raise ValueError("loss is nan")
+    run(train, {{0: (0,), 1: (1,)}}, start_method={method!r})
+    """
+    forwarded = f"{FORWARDED}run(pow, (2, 3), nprocs=1)"
+    methods = ("spawn", "forkserver", "fork")
+    head, *cells = notebook.run(IMPORTS, *(cell for name in methods for cell in (fails.format(method=name), forwarded)))
+    assert not head.err
+    for failed, after in zip(cells[::2], cells[1::2], strict=True):
+        err = failed.err + after.err
+        assert err.count("Traceback") == err.count("phalanx: rank 1 failed:") == 1
+        assert failed.err.count("phalanx: the group 'cell' has failed: rank 1, ValueError: loss is nan; its files") == 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock
+from phalanx._logs import temporary
 from phalanx._runs import catalog
 from phalanx._runs import prune as pruning
 from phalanx._runs.catalog import RunDir
@@ -460,3 +461,87 @@ def test_files_are_no_runs(place: Place) -> None:
     for number in range(_runs_folders.MANY + 1):
         (place.logs / f"run_{number}").touch()
     assert "phalanx runs prune" not in sh(place, "echo x").err
+
+
+# --- temporary folders
+
+
+@pytest.fixture
+def temporary_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of this process and of programs; there are no runs elsewhere."""
+    folder = place.folder / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    place.env |= {"TMPDIR": str(folder), "XDG_STATE_HOME": str(place.folder / "state")}
+    return folder
+
+
+def left_behind(place: Place, folder: Path, age: float = 9 * DAY) -> Path:
+    """The temporary folder of a program that has ended, some time ago, after a failure."""
+    before = set(folder.iterdir())
+    script = place.write(
+        """
+        from phalanx.multiprocessing import start_processes
+        with start_processes("fails", divmod, (1, 0), nprocs=1) as group:
+            group.wait()
+        """
+    )
+    assert place.program(sys.executable, script).status == 0
+    [made] = set(folder.iterdir()) - before
+    for path in (*made.rglob("*"), made):
+        os.utime(path, (time.time() - age,) * 2)
+    return made
+
+
+@pytest.mark.slow
+def test_temporary_folders_of_programs_that_have_ended_go(place: Place, temporary_folder: Path) -> None:
+    old, recent = left_behind(place, temporary_folder), left_behind(place, temporary_folder, age=0)
+    of_ours, unmarked = Path(temporary.make()), temporary_folder / "phalanx_abcdefgh"
+    (unmarked / "run_x" / "attempt_0").mkdir(parents=True)
+    elsewhere = left_behind(place, temporary_folder)
+    elsewhere.rename(place.folder / "elsewhere")
+    link = temporary_folder / "phalanx_12345678"
+    link.symlink_to(place.folder / "elsewhere")
+    kept = [recent, of_ours, unmarked, link]
+    if os.geteuid() == 0:
+        others = left_behind(place, temporary_folder)
+        for path in (*others.rglob("*"), others):
+            os.chown(path, NOBODY, NOBODY)
+        kept.append(others)
+    for path in (of_ours, unmarked):
+        os.utime(path, (0, 0))
+    command = (*PHALANX, "runs", "prune", "--yes")
+    for options in (("--keep", 0), ("--larger", "1B"), ("--older", "1d", "--log-dir", place.folder)):
+        assert "nothing to remove" in place.program(*command, *options).out
+    done = place.program(*command, "--older", "1d")
+    assert done.status == 0, done.err
+    assert re.search(rf"^{old.name} +temporary +9d", done.out, re.MULTILINE), done.out
+    assert done.out.splitlines()[-1].startswith("removed 1 run")
+    assert sorted(temporary_folder.iterdir()) == sorted(kept)
+    assert (place.folder / "elsewhere" / temporary.MARKER).exists()
+
+
+@pytest.mark.parametrize(
+    "line, value, goes",
+    [
+        (0, "4194304", True),  # beyond the highest pid
+        (1, "1", True),  # another process has the pid
+        (0, "", False),
+        (2, "another-machine", False),
+        (3, "another-boot", False),  # the folder has changed since this one: a container that shares it, perhaps
+        (4, "pid:[1]", False),
+    ],
+)
+def test_of_which_temporary_folders_it_is_known_that_nobody_uses_them(
+    temporary_folder: Path, line: int, value: str, goes: bool
+) -> None:
+    assert temporary_folder.is_dir()
+    marker = Path(temporary.make()) / temporary.MARKER
+    assert not temporary.is_left(str(marker.parent))
+    lines = marker.read_text().split("\n")
+    marker.write_text("\n".join([*lines[:line], value, *lines[line + 1 :]]))
+    assert temporary.is_left(str(marker.parent)) is goes
+    (marker.parent / "link").symlink_to(marker)
+    marker.rename(marker.with_name("true"))
+    marker.symlink_to("true")
+    assert not temporary.is_left(str(marker.parent))

@@ -34,14 +34,14 @@ class SerialExecutor:
     def __init__(self, name: str, most: int = 100_000) -> None:
         self._name = name
         self._most = most
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._lock = RLock()  # a signal handler, or a `__del__`, may submit while its own thread does
         self._over: Latch | None = None  # opened at the end of the thread that runs
         self._thread: threading.Thread | None = None
         self.dropped = 0
         """How many calls were dropped."""
 
-    def submit(self, action: Callable[[], None]) -> bool:
+    def submit(self, action: Callable[[], object]) -> bool:
         """Have ``action`` called after those before it. What it raises is logged.
 
         Returns False when it will not be called: too many wait, or no thread can be started.
@@ -49,7 +49,7 @@ class SerialExecutor:
         with interrupts.deferred():
             return self._submit(action)
 
-    def _submit(self, action: Callable[[], None]) -> bool:
+    def _submit(self, action: Callable[[], object]) -> bool:
         with self._lock:
             if len(self._calls) >= self._most:
                 self.dropped += 1

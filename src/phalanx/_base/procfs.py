@@ -75,6 +75,21 @@ class Stat:
         return self.state in ("Z", "X")
 
 
+def lives(pid: int, start: int) -> bool:
+    """Whether the process with this pid and start time exists and has not exited."""
+    try:
+        found = Stat(pid)
+    except OSError:  # /proc may hide other users' processes (hidepid, proc(5)); kill(2) with 0 only checks
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+    return found.start == start and not found.has_exited
+
+
 def has_exited(pid: int) -> bool:
     """Whether a process has exited, reaped or not. False when no descriptor is left to look."""
     try:

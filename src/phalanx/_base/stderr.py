@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 PATIENCE = 0.5
 """Seconds without progress after which the rest of a text is dropped."""
 
+LAST_PATIENCE = 2.0
+"""The same for what a failed worker writes last."""
+
 
 class _Writer:
     """The background thread that writes. A fork makes its own."""
@@ -64,8 +67,24 @@ def finish() -> None:
             return
 
 
-def _write_text(stream: TextIO, text: str) -> None:
+def write_last(text: str) -> bool:
+    """Write ``text`` as `tell` does, on this thread, in a process that ends: its end is waited for by others.
+
+    After `LAST_PATIENCE` without progress the rest is dropped. Returns whether there is a stderr to write to.
+    """
+    return _write_text(sys.stderr, text, LAST_PATIENCE)
+
+
+def _write_text(stream: TextIO, text: str, patience: float = PATIENCE) -> bool:
+    """Write a text. Returns False if the stream is closed or broken."""
     try:
+        import io
+
+        if not isinstance(stream, io.TextIOWrapper) or isinstance(stream.buffer, io.BytesIO):
+            # A stand-in of the host's (a notebook's, a test runner's): its descriptor, if any, may lead elsewhere.
+            stream.write(f"{sanitise(text)}\n")
+            stream.flush()
+            return True
         fd = stream.fileno()
         stream.flush()
         data = memoryview(f"{sanitise(text)}\n".encode(stream.encoding, "backslashreplace"))
@@ -74,20 +93,21 @@ def _write_text(stream: TextIO, text: str) -> None:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            _write(fd, data, select.PIPE_BUF)  # no descriptor is left; it may block, and nobody waits
-            return
+            _write(fd, data, select.PIPE_BUF, patience)  # no descriptor is left; it may block, and nobody waits
+            return True
         try:
-            _write(own, data, most)
+            _write(own, data, most, patience)
         finally:
             os.close(own)
     except Exception:  # noqa: BLE001 - closed, or gone, or none; or a stand-in of the host's, which may raise anything
-        return
+        return False
+    return True
 
 
-def _write(fd: int, data: memoryview, most: int) -> None:
+def _write(fd: int, data: memoryview, most: int, patience: float) -> None:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    while data and poll.poll(PATIENCE * 1000):
+    while data and poll.poll(patience * 1000):
         try:
             count = os.write(fd, data[:most])
         except BlockingIOError:  # room, but not for this: a terminal counts otherwise than poll(2)
@@ -99,13 +119,19 @@ def _write(fd: int, data: memoryview, most: int) -> None:
             _writer.written += count
 
 
-def warn(text: str) -> None:
-    """Log a warning. Without a log handler, write it to stderr, without blocking the program on a full pipe."""
-    if "logging" in sys.modules:
-        from logging import WARNING, getLogger
+def warn(text: str, level: str = "WARNING") -> None:
+    """Log a warning, or what has another level. Without a log handler, write it to stderr, without blocking on a pipe.
 
-        logger = getLogger("phalanx")
-        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
-            logger.warning("%s", text)
+    A handler that raises does not keep it from stderr.
+    """
+    if "logging" in sys.modules:
+        import logging
+
+        logger, number = logging.getLogger("phalanx"), getattr(logging, level)
+        if logger.hasHandlers() or not logger.isEnabledFor(number):
+            try:
+                logger.log(number, "%s", text)
+            except Exception as error:  # noqa: BLE001 - the handler is the host's
+                tell(f"phalanx: a handler of the log has raised {error!r} at: {text}")
             return
     tell(f"phalanx: {text}")

@@ -84,6 +84,24 @@ class GroupLines:
         if not (possible and self.say(f"phalanx: {text}")) and write_line is not None:
             self._writing.submit(lambda: write_line(text))
 
+    def call_after_lines(self, action: Callable[[], None], patience: float) -> None:
+        """Call ``action``, which may take any time, on the thread for lines of ours; here, if none can be started.
+
+        It is called when all lines of the workers are shown, but waits no longer than ``patience`` seconds for that.
+        """
+
+        def act() -> None:
+            if self._shown is not None:
+                self.shown.wait(max(0.0, patience))
+            action()
+
+        if not self._writing.submit(act):
+            action()
+
+    def drain(self, seconds: float) -> None:
+        """Wait until all such actions have returned, ``seconds`` at most."""
+        self._writing.drain(seconds)
+
     def announce_waiting(self, orphans: list[tuple[Any, ...]], count: int, seconds: float) -> None:
         """Show for whom the group waits, after its workers: packed `protocol.Orphan`, of ``count`` processes."""
         from phalanx._engine import leftovers

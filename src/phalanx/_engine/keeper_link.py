@@ -48,6 +48,7 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
             asks. It is called by ``on_thread``.
+        failing: Called once, when the settle window after the first failure is over.
         parked: Whether the group is a standby, from the order to start until it is released.
         events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
@@ -72,6 +73,7 @@ class KeeperLink:
         self.hang_report: HangReporter | None = None
         self.stands_alone: Callable[[WorkerRecord], bool] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
+        self.failing: Callable[[], object] | None = None
         self.parked = False
         self.events: GroupEvents | None = None
         self.up = Latch()
@@ -204,6 +206,9 @@ class KeeperLink:
             "DRAINING": DRAIN_WAIT,
         }[name]
         self.watchdog.expect(bound)
+        if name != "SETTLING" and self.failing is not None and any(one.failed for one in self._mirror.workers.values()):
+            failing, self.failing = self.failing, None
+            failing()
 
     def _on_exits(self, reports: list[tuple[Any, ...]]) -> None:
         for worker in self._mirror.exits(reports):

@@ -50,6 +50,9 @@ class Leftover(Value):
             pid=pid, command=command, local_rank=local_rank, age=age, signal_sent=signal_sent, exitcode=exitcode
         )
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.describe()}>"
+
     def describe(self) -> str:
         """The process, and how it was ended, in one line."""
         sent = signal.Signals(self.signal_sent).name

@@ -85,6 +85,11 @@ class WorkerRecord:
         )
 
     @property
+    def ended_well(self) -> bool:
+        """Whether its exit was seen, with code 0, and it had not hung."""
+        return self.exit is not None and self.exit.ok and not self.struck
+
+    @property
     def failed(self) -> bool:
         """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
         return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.asked is None

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 _SOON = 0.1  # seconds after which a group is one that goes on for a while
 
+SOON = 1.0
+"""Seconds for which the end of a group, or of its lines, is waited for before its failure is reported."""
+
 
 class Supervisor:
     """A group of workers, from start to end. Every method may be called from any thread.
@@ -70,6 +73,8 @@ class Supervisor:
         self.gone = Latch()  # the outcome of every worker is known, and no process of theirs is left
         self.ended = Latch()  # and all that they wrote is shown, or what shows it was left alone
         self.done = Latch()  # and nothing of ours is left: keeper, thread, descriptors
+        self.has_reported = False
+        """Whether what `start` was given as ``failed`` has been called, or will be."""
         self.last_step: int | None = None
         """The highest step that a worker had reported, once all are gone; None: none had."""
         self._display = GroupLines(write_line)
@@ -87,6 +92,7 @@ class Supervisor:
         self._chored = SerialExecutor("phalanx-chores")
         self._thread: threading.Thread | None = None
         self._charge = [True]
+        self._failed: Callable[[], None] | None = None
 
     # --- any thread
 
@@ -132,6 +138,7 @@ class Supervisor:
         stands_alone: Callable[[WorkerRecord], bool] | None = None,
         parked: bool = False,
         events: GroupEvents | None = None,
+        failed: Callable[[], None] | None = None,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -148,9 +155,12 @@ class Supervisor:
             stands_alone: See `KeeperLink`.
             parked: Whether the workers wait for `release`. There is no ``pump`` before that.
             events: Emits what happens, if anybody observes it.
+            failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
+                process of the group is left, or before that if it takes long.
         """
         self._link.stands_alone, self._link.on_thread = stands_alone, self._chored.submit
         self._link.events = events
+        self._failed, self._link.failing = failed, partial(self._loop.after, SOON, self._report_failure)
         self._notice = notice
         self._link.notice = 0.0 if notice is None else notice.seconds
         self.hang_report = self._link.hang_report = report
@@ -296,6 +306,11 @@ class Supervisor:
         """Show a line of ours, among the workers' if that is possible."""
         self._display.announce(text, possible=not self.gone)
 
+    def call_after_lines(self, action: Callable[[], None], patience: float, seconds: float = 0.0) -> None:
+        """See `GroupLines`. Waits ``seconds`` at most until it has been called."""
+        self._display.call_after_lines(action, patience)
+        self._display.drain(seconds)
+
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
         self._loop.call(self._link.kill)
@@ -336,6 +351,8 @@ class Supervisor:
             events = self._link.events
             if events is not None:
                 events.gone(self.mirror, self.not_started, None if self.result_stands else self.keeper_error)
+            if self.not_started is None and not self._link.parked:
+                guarded(partial(self._report_failure, is_over=True))
             self.gone.open()
             guarded(self._display.finish)
             if events is not None:
@@ -350,6 +367,18 @@ class Supervisor:
     def _on_running(self) -> None:
         self._chored.submit(self._do_chores)  # on a thread of its own: they may take a disk
         self._loop.after(_SOON, self._load_late)
+
+    def _report_failure(self, *, is_over: bool = False) -> None:
+        """Call what was given as ``failed``, unless it has been called, or all is well."""
+        failed = self._failed
+        if is_over:  # a worker that we had stopped may have failed before
+            self._failed = None
+            due = self.keeper_error is not None or any(not one.ended_well for one in self.mirror.workers.values())
+        else:
+            due = any(worker.failed for worker in self.mirror.workers.values())
+        if failed is not None and due and not self.has_reported:
+            self.has_reported = True
+            self.call_after_lines(failed, SOON if is_over else 0.0)
 
     def _load_late(self) -> None:
         self._chored.submit(load_for_end)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from phalanx._base import stderr
 from phalanx._engine import host_signals
-from phalanx._evidence.cleanup import remove_empty
+from phalanx._evidence.cleanup import remove_empty, remove_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.supervisor import Supervisor
+    from phalanx._group.first_failure import FirstFailure
     from phalanx._group.warm import Warm
     from phalanx._logs.layout import LogsDest
     from phalanx._logs.specs import LogsSpecs
@@ -26,6 +28,7 @@ def release(
     specs: LogsSpecs,
     warm: Warm | None = None,
     events: GroupEvents | None = None,
+    first: FirstFailure | None = None,
 ) -> None:
     """Release what a closed or dropped group holds in this process, and remove its temporary and empty files."""
     if supervisor.owner != os.getpid():  # this process is a fork of the owner, and exits
@@ -38,11 +41,14 @@ def release(
         if events is not None:
             supervisor.done.then(events.end)
     if supervisor.done:
-        supervisor.last_chore(lambda: _remove(logs, specs), TIDY)
+        supervisor.last_chore(lambda: _remove(logs, specs, first), TIDY)
     stderr.finish()
 
 
-def _remove(logs: LogsDest, specs: LogsSpecs) -> None:
+def _remove(logs: LogsDest, specs: LogsSpecs, first: FirstFailure | None) -> None:
+    if first is not None and first.is_temporary and first.all_succeeded:
+        with contextlib.suppress(OSError):
+            remove_old(logs.error_files.values())  # of exceptions that were handled
     for path in logs.error_files.values():
         remove_empty(path)
     specs.tidy(logs)

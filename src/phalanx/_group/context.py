@@ -15,7 +15,7 @@ from phalanx._engine import host_signals
 from phalanx._group.arguments import GRACE, check_timeout
 from phalanx._group.end_fd import EndFd
 from phalanx._group.start import GroupStart
-from phalanx._outcomes.result import collect, verdict
+from phalanx._outcomes.result import collect, failures_of, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class PContext(GroupStart):
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
         follows: A group whose lines are shown before this one's: the attempt before. It need not have ended.
         run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
+        announces: Whether a failure is logged, as one ERROR of the logger ``phalanx``, when the first one is known.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
         on_reader_gone: Called with "stdout" or "stderr" when nobody reads that any more (``| head``), which ends
@@ -377,13 +378,22 @@ class PContext(GroupStart):
             if result is None:
                 workers, leftovers = supervisor.mirror.workers.values(), supervisor.mirror.leftovers
                 began = supervisor.mirror.began_ns
-                result = collect(workers, self.logs, self.envs, self._value_once, leftovers, began)
+                first, is_ours = self._first_failure, supervisor.owner == os.getpid()
+                assert first is not None  # as of the start
+                # In a fork, the lock of the failures may be taken for ever.
+                found = first.found() if is_ours else failures_of(workers, self.logs, self.envs)
+                result = collect(
+                    workers, self.logs, found, self._value_once, leftovers, began,
+                    name=self.name, log_dir=first.folder,
+                )  # fmt: skip
                 result = self._result = self._result or result
                 if self._events is not None:
                     lost = None if supervisor.result_stands else supervisor.keeper_error
                     self._events.ended(result.state, *verdict(result), result, lost)
                 for worker in workers:
                     worker.received_fds.close()  # of workers that failed after they had returned
+                if is_ours:
+                    first.note(result)
             return result
 
     def _value_once(self, worker: WorkerRecord) -> Any:

@@ -22,6 +22,7 @@ from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._group.arguments import GRACE, SETTLE, checked_listener, checked_notice
 from phalanx._group.closing import release
+from phalanx._group.first_failure import FirstFailure
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
@@ -63,6 +64,9 @@ class GroupStart(ABC):
     _begins_slowly = True
     """Whether a worker starts with an interpreter, so that its folder is made before it can write an error file."""
 
+    _prints_failures = True
+    """Whether a worker prints the traceback of its failure where its stderr is the launcher's."""
+
     def __init__(
         self,
         name: str,
@@ -85,6 +89,7 @@ class GroupStart(ABC):
         stdin: Mapping[int, int] | None = None,
         record: bool = False,
         signals: bool = True,
+        announces: bool = True,
         speak: Callable[[str], None] | None = None,
         on_reader_gone: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
@@ -127,6 +132,8 @@ class GroupStart(ABC):
         self._stream = events
         self._events: GroupEvents | None = None
         self._signals = signals
+        self._announces = announces
+        self._first_failure: FirstFailure | None = None
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
         self._unnamed: UnnamedLogs | None = None  # while the group is parked
@@ -257,6 +264,9 @@ class GroupStart(ABC):
                 self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
                 remove_old(self.logs.error_files.values())
             events = self._events = self._begin_events(supervisor, undo, parked=parked)
+            first = self._first_failure = FirstFailure(
+                self.name, supervisor, self.logs, self._logs_specs, self.envs, announces=self._announces
+            )
             report = self._watch(supervisor, undo)
             stop_flag = self._make_stop_flag(undo)
             specs, files = self._specs(plan, unnamed)
@@ -279,10 +289,11 @@ class GroupStart(ABC):
                     stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
                     parked=parked,
                     events=events,
+                    failed=first.announce if first.announces else None,
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(
-                    self, release, supervisor, self.logs, self._logs_specs, self._own_warm, events
+                    self, release, supervisor, self.logs, self._logs_specs, self._own_warm, events, first
                 )
                 self._unnamed = unnamed
                 undo.pop_all()
@@ -375,8 +386,9 @@ class GroupStart(ABC):
         """What to start for a rank. ``places``: the indexes of open log files by path, and of its stdin by its rank."""
         logs = self.logs
         env = self._environment(rank)
-        if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
-            env[b"PHALANX_STDERR_LOGGED"] = b"1"
+        if not isinstance(self.entrypoint, str):
+            whose = f"rank {self.envs[rank].get('RANK') or rank}" if self._prints_failures else "none"
+            env[b"PHALANX_TRACEBACKS"] = os.fsencode("all" if logs.stderrs[rank] else whose)
         stdout, stderr = (places.get(log, log or None) for log in (logs.stdouts[rank], logs.stderrs[rank]))
         bounds = (logs.max_size, logs.keep, logs.compress)
         stdin, placed = places.get(rank), self._placed.get(rank)

@@ -9,6 +9,7 @@ import os
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
+from phalanx._logs import temporary
 from phalanx._logs.std import Std, to_map
 
 TYPE_CHECKING = False
@@ -187,9 +188,7 @@ def lay_out_nothing(
     ranks: Collection[int], redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
 ) -> LogsDest:
     """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
-    import tempfile
-
-    return name_nothing(tempfile.mkdtemp(prefix="phalanx_"), ranks, redirects, tee, shown)
+    return name_nothing(temporary.make(), ranks, redirects, tee, shown)
 
 
 def name_nothing(

@@ -8,6 +8,7 @@ import stat
 from abc import ABC, abstractmethod
 
 from phalanx._base import files
+from phalanx._logs import temporary
 from phalanx._logs.layout import lay_out, lay_out_nothing, name_files, name_nothing
 from phalanx._logs.std import Std
 
@@ -128,7 +129,7 @@ class DefaultLogsSpecs(LogsSpecs):
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
     Missing folders are created. If the same instance is reified again for another attempt (a restart), the attempt's
     folder is made in the same run's folder; for an attempt that has its folder already, a new run's folder is made. A
-    temporary folder that is empty when the group has ended (nothing redirected, no failure) is removed.
+    temporary folder is removed with the group if no file is in it, but for error files of a group that has succeeded.
 
     Where `ranks_come_singly` is set, the ranks of an attempt may be reified one by one, into the attempt's one folder.
 
@@ -237,9 +238,9 @@ class DefaultLogsSpecs(LogsSpecs):
         """Name the files as the first `reify` of ``envs`` would, and make none. ``*``: what makes a name unique."""
         which = envs, self._redirects, self._tee, self._local_ranks_filter
         if not self.is_kept:
-            return name_nothing(os.path.join(_temporary(), "phalanx_*"), *which)
+            return name_nothing(os.path.join(_temporary(), f"{temporary.PREFIX}*"), *which)
         run_id = envs[0].get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
-        root = self._root_log_dir or os.path.join(_temporary(), "phalanx_*")
+        root = self._root_log_dir or os.path.join(_temporary(), f"{temporary.PREFIX}*")
         attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT") or "0"
         return name_files(os.path.join(os.path.abspath(root), f"{_name_of(run_id)}_*", f"attempt_{attempt}"), *which)
 
@@ -255,9 +256,10 @@ class DefaultLogsSpecs(LogsSpecs):
         attempt = os.path.dirname(logs.timeline)
         run = os.path.dirname(attempt)
         try:
-            for folder in (*map(os.path.dirname, logs.error_files.values()), attempt, run, os.path.dirname(run)):
+            for folder in (*map(os.path.dirname, logs.error_files.values()), attempt, run):
                 with contextlib.suppress(FileNotFoundError):  # not made, for want of a worker
                     os.rmdir(folder)
+            temporary.remove_empty(os.path.dirname(run))
         except OSError:  # something is there to be read
             return
 
@@ -267,7 +269,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
         root = self._root_log_dir
         if root is None:
-            root = tempfile.mkdtemp(prefix="phalanx_")
+            root = temporary.make()
             return [root, tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)]
         os.makedirs(root, exist_ok=True)
         return [tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))]
@@ -279,6 +281,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._root_log_dir is not None:
             os.makedirs(root, exist_ok=True)
         elif files.make_folder(root, _PRIVATE):
+            temporary.mark(root)
             made = [root, run_dir]
         os.mkdir(run_dir, _PRIVATE)
         return made

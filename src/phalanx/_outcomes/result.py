@@ -10,6 +10,7 @@ import signal
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
+from phalanx._base.one_line import SHORT, one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._evidence.describe import describe
 from phalanx._evidence.error_file import (
@@ -29,7 +30,7 @@ from phalanx._outcomes.outcome import Outcome, signal_name
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from typing import Any
+    from typing import Any, Self
 
     from phalanx._engine.leftovers import Leftover
     from phalanx._engine.mirror import WorkerRecord
@@ -66,10 +67,13 @@ class RunProcsResult(Value):
             exit, in the order in which the kernel reported exits. None if no rank failed.
         outcomes: The outcome of every rank: succeeded, failed, stopped by us, or abandoned.
         leftovers: The processes that workers left behind, and that were killed when no worker was left, see `Leftover`.
+        name: The group's name; ``""`` if that is not known.
+        log_dir: The folder in which the files of the group are, those of each rank in one of its own; ``""``: none.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
         "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes", "leftovers",
+        "name", "log_dir",
     )  # fmt: skip
 
     return_values: dict[int, Any]
@@ -79,6 +83,8 @@ class RunProcsResult(Value):
     root_cause: ProcessFailure | None
     outcomes: dict[int, Outcome]
     leftovers: tuple[Leftover, ...]
+    name: str
+    log_dir: str
 
     def __init__(
         self,
@@ -88,6 +94,9 @@ class RunProcsResult(Value):
         stderrs: dict[int, str] | None = None,
         outcomes: dict[int, Outcome] | None = None,
         leftovers: Iterable[Leftover] = (),
+        *,
+        name: str = "",
+        log_dir: str = "",
     ) -> None:
         failures = failures or {}
         self._store(
@@ -98,7 +107,15 @@ class RunProcsResult(Value):
             root_cause=min(failures.values(), key=lambda failure: failure.first_key, default=None),
             outcomes=outcomes or {},
             leftovers=tuple(leftovers),
+            name=name,
+            log_dir=log_dir,
         )
+
+    def __repr__(self) -> str:
+        name = f" {one_line(self.name, SHORT)!r}" if self.name else ""
+        ranks = f"{len(self.outcomes)} rank{'s' * (len(self.outcomes) != 1)}"
+        cause = one_line(verdict(self)[1], SHORT)
+        return f"<{type(self).__name__}{name}: {self.state}, {'; '.join(filter(None, (ranks, cause)))}>"
 
     @property
     def state(self) -> str:
@@ -125,24 +142,50 @@ class RunProcsResult(Value):
         """
         return not self.succeeded
 
+    def raise_if_failed(self) -> Self:
+        """Return this result if every rank succeeded.
+
+        Raises:
+            ChildFailedError: A rank failed by itself: `phalanx.errors.ChildFailedError`, whose text is the report.
+            RuntimeError: None did, but not all succeeded: the group was closed, or a rank outlived SIGKILL.
+
+        >>> RunProcsResult({0: "done"}, outcomes={0: Outcome(0, 4242, "succeeded", 0)}).raise_if_failed().return_values
+        {0: 'done'}
+        """
+        if self.failures:
+            from phalanx._outcomes.child_failed import ChildFailedError
+
+            raise ChildFailedError(
+                self.name or "the group", self.failures, outcomes=self.outcomes, log_dir=self.log_dir
+            )
+        if not self.succeeded:
+            msg = f"the group {self.name!r} was {self.state}: {verdict(self)[1]}"
+            raise RuntimeError(msg)
+        return self
+
 
 def collect(
     workers: Iterable[WorkerRecord],
     logs: LogsDest,
-    envs: Mapping[int, Mapping[str, str]],
+    found: Mapping[int, ProcessFailure | None],
     value_of: Callable[[WorkerRecord], Any],
     leftovers: Iterable[Leftover] = (),
     began_ns: int = 0,
+    *,
+    name: str = "",
+    log_dir: str = "",
 ) -> RunProcsResult:
     """Judge every worker of a group that has ended.
 
     Args:
         workers: What is known of each.
         logs: The paths of their files.
-        envs: Their environments, by rank.
+        found: What `failures_of` has returned of them.
         value_of: Returns what a worker that succeeded returned; may raise anything.
         leftovers: The processes that workers left behind.
         began_ns: When all workers had been started, on CLOCK_MONOTONIC, in nanoseconds; 0 if that is not known.
+        name: See `RunProcsResult`.
+        log_dir: See there.
     """
     values: dict[int, Any] = {}
     failures: dict[int, ProcessFailure] = {}
@@ -150,14 +193,11 @@ def collect(
     workers = list(workers)
     for worker in sorted(workers, key=lambda worker: (worker.order < 0, worker.order)):
         state, failure = "abandoned", None
-        well = worker.exit is not None and worker.exit.ok and not worker.struck
-        if well and (worker.asked is None or worker.result is not None):
+        if worker.ended_well and (worker.asked is None or worker.result is not None):
             state, failure = _judge_success(worker, logs, values, value_of)
         elif worker.exit is not None:
-            failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
-            state = "failed"
-            if _stopped(worker, failure):
-                state, failure = "stopped", None
+            failure = found[worker.rank]
+            state = "stopped" if failure is None else "failed"
         code = None if worker.exit is None else worker.exit.returncode
         ended = None if worker.exit is None else worker.exit_ns
         outcomes[worker.rank] = Outcome(
@@ -169,8 +209,37 @@ def collect(
     for rank, seconds in _early(outcomes, began_ns):
         outcomes[rank] = outcomes[rank].replace(early=seconds)
     return RunProcsResult(
-        dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())), leftovers
-    )
+        dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())), leftovers,
+        name=name, log_dir=log_dir,
+    )  # fmt: skip
+
+
+def failures_of(
+    workers: Iterable[WorkerRecord], logs: LogsDest, envs: Mapping[int, Mapping[str, str]]
+) -> dict[int, ProcessFailure | None]:
+    """Return the failure of each worker that has not ended well; None: we stopped it, or it has not failed yet.
+
+    Some may still run, or leave. Return values are not looked at.
+
+    Args:
+        workers: What is known of each.
+        logs: The paths of their files.
+        envs: Their environments, by rank.
+    """
+    return {
+        worker.rank: (_leaving if worker.exit is None else _own_failure)(worker, logs, envs)
+        for worker in workers
+        if not worker.ended_well or (worker.asked is not None and worker.result is None)
+    }
+
+
+def first_of(workers: Iterable[WorkerRecord], found: Mapping[int, ProcessFailure | None]) -> ProcessFailure | None:
+    """Return the failure that came first of those that `failures_of` has ``found``; None: there is none."""
+    records = {worker.rank: worker for worker in workers}
+    ordered = sorted(found, key=lambda rank: (records[rank].order < 0, records[rank].order))
+    failures = {rank: failure for rank in ordered if (failure := found[rank]) is not None}
+    _date_back(failures, records)
+    return min(failures.values(), key=lambda failure: failure.first_key, default=None)
 
 
 def verdict(result: RunProcsResult) -> tuple[int, str]:
@@ -288,6 +357,27 @@ def _judge_success(
     return "succeeded", None
 
 
+def _own_failure(worker: WorkerRecord, logs: LogsDest, envs: Mapping[int, Mapping[str, str]]) -> ProcessFailure | None:
+    """Return the failure of a worker that has not ended well; None: we stopped it."""
+    failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
+    return None if _stopped(worker, failure) else failure
+
+
+def _leaving(worker: WorkerRecord, logs: LogsDest, envs: Mapping[int, Mapping[str, str]]) -> ProcessFailure | None:
+    """Return the failure of a worker that has recorded one, and not exited yet; None: it has not, or was stopped."""
+    path = logs.error_files[worker.rank]
+    left = read_exit(path, worker.pid) or _raised(path, worker.pid)
+    if left is None or (worker.signalled is not None and left[1] > worker.signalled_ns):
+        return None
+    return ProcessFailure(
+        worker.rank, worker.pid, left[0], path, rank=_number(envs[worker.rank].get("RANK", "")), observed_ns=None
+    )
+
+
+def _number(rank: str) -> int | None:
+    return int(rank) if rank.isascii() and rank.isdigit() else None
+
+
 def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
@@ -313,7 +403,7 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
         worker.pid,
         code,
         path,
-        rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
+        rank=_number(global_rank),
         observed_ns=worker.exit_ns,
         dated_ns=_fatal_at(worker, path),
         signalled_ns=None if worker.signalled is None else worker.signalled_ns,
@@ -368,7 +458,9 @@ def _write_evidence_sent(path: str, pid: int, message: str, stack: str, moment: 
 
 def _tail(path: str, *, rotates: bool) -> str:
     """Return the last lines of a file as text; "" if there is none."""
+    if not path:
+        return ""
     from phalanx._logs.tail import TAIL_LINES, last_lines
 
-    data = last_lines(path, rotates=rotates) if path else b""
+    data = last_lines(path, rotates=rotates)
     return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])

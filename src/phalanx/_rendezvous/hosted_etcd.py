@@ -161,6 +161,7 @@ class HostedEtcd:
             group = self._group = SubprocessContext(
                 "etcd", "/bin/sh", {0: arguments}, {0: {"NOTIFY_SOCKET": server.READY_SOCKET, **NOT_FOR_WORKERS}},
                 FolderLogsSpecs(logs, Std.ALL, Std.NONE), signals=False, orphan_grace=_ORPHAN_GRACE, speak=_say_nothing,
+                announces=False,
             )  # fmt: skip
             group.start()
             self._wait_ready(group, told, until)

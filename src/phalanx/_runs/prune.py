@@ -1,7 +1,8 @@
 """Removes runs: chooses them by age, number or size, measures and deletes them.
 
 Owns what is never removed: a run that still goes on, or may; another user's; and a folder without a readable record,
-which may be anything, or a newer version's run. Prints nothing.
+which may be anything, or a newer version's run. The exception are the temporary folders of groups that were given no
+log folder, which `_logs.temporary` knows by their marker. Prints nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import time
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
+from phalanx._logs import temporary
 from phalanx._runs import record
-from phalanx._runs.catalog import REMOVED, find, look
+from phalanx._runs.catalog import REMOVED, RunDir, find, look
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from phalanx._runs.catalog import RunDir
 
 _TAIL = 48
 """Characters of the run's name after `REMOVED`, so that no name gets too long. They are its last, which are unique."""
@@ -30,6 +30,9 @@ _TAIL = 48
 _TRIES = 100
 _BLOCK = 512  # bytes of st_blocks, see stat(2)
 _ENDED = ("succeeded", "failed", "stopped", "lost")
+
+TEMPORARY = "temporary"
+"""The state of a temporary folder."""
 
 
 class Stored(Value):
@@ -88,9 +91,17 @@ def _can_go(it: Stored) -> bool:
     another machine of the same name, which shares the file system.
     """
     run = it.run.run
+    if it.run.state == TEMPORARY:
+        return temporary.is_left(it.run.path)
     if it.run.state != "lost" or run is None or record.is_here(run):
         return it.run.state in _ENDED
     return it.changed < clock.booted()
+
+
+def find_temporary(root: str) -> list[Stored]:
+    """Return the temporary folders in ``root`` that are the caller's, and whose process has ended, newest first."""
+    found = [RunDir(path, None, "", TEMPORARY, 0.0, os.geteuid()) for path in temporary.left_in(root)]
+    return sorted(map(measure, found), key=lambda it: it.changed, reverse=True)
 
 
 def measure(run: RunDir) -> Stored:
@@ -149,7 +160,7 @@ def _rename(it: Stored) -> str:
     It stays if it runs by now (the user may have taken long to confirm), or if others have removed it.
     """
     path = it.run.path
-    if not _can_go(it.replace(run=look(path))):
+    if not _can_go(it if it.run.state == TEMPORARY else it.replace(run=look(path))):
         return ""
     folder, name = os.path.split(path)
     renamed = os.path.join(folder, REMOVED + name[-_TAIL:])

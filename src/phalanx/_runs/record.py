@@ -227,7 +227,7 @@ def state_now(run: Run) -> State:
     if not is_here(run):
         lives = run.boot_id == procfs.boot_id() or run.host != os.uname().nodename or run.started >= clock.booted()
         return "running" if lives else "lost"
-    return "running" if _lives(run.pid, run.pid_started) else "lost"
+    return "running" if procfs.lives(run.pid, run.pid_started) else "lost"
 
 
 def is_here(run: Run) -> bool:
@@ -256,18 +256,3 @@ def _contents(path: str) -> tuple[bytes, int]:
         return files.pread(fd, MOST_BYTES), found.st_uid
     finally:
         os.close(fd)
-
-
-def _lives(pid: int, started: int) -> bool:
-    """Whether the process with this pid and start time exists and has not exited."""
-    try:
-        found = procfs.Stat(pid)
-    except OSError:  # /proc may hide other users' processes (hidepid, proc(5)); kill(2) with 0 only checks
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
-    return found.start == started and not found.has_exited

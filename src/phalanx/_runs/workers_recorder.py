@@ -189,7 +189,7 @@ def result_of(results: Mapping[int, RunProcsResult]) -> RunProcsResult:
     >>> result_of({}).state
     'succeeded'
     """
-    joined: dict[str, dict[int, Any]] = {
+    joined: dict[str, Any] = {
         name: {rank: value for result in results.values() for rank, value in getattr(result, name).items()}
         for name in ("return_values", "failures", "stdouts", "stderrs", "outcomes")
     }

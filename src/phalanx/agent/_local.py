@@ -229,6 +229,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         }  # fmt: skip
         args = {rank: with_local_rank(spec.args, rank) for rank in envs}
         options = {**self._options, "follows": before, "events": self._events}
+        options["announces"] = not self._is_launched  # `launch_agent` raises the report
         if isinstance(spec.entrypoint, str):
             return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
         options |= self._function_options

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from phalanx._base.frozen import Value
+from phalanx._base.one_line import SHORT, one_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -148,6 +149,15 @@ class RunResult(Value):
             return_values={} if return_values is None else return_values,
             failures={} if failures is None else failures,
         )
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if len(text) < 3 * SHORT and "\n" not in text:
+            return text
+        failed = min(self.failures.values(), key=lambda one: getattr(one, "first_key", 0), default=None)
+        cause = "" if failed is None else f", first {one_line(repr(failed), 2 * SHORT)}"
+        counts = f"{len(self.return_values)} return values, {len(self.failures)} failures"
+        return f"<{type(self).__name__} {self.state.value}: {counts}{cause}>"
 
     def is_failed(self) -> bool:
         """Whether the state is FAILED."""

@@ -89,8 +89,9 @@ class NodeCheck:
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
             logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL)
             self._group = SubprocessContext(
-                "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs, grace=_GRACE
-            )
+                "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
+                grace=_GRACE, announces=False,
+            )  # fmt: skip
         self._group.start()
 
     @property

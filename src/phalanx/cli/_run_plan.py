@@ -147,7 +147,8 @@ class RunPlan:
         config = self.config
         options: dict[str, Any] = {"settle": config.settle, "grace": config.grace, "linger": config.linger}
         options |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": self._placement}
-        options |= {"timers": self._timers, "speak": say, "console": self.console}
+        options |= {"timers": self._timers, "speak": say, "announces": False}
+        options["console"] = self.console
         options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
         stands_by = (
             self.meeting.machines is None

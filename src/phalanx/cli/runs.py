@@ -159,9 +159,12 @@ def prune(
     phalanx runs prune --larger 10GiB --dry-run
 
     With several rules, a run goes that any of them names. Runs that still run are not removed, nobody else's are, and
-    no folder without a run.json. Where there is no terminal to ask at, give --yes.
+    no folder without a run.json. --older also removes the temporary folders (/tmp/phalanx_*) that ended programs of
+    yours have left, unless --log-dir is given. Where there is no terminal to ask at, give --yes.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx._runs.prune import choose, half_removed, measure, remove
+    import tempfile
+
+    from phalanx._runs.prune import choose, find_temporary, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
         raise click.UsageError("which runs? Give --older, --keep or --larger")
@@ -169,8 +172,13 @@ def prune(
     where = places(log_dir or ctx.parent.params["log_dir"])
     stored = [measure(run) for run in _find(where)]
     chosen = choose(stored, time.time(), older=older, keep=keep, larger=larger)
-    begun = half_removed(where)
-    total, freed = sum(it.size for it in stored), sum(it.size for it in chosen)
+    total = sum(it.size for it in stored)
+    is_elsewhere = log_dir or ctx.parent.get_parameter_source("log_dir") is ParameterSource.COMMANDLINE
+    if older is not None and not is_elsewhere:
+        temporary = choose(find_temporary(tempfile.gettempdir()), time.time(), older=older)
+        where = (*where, tempfile.gettempdir())
+        chosen, stored, total = [*temporary, *chosen], [*temporary, *stored], total + sum(it.size for it in temporary)
+    begun, freed = half_removed(where), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
         click.echo(f"nothing to remove: {_count(len(stored))}, {byte_size.format_size(total)}, in {there}")

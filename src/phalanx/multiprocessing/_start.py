@@ -74,6 +74,9 @@ def start_processes(
     ...         stream.read()
     'hello\n'
 
+    A failure is not silent, whether the result is looked at or not: a function prints its traceback to its stderr at
+    once, and the logger ``phalanx`` has one ERROR when the first failure is known.
+
     By position, the arguments of torch's function of this name are understood, in its newer and in its older form::
 
         start_processes(name, entrypoint, args=(), envs=None, logs_specs=None,

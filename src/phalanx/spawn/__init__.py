@@ -198,8 +198,9 @@ def spawn(
             `phalanx.multiprocessing.start_processes`.
 
     Returns:
-        None after a join, else the context. It may be dropped: the processes go on. A failure that no `join` has raised
-        is written to stderr at the interpreter's exit.
+        None after a join, else the context. It may be dropped: the processes go on. A failure is logged as an ERROR of
+        the logger ``phalanx`` when it is known; one that no `join` has raised is written to stderr at the
+        interpreter's exit.
 
     Raises:
         ProcessRaisedException: The first failure was an exception: see `ProcessContext.join`.
@@ -234,7 +235,8 @@ def spawn(
         specs = DefaultLogsSpecs(os.devnull) if logs_specs is None else logs_specs
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "preload": preload, "warm": warm}
     options |= {"writable": writable, "main": main, "placement": placement, "timers": timers, "console": console}
-    group = SpawnGroup(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, record=record, **options)
+    options |= {"record": record, "announces": not join}
+    group = SpawnGroup(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, **options)
     try:
         group.start()
         context = (SpawnContext if start_method == "spawn" else ProcessContext)(group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copyreg
 
 from phalanx._base.control_chars import sanitise
+from phalanx._base.one_line import SHORT, one_line
 from phalanx._outcomes.outcome import signal_name
 
 TYPE_CHECKING = False
@@ -37,6 +38,10 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
         self.msg = msg
         self.error_index = error_index
         self.error_pid = error_pid
+
+    def __repr__(self) -> str:
+        last = one_line(self.msg.rstrip().rpartition("\n")[2], SHORT)
+        return f"<{type(self).__name__} of process {self.error_index}, pid {self.error_pid}: {last}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), self.msg), self.__dict__  # type: ignore[attr-defined]  # typeshed lacks it

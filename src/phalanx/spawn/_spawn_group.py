@@ -38,6 +38,8 @@ _at_end: Finalize[None] | None = None
 class SpawnGroup(MultiprocessContext):
     """A group of function workers that leaves signals to the host, and may run on without a reference."""
 
+    _prints_failures = False  # `ProcessContext.join` raises them, with their tracebacks
+
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
         super().__init__(*args, signals=False, numbered=True, daemon=daemon, **options)
 

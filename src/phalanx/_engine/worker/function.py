@@ -45,7 +45,9 @@ class ThisWorker:
 
     child: Child | None = None  # None until the worker has begun
     error_file = ""
-    stderr_logged = False
+    prints = ""
+    """Which tracebacks are printed: "all", as by an interpreter; or "none", because the launcher raises them. Where all
+    workers have one stderr, whose they are: then none of KeyboardInterrupt, which a Ctrl-C causes in all of them."""
 
 
 def main(rank: int) -> None:
@@ -175,7 +177,7 @@ def _begin(child: Child) -> None:
     ThisWorker.child = child
     ThisWorker.error_file = os.environ.get(ERROR_FILE_ENV, "")
     # Removed: groups that the worker starts must not inherit it.
-    ThisWorker.stderr_logged = bool(os.environ.pop("PHALANX_STDERR_LOGGED", ""))
+    ThisWorker.prints = os.environ.pop("PHALANX_TRACEBACKS", "")
     catch_fatal_signals()
     offer_stacks()
     linux.allow_ptrace()
@@ -206,7 +208,7 @@ def _send(child: Child, value: object, known: dict[str, Any]) -> None:
 
 
 def _record(error: BaseException) -> None:
-    """Write the error file, and print the traceback to stderr as a plain interpreter does, if that is a log file.
+    """Write the error file, and print the traceback to stderr as a plain interpreter does, see `ThisWorker.prints`.
 
     If the error file cannot be written, the traceback is printed in any case, and sent to the launcher.
     """
@@ -217,12 +219,25 @@ def _record(error: BaseException) -> None:
         error.__traceback__ = trace
     written = recording.record(error, ThisWorker.error_file, left=True)
     child = ThisWorker.child  # None: it failed before the worker began, and is printed as by any interpreter
-    if written and child is not None and not ThisWorker.stderr_logged:
+    prints, is_shared = ThisWorker.prints, ThisWorker.prints not in ("", "all", "none")
+    if written and (prints == "none" or (is_shared and isinstance(error, KeyboardInterrupt))):
         return
     message, stack = describe(error)
     if child is not None and not written:
         send_evidence(child, message, stack, moment)
-    std_streams.write_stderr(stack)
+    if not is_shared:
+        std_streams.write_stderr(stack)
+        return
+    text = f"phalanx: {prints} failed:\n{stack}"
+    try:
+        # A console that nobody reads must not keep this failure from being seen, and the others from being stopped.
+        from phalanx._base import stderr
+
+        written = stderr.write_last(text.removesuffix("\n"))
+    except BaseException:  # noqa: BLE001 - this process's user may not read the library
+        written = False
+    if not written:
+        std_streams.write_stderr(text)
 
 
 def send_evidence(child: Child, message: str, stack: str, moment: int) -> None:
