@@ -89,7 +89,7 @@ class Steady:
         (r"\d+\.\d s old", "1.1 s old"),
         (r"(failed|succeeded,|\d\d) after \d+\.\ds", r"\1 after 2.1s"),
         (r"(?m)^(\d{8}-\d{6}_\w{8}: [a-z]+(?: with exit code \d+)? (?:after|for)) \S+$", r"\1 2.1s"),
-        (r"restarting in \d+\.\d m?s", "restarting in 1.9 s"),
+        (r"follows in \d+\.\d m?s", "follows in 1.9 s"),
         (r"(attempts? \d[\d to]*, )\d\d:\d\d:\d\d", r"\g<1>14:46:10"),
         (r"(, 14:46:10 to )\d\d:\d\d:\d\d", r"\g<1>14:48:22"),
         (r"\d+(?:\.\d)? (?:KiB|MiB)", "56.0 KiB"),

@@ -242,10 +242,13 @@ def test_it_fails_twice_and_succeeds() -> None:
     assert (ending.state, ending.why) == ("succeeded", "")
     assert [(end.number, end.state) for end in ending.ends] == [(0, "failed"), (1, "failed"), (2, "succeeded")]
     assert [line.partition(" after ")[0] for line in team.said] == [
-        "phalanx: attempt 1 of 4 failed",
-        "phalanx: attempt 2 of 4 failed",
+        "phalanx: attempt 0 failed",
+        "phalanx: attempt 1 failed",
     ]
-    assert all(line.endswith("s: rank 0, exited with code 1; restarting") for line in team.said)
+    assert [line.partition("s: rank 0, exited with code 1; ")[2] for line in team.said] == [
+        "attempt 1 follows (restart 1 of at most 3)",
+        "attempt 2 follows (restart 2 of at most 3)",
+    ]
     states = [(facts["state"], facts["attempt"]) for name, facts in events if name == "agent.state"]
     assert states == [
         *[("STARTING", 0), ("RUNNING", 0), ("WAITING", 0)],
@@ -255,7 +258,7 @@ def test_it_fails_twice_and_succeeds() -> None:
     decided = [facts for name, facts in events if name == "restart.decided"]
     assert decided[0] == {
         "attempt": 0, "delay": 0.0, "counted": True, "why": "", "step": None,
-        "cause": "attempt 1 of 4: rank 0, exited with code 1",
+        "cause": "attempt 0: rank 0, exited with code 1",
     }  # fmt: skip
     assert [name for name, _facts in events if name != "agent.state"] == [
         *["attempt.ended", "restart.decided"] * 2,
@@ -296,8 +299,8 @@ def test_a_later_start_fails_which_counts_as_a_failure() -> None:
         ("not started", "no more processes"),
         ("succeeded", ""),
     ]
-    assert team.said[1].startswith("phalanx: attempt 2 of 3 not started after ")
-    assert team.said[1].endswith(": no more processes; restarting")
+    assert team.said[1].startswith("phalanx: attempt 1 not started after ")
+    assert team.said[1].endswith(": no more processes; attempt 2 follows (restart 2 of at most 2)")
 
 
 def test_a_later_start_fails_and_was_the_last() -> None:
@@ -310,8 +313,9 @@ def test_the_line_of_a_delay_and_of_a_step() -> None:
     team = Scripted(stuck, stuck, AttemptEnd("succeeded"))
     ending, _events = observed(team, RestartPolicy(3, backoff=0.01, jitter=0))
     assert ending.state == "succeeded"
-    assert team.said[0].endswith("exited with code 1, step 10; restarting in 10.0 ms")
-    assert team.said[1].endswith("exited with code 1, step 10, same step as attempt 1; restarting in 20.0 ms")
+    assert team.said[0].endswith("exited with code 1, step 10; attempt 1 follows in 10.0 ms (restart 1 of at most 3)")
+    assert ", step 10, same step as attempt 0; " in team.said[1]
+    assert team.said[1].endswith("; attempt 2 follows in 20.0 ms (restart 2 of at most 3)")
 
 
 def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
@@ -328,10 +332,10 @@ def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
     assert ending.state == "failed"
     assert ending.why == "1 worker outlived SIGKILL, and may hold what another attempt needs"
     assert team.started == [0]
-    assert team.said[0] == "phalanx: ending attempt 1: asked for"
+    assert team.said[0] == "phalanx: ending attempt 0: asked for"
 
 
-def test_after_a_restart_that_is_not_counted_attempts_are_not_of_so_many() -> None:
+def test_restarts_are_counted_and_attempts_numbered_where_one_is_not_counted() -> None:
     team = Workers()
 
     def happen(_most: float | None) -> None:
@@ -346,7 +350,7 @@ def test_after_a_restart_that_is_not_counted_attempts_are_not_of_so_many() -> No
     attempts = Simulated(team, RestartPolicy(1), happen)
     assert attempts.run().state == "failed"
     first, _, last = [line.partition(" after ")[0] for line in team.said]
-    assert (team.started, first, last) == ([0, 1, 2], "phalanx: attempt 1 of 2 failed", "phalanx: attempt 3 failed")
+    assert (team.started, first, last) == ([0, 1, 2], "phalanx: attempt 0 failed", "phalanx: attempt 2 failed")
 
 
 def test_requests_are_checked_when_they_are_made() -> None:

@@ -51,10 +51,10 @@ def test_what_is_told(address: tuple[str, int]) -> None:
         found: dict[str, Any] = json.loads(body)
         assert before - 1 <= found.pop("since") <= time.time()
         own = {"run_id": "r", "max_restarts": 3, "pid": os.getpid()}
-        assert found == {**own, "state": "NEW", "attempt": 0}
+        assert found == {**own, "state": "NEW", "attempt": None}
         health.note("RUNNING", 2)
         found = json.loads(ask(address, b"GET /healthz HTTP/1.0\n\n")[1])
-        assert (found["state"], found["attempt"]) == ("RUNNING", 3)
+        assert (found["state"], found["attempt"]) == ("RUNNING", 2)
         assert health.variables() == {PORT_ENV: ""}
     with pytest.raises(ConnectionRefusedError):
         ask(address)

@@ -46,6 +46,7 @@ SCRIPTS: dict[str, Script] = {
     "stopped in the delay": [*WAITING, ("STOP", "STOPPED", ())],
     "stopped in a restart": [*RUNNING, RESTART, STOP, STOPPED],
     "stopped, and a restart is asked for": [*RUNNING, STOP, ("RESTART", "STOPPING", ()), STOPPED],
+    "stopped when it has failed, and no other attempt is allowed": [*RUNNING, STOP, ("GIVE_UP", "FAILED", ())],
     "somebody else ends the group": [*RUNNING, STOPPED],
     "a restart is asked for before anything": [("RESTART", "NEW", ()), *RUNNING, ("ALL_SUCCEEDED", "SUCCEEDED", ())],
     "a restart is asked for while it starts": [*STARTING, RESTART, ("GONE", "STARTING", ("START_GROUP",))],

@@ -71,10 +71,11 @@ def test_so_many_in_a_window() -> None:
     assert not decided(policy, {}, {}, {"uptime": 3589.0}, restarts=[10, 20]).retries
 
 
-def test_how_many_attempts_there_are_is_said_where_it_is_fixed() -> None:
-    assert RestartPolicy(3).attempts == " of 4"
-    assert RestartPolicy(3, window=60).attempts == ""
-    assert RestartPolicy(3, always_on=[75]).attempts == ""
+def test_restarts_are_counted_and_those_that_do_not_count_are_named() -> None:
+    policy = RestartPolicy(2, window=60, always_on=[75])
+    assert policy.describe_count([0], counted=True) == "restart 1 of at most 2 within 1m00s"
+    assert policy.describe_count([60, 59, 0], counted=True) == "restart 2 of at most 2 within 1m00s"
+    assert policy.describe_count([60, 59, 0], counted=False) == "not counted as a restart"
 
 
 # --- the delay
@@ -202,11 +203,11 @@ def test_progress_is_not_asked_for_unless_told() -> None:
 
 def test_the_same_step_as_in_the_failure_before_is_said() -> None:
     policy = RestartPolicy(100)
-    assert steps(policy, 10, 10).why == "same step as attempt 1"
-    assert steps(policy, 10, 20, 20).why == "same step as attempt 2"
+    assert steps(policy, 10, 10).why == "same step as attempt 0"
+    assert steps(policy, 10, 20, 20).why == "same step as attempt 1"
     assert steps(policy, 20, 10, 20).why == ""
     assert steps(policy, None, None).why == ""
-    assert decided(policy, {"step": 7}, {"state": "stopped", "step": 9}, {"step": 7}).why == "same step as attempt 1"
+    assert decided(policy, {"step": 7}, {"state": "stopped", "step": 9}, {"step": 7}).why == "same step as attempt 0"
 
 
 # --- what SIGKILL did not end

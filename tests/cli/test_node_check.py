@@ -1,38 +1,51 @@
-"""What a machine runs before it takes part in a job of many."""
+"""What a machine runs before each attempt."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from phalanx.cli import _node_check
-from phalanx.cli._node_check import pass_check, run_check
+from phalanx.cli._node_check import NodeCheck, pass_check
+from tests.cli.test_run import Place
+from tests.support.helpers import wait_gone
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.helpers import Gate, Ready
+
 pytestmark = pytest.mark.slow
+
+
+def run_check(command: str) -> str:
+    with NodeCheck(command) as check:
+        return check.wait()
 
 
 @pytest.mark.parametrize(
     "command, why",
     [
-        ("true", None),
+        ("true", ""),
         ("echo fine; echo GPU 3 is broken >&2; exit 4", "exit code 4: GPU 3 is broken"),
         ("echo the disk is full; exit 1", "exit code 1: the disk is full"),
         ("kill -9 $$", "ended by SIGKILL"),
         ("no-such-program", "exit code 127: sh: 1: no-such-program: not found"),
     ],
 )
-def test_a_check(command: str, why: str | None) -> None:
+def test_a_check(command: str, why: str) -> None:
     found = run_check(command)
-    assert found == why or (why is not None and found is not None and found.endswith("no-such-program: not found"))
+    assert found == why or (why and found.endswith("no-such-program: not found"))
 
 
 def test_a_check_does_not_find_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_JOB_SECRET", "0123456789abcdef")
-    assert run_check('test -z "$PHALANX_JOB_SECRET"') is None
+    assert run_check('test -z "$PHALANX_JOB_SECRET"') == ""
 
 
 def test_a_check_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +58,131 @@ def test_it_is_tried_again_after_longer_and_longer_times(
 ) -> None:
     monkeypatch.setattr(_node_check, "_FIRST", 0.02)
     command = f"echo >> {tmp_path}/tries; test $(wc -l < {tmp_path}/tries) = 3"
-    assert pass_check(command, 60.0, lambda: 0.0) == ""
+    with NodeCheck(command) as check:
+        assert pass_check(check, 60.0, lambda: 0.0) == ""
     said = capfd.readouterr().err
     assert said.count("exit code 1; this machine takes no part, and is checked again in 0.0") == 2
-    assert pass_check("exit 2", 0.0) == "this machine has failed its check once: exit code 2"
+    with NodeCheck("exit 2") as check:
+        assert pass_check(check, 0.0) == "this machine has failed its check once: exit code 2"
+
+
+def test_a_check_that_is_under_way_counts_for_who_asks_meanwhile(gate: Gate) -> None:
+    woken: list[int] = []
+    with NodeCheck(f"read -r _ < {gate.address}; exit 3") as check:
+        check.begin("attempt 1", lambda: woken.append(1))
+        check.begin("attempt 2", lambda: woken.append(2))
+        assert not check.has_passed()
+        gate.open()
+        os.write(gate._fd, b"\n")
+        assert check.wait() == "exit code 3"
+    assert woken == [1, 2]
+
+
+# --- phalanx run
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def record(place: Place) -> dict[str, Any]:
+    (path,) = place.logs.glob("*/run.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def counted(place: Place, least: int) -> str:
+    """A command that fails from the time on for which it runs the ``least``th time."""
+    path = place.folder / "checks"
+    return (
+        f"echo checked; echo >> {path}; test $(wc -l < {path}) -lt {least} || {{ echo GPU 3 is broken >&2; exit 4; }}"
+    )
+
+
+FAILS_ONCE = """
+    import os, sys
+    sys.exit(3 * (os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0"))
+    """
+
+
+@pytest.mark.parametrize("options", [(), ("--restart", "worker"), ("--preload", "json")])
+def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple[str, ...]) -> None:
+    script = place.write(FAILS_ONCE)
+    done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 9), script)
+    assert done.status == 0, done
+    (log,) = place.logs.glob("*/node-check.log")
+    lines = log.read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines[::2]] == ["== attempt 0", "== attempt 1"]
+    assert lines[0].endswith(": exit code 0")
+    assert lines[1::2] == ["checked", "checked"]
+
+
+@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2)])
+def test_no_worker_starts_on_a_machine_that_fails_its_check(place: Place, options: tuple[object, ...]) -> None:
+    script = place.write(f"open({str(place.folder / 'started')!r}, 'w')")
+    done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 1), script)
+    assert done.status == 1
+    assert done.err.splitlines() == [
+        "phalanx: [node-check] checked",
+        "phalanx: [node-check] GPU 3 is broken",
+        "phalanx: Error: --node-check: exit code 4: GPU 3 is broken",
+    ]
+    assert not (place.folder / "started").exists()
+
+
+def test_a_check_that_fails_before_a_restart_ends_the_run(place: Place) -> None:
+    done = place.run("--max-restarts", 9, "--node-check", counted(place, 2), place.write(FAILS_ONCE))
+    assert done.status == 1
+    (log,) = place.logs.glob("*/node-check.log")
+    why = f"--node-check: exit code 4: GPU 3 is broken; its output is in {log}"
+    assert f"phalanx: Error: {why}\n" in done.err
+    assert done.err.splitlines()[-1].startswith("phalanx: attempt 0, "), "what failed before is listed"
+    assert "GPU 3 is broken\n" in log.read_text()
+    run = record(place)
+    assert (run["state"], run["exit_code"], run["cause"]) == ("failed", 1, f"attempt 1: {why}")
+    assert len(run["attempts"]) == 2
+
+
+def test_a_worker_gives_up_where_the_check_before_its_restart_fails_and_the_others_go_on(place: Place) -> None:
+    options = ("--restart", "worker", "--max-restarts", 9, "--nproc-per-node", 2)
+    script = place.write("import os, sys\nsys.exit('no luck') if os.environ['RANK'] == '0' else print('served')")
+    done = place.run(*options, "--node-check", counted(place, 2), script)
+    assert done.status == 1
+    assert done.out == "[1] served\n"
+    assert "phalanx: rank 0: attempt 1 not started after " in done.err
+    assert "--node-check: exit code 4: GPU 3 is broken; its output is in " in done.err
+    assert [one["state"] for one in record(place)["attempts"][0]["ranks"]] == ["failed", "succeeded"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2)])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_signal_during_a_check_stops_the_run(
+    place: Place, ready: Ready, number: signal.Signals, options: tuple[object, ...], attempt: int
+) -> None:
+    path = place.folder / "checks"
+    say = place.write(f"import os\n{ready.python('os.getppid()')}", "say.py")
+    hangs = f"echo >> {path}; test $(wc -l < {path}) -le {attempt} || {{ {sys.executable} {say}; sleep 600; }}"
+    script = place.write("raise SystemExit(3)")
+    with place.start("--max-restarts", 9, *options, "--node-check", hangs, script) as launcher:
+        pids = ready.pids()
+        launcher.send(number)
+        done = launcher.end()
+    assert done.status == 128 + number, done
+    assert wait_gone(pids) == set()
+    assert f"phalanx: {number.name}: ending --node-check; no attempt is started\n" in done.err
+    if attempt:
+        assert "attempt 0, " in done.err, "what failed before is listed"
+        assert record(place)["state"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1", "--master-port", 9)]
+)
+def test_a_check_that_cannot_be_started(place: Place, options: tuple[object, ...]) -> None:
+    place.env["PATH"] = str(place.folder)
+    done = place.run(*options, "--node-check", "true", place.write(""))
+    assert (done.status, done.err.count("\n")) == (1, 1), done
+    assert done.err.startswith("Error: --node-check: ")
+    assert "no such binary: 'sh'" in done.err

@@ -87,11 +87,11 @@ def test_the_worker_that_failed_is_started_again_and_no_other(place: Place, read
     assert sorted(done.out.splitlines()) == ["[0] bye 0 0", "[1] bye 1 2", "[2] bye 2 0"]
     lines = done.err.splitlines()
     failed = "exited with code 3; no error was recorded"
-    for number in (1, 2):
-        (line,) = (line for line in lines if line.startswith(f"phalanx: rank 1: attempt {number} of 3 failed after "))
-        assert line.endswith(f": {failed}; restarting")
-    assert re.fullmatch(rf"phalanx: rank 1: attempts 1 to 2, .* to .*: {failed}", lines[-2])
-    assert lines[-1] == "phalanx: rank 1: attempt 3 of 3 has succeeded"
+    for number in (0, 1):
+        (line,) = (line for line in lines if line.startswith(f"phalanx: rank 1: attempt {number} failed after "))
+        assert line.endswith(f": {failed}; attempt {number + 1} follows (restart {number + 1} of at most 2)")
+    assert re.fullmatch(rf"phalanx: rank 1: attempts 0 to 1, .* to .*: {failed}", lines[-2])
+    assert lines[-1] == "phalanx: rank 1: attempt 2 has succeeded"
     run = record(place)
     assert (run["state"], run["exit_code"], run["restart"], run["nprocs"]) == ("succeeded", 0, "worker", 3)
     assert states(run) == [
@@ -99,7 +99,7 @@ def test_the_worker_that_failed_is_started_again_and_no_other(place: Place, read
         {1: "failed"},
         {1: "succeeded"},
     ]
-    assert run["attempts"][1]["ranks"][0]["cause"] == f"rank 1: attempt 2 of 3: {failed}"
+    assert run["attempts"][1]["ranks"][0]["cause"] == f"rank 1: attempt 1: {failed}"
     pids = {(rank["rank"], one["number"]): rank["pid"] for one in run["attempts"] for rank in one["ranks"]}
     assert pids == {(int(line[1]), int(line[2])): int(line[0]) for line in told}
     (folder,) = place.logs.glob("2*")
@@ -121,7 +121,7 @@ def test_one_gives_up_and_the_others_go_on_to_their_end(place: Place, ready: Rea
     path = script(place, body)
     with start(place, "--nproc-per-node", 4, "--max-restarts", 1, path) as launcher:
         shown = launcher.read_until("; giving up: 1 restart, and no more")
-        assert "rank 1: attempt 2 of 2 failed after " in shown
+        assert "rank 1: attempt 1 failed after " in shown
         assert all(map(alive, ready.pids(3)))
         gate.open(4)
         done = launcher.end()
@@ -134,26 +134,26 @@ def test_one_gives_up_and_the_others_go_on_to_their_end(place: Place, ready: Rea
     assert "exitcode  : 7 " in report
     assert "ranks 0, 3: succeeded" in report
     earlier = report.partition("Earlier Attempts:\n")[2].splitlines()
-    assert re.match(r"  rank 1: attempt 1, .*: ValueError: bad batch$", earlier[0])
-    assert re.match(r"  rank 2: attempt 1, .*: exited with code 6; no error was recorded$", earlier[1])
+    assert re.match(r"  rank 1: attempt 0, .*: ValueError: bad batch$", earlier[0])
+    assert re.match(r"  rank 2: attempt 0, .*: exited with code 6; no error was recorded$", earlier[1])
     assert earlier[2] == "  gave up   : ranks 1-2: 1 restart, and no more"
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("failed", 1)
-    assert run["cause"] == "rank 1: attempt 2 of 2: ValueError: bad batch"
+    assert run["cause"] == "rank 1: attempt 1: ValueError: bad batch"
 
 
 def test_equal_restarts_are_told_in_one_line(place: Place) -> None:
     done = place.run(*WORKER, "--nproc-per-node", 3, "--max-restarts", 1, script(place, "sys.exit(not attempt)"))
     assert done.status == 0, done
     first, second = done.err.splitlines()[-2:]
-    assert re.fullmatch(r"phalanx: ranks 0-2: attempt 1, .*: exited with code 1; no error was recorded", first)
-    assert second == "phalanx: ranks 0-2: attempt 2 of 2 has succeeded"
+    assert re.fullmatch(r"phalanx: ranks 0-2: attempt 0, .*: exited with code 1; no error was recorded", first)
+    assert second == "phalanx: ranks 0-2: attempt 1 has succeeded"
 
 
 def test_without_restarts_a_failure_stops_no_other(place: Place) -> None:
     done = place.run(*WORKER, "--nproc-per-node", 2, script(place, "sys.exit(9) if rank else print('alone')"))
     assert (done.status, done.out) == (9, "[0] alone\n"), done
-    assert "phalanx: rank 1: attempt 1 of 1 failed after " in done.err
+    assert "phalanx: rank 1: attempt 0 failed after " in done.err
     assert "no error was recorded; giving up\n" in done.err
 
 
@@ -164,7 +164,7 @@ def test_what_the_first_start_raises_ends_all(place: Place) -> None:
     done = place.run(*WORKER, "--nproc-per-node", 3, "--max-restarts", 3, "--no-python", broken)
     assert done.status == 1
     assert "Exec format error" in done.err
-    assert "restarting" not in done.err
+    assert " follows" not in done.err
     assert record(place)["state"] == "failed"
 
 
@@ -179,7 +179,7 @@ def test_a_hang_is_that_of_one_worker(place: Place) -> None:
     done = place.run(*WORKER, *options, script(place, body))
     assert done.status == 0, done
     assert "phalanx: rank 1: no heartbeat for 1 s" in done.err
-    assert "phalanx: rank 1: attempt 1 of 2 failed after " in done.err
+    assert "phalanx: rank 1: attempt 0 failed after " in done.err
     assert "rank 0: attempt" not in done.err
 
 
@@ -252,7 +252,7 @@ def test_a_signal_stops_those_that_run_and_those_in_a_delay(place: Place, ready:
     options = ("--nproc-per-node", 3, "--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
     with start(place, *options, script(place, body)) as launcher:
         pids = ready.pids(2)
-        launcher.read_until("; restarting in 1h00m")
+        launcher.read_until("; attempt 1 follows in 1h00m")
         launcher.send(number)
         done = launcher.end()
     assert done.status == 128 + number
@@ -349,7 +349,7 @@ def test_lines_of_an_attempt_come_before_those_of_the_next(place: Place) -> None
         expected = []
         for attempt in range(3):
             expected += [f"[{rank}] {attempt} {number}" for number in range(500)] + [f"[{rank}] end of {attempt}"]
-            expected += [f"phalanx: rank {rank}: attempt {attempt + 1} of 3"] * (attempt < 2)
+            expected += [f"phalanx: rank {rank}: attempt {attempt}"] * (attempt < 2)
         lines = [line.partition(" failed ")[0] for line in lines]
         assert lines[: len(expected)] == expected
 
@@ -379,7 +379,7 @@ def test_equal_lines_of_all_workers_are_one(place: Place, options: tuple[str, ..
     assert done.status == 1
     shown = done.err.partition("=====")[0].splitlines()
     assert [line for line in shown if line.endswith("] ValueError: all alike")] == ["[0-3] ValueError: all alike"] * 2
-    assert sum("restarting" in line for line in shown) == 4
+    assert sum(" follows (restart " in line for line in shown) == 4
 
 
 def test_bars_of_workers_that_start_again_are_live_lines(place: Place, ready: Ready, gate: Gate) -> None:
@@ -409,7 +409,7 @@ def test_bars_of_workers_that_start_again_are_live_lines(place: Place, ready: Re
                 feed_until(screen, ours, lambda: screen.text()[-3:] == bars)
                 above = screen.text()[-5:-3]
                 assert above[0] == "[1] bar 1 0"
-                assert above[1].startswith("phalanx: rank 1: attempt 1 of 2 failed after ")
+                assert above[1].startswith("phalanx: rank 1: attempt 0 failed after ")
                 for each in gates:
                     each.open()
                 screen.feed(read_until(ours, "what never comes"))

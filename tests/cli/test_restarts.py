@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx.cli._restarts import _one_by_one
-from tests.cli.test_run import RUN, Place, refused
+from tests.cli.test_run import RUN, Done, Place, refused
 from tests.support.helpers import Gate, Ready, wait_gone
 
 if TYPE_CHECKING:
@@ -51,18 +53,19 @@ def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
     assert done.out.count("attempt 2 of 3\n") == 2
     lines = [line for line in done.err.splitlines() if line.startswith("phalanx: attempt")]
     first, second, third = lines
-    assert first.startswith("phalanx: attempt 1 of 4 failed after ")
-    assert first.endswith(": rank 1, exited with code 1; stderr ends with: no luck, step 10; restarting")
-    assert second.startswith("phalanx: attempt 2 of 4 failed after ")
-    assert second.endswith(", step 10, same step as attempt 1; restarting")
-    assert third.startswith("phalanx: attempt 3 of 4 has succeeded, after ")
+    assert first.startswith("phalanx: attempt 0 failed after ")
+    assert ": rank 1, exited with code 1; stderr ends with: no luck, step 10; attempt 1" in first
+    assert first.endswith("; attempt 1 follows (restart 1 of at most 3)")
+    assert second.startswith("phalanx: attempt 1 failed after ")
+    assert second.endswith(", step 10, same step as attempt 0; attempt 2 follows (restart 2 of at most 3)")
+    assert third.startswith("phalanx: attempt 2 has succeeded, after ")
     assert "FAILED" not in done.err
     assert done.err.count("logs in") == 1
     run = record(place)
     assert (run["state"], run["exit_code"], run["cause"]) == ("succeeded", 0, "")
     assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
     assert [one["step"] for one in run["attempts"]] == [10, 10, 30]
-    assert run["attempts"][1]["cause"].startswith("attempt 2 of 4: rank 1, exited with code 1")
+    assert run["attempts"][1]["cause"].startswith("attempt 1: rank 1, exited with code 1")
     assert all(one["ended"] >= one["started"] for one in run["attempts"])
     pids = [rank["pid"] for one in run["attempts"][1:] for rank in one["ranks"]]
     assert len(set(pids)) == len(pids) == 4
@@ -75,12 +78,12 @@ def test_a_run_that_uses_its_restarts_up(place: Place) -> None:
     assert "step 30; giving up: 2 restarts within 1h00m, and no more\n" in done.err
     assert done.err.count("FAILED") == 1
     earlier = done.err.partition("Earlier Attempts:\n")[2].splitlines()
-    assert earlier[0].startswith("  attempts 1 to 2, ")
+    assert earlier[0].startswith("  attempts 0 to 1, ")
     assert earlier[0].endswith(": rank 1, exited with code 1; stderr ends with: no luck, steps 10, 20")
     assert "/attempt_2/1/" in done.err
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("failed", 1)
-    assert run["cause"].startswith("attempt 3: rank 1: exited with code 1")
+    assert run["cause"].startswith("attempt 2: rank 1: exited with code 1")
     assert len(run["attempts"]) == 3
 
 
@@ -98,7 +101,7 @@ def test_a_run_that_gives_up_early(place: Place, options: tuple[object, ...], at
     done = place.run("--nproc-per-node", 2, "--max-restarts", 9, *options, place.write(FAILS), 9, "20,10,5,1")
     assert done.status == 1
     assert f"; giving up: {why}\n" in done.err
-    assert done.err.count("; restarting") == attempts - 1
+    assert done.err.count(" follows (restart ") == attempts - 1
     assert len(record(place)["attempts"]) == attempts
 
 
@@ -110,7 +113,8 @@ def test_a_code_that_always_restarts_counts_for_nothing(place: Place) -> None:
         """)
     done = place.run("--max-restarts", 1, "--always-restart-on", 75, script)
     assert done.status == 0
-    assert done.err.count("; restarting") == 3
+    assert done.err.count(" follows (not counted as a restart)") == 2
+    assert "; attempt 3 follows (restart 1 of at most 1)\n" in done.err
 
 
 DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
@@ -119,7 +123,7 @@ DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Signals) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 1h00m")
+        launcher.read_until("; attempt 1 follows in 1h00m")
         launcher.send(number)
         done = launcher.end()
     assert done.status == 128 + number
@@ -127,12 +131,12 @@ def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Sig
     assert "error     : ValueError: bad batch" in done.err
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("stopped", 128 + number)
-    assert run["cause"] == f"{number.name}, after attempt 1 of 4: rank 0, ValueError: bad batch"
+    assert run["cause"] == f"{number.name}, after attempt 0: rank 0, ValueError: bad batch"
 
 
 def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 1h00m")
+        launcher.read_until("; attempt 1 follows in 1h00m")
         while len(record(place)["attempts"][0]["cause"]) == 0:
             pass
         launcher.send(signal.SIGKILL)
@@ -140,7 +144,7 @@ def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     assert wait_gone([record(place)["attempts"][0]["ranks"][0]["pid"]]) == set()
     shown = place.program(*RUN[:-1], "runs", "--log-dir", place.logs)
     assert " lost " in shown.out
-    assert "attempt 1 of 4: rank 0, ValueError: bad batch" in shown.out
+    assert "attempt 0: rank 0, ValueError: bad batch" in shown.out
 
 
 def test_a_stop_in_a_later_attempt(place: Place, ready: Ready) -> None:
@@ -160,6 +164,82 @@ def test_a_stop_in_a_later_attempt(place: Place, ready: Ready) -> None:
     assert record(place)["state"] == "stopped"
     assert "has succeeded" not in done.err
     assert "FAILED" not in done.err
+
+
+def stopped_while_ending(
+    place: Place, ready: Ready, gate: Gate, number: signal.Signals, *options: object, settles: bool
+) -> Done:
+    """Stop a run whose rank 0 has failed, while rank 1 is being ended, or before that: in the settle window."""
+    script = place.write(f"""
+        import os, signal, sys
+        if os.environ["RANK"] == "0":
+            {ready.python("f'0 {os.getpid()}'")}
+            {gate.python()}
+            sys.exit(3)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        {ready.python("f'1 {os.getpid()}'")}
+        signal.sigwait([signal.SIGTERM])
+        {ready.python("'asked to end'")}
+        while True:
+            signal.pause()
+        """)
+    with place.start("--nproc-per-node", 2, "--grace", 600, *options, script) as launcher:
+        pids = {int(rank): int(pid) for rank, pid in map(str.split, ready.wait(2))}
+        gate.open()
+        assert wait_gone([pids[0]]) == set()
+        if not settles:
+            assert ready.wait() == ["asked to end"]
+        launcher.send(number)
+        launcher.read_until(f"phalanx: {number.name}: stopping the workers")
+        if settles:
+            assert ready.wait() == ["asked to end"]
+        os.kill(pids[1], signal.SIGKILL)
+        return launcher.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, settles", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGHUP, False), (signal.SIGTERM, True)]
+)
+def test_a_failure_that_would_be_followed_by_a_restart_does_not_end_a_run_that_is_stopped(
+    place: Place, ready: Ready, gate: Gate, number: signal.Signals, settles: bool
+) -> None:
+    settle = ("--settle", 600) if settles else ()
+    done = stopped_while_ending(place, ready, gate, number, "--max-restarts", 1, *settle, settles=settles)
+    assert done.status == 128 + number, done
+    assert "phalanx: attempt 0 failed after " in done.err
+    assert "; it is stopped, and no other attempt follows\n" in done.err
+    assert "error     : exited with code 3; no error was recorded" in done.err, "the report lists it"
+    cause = f"{number.name}, after attempt 0: rank 0, exited with code 3; no error was recorded"
+    assert done.err.endswith(f"phalanx: stopped by {cause}\n")
+    run = record(place)
+    assert (run["state"], run["exit_code"], run["cause"]) == ("stopped", 128 + number, cause)
+
+
+@pytest.mark.slow
+def test_a_failure_after_which_no_restart_is_left_ends_a_run_that_is_stopped_then(
+    place: Place, ready: Ready, gate: Gate
+) -> None:
+    options = ("--max-restarts", 1, "--never-restart-on", 3)
+    done = stopped_while_ending(place, ready, gate, signal.SIGTERM, *options, settles=False)
+    assert done.status == 3, done
+    assert "giving up: exit code 3 is one after which nothing is restarted" in done.err
+    assert record(place)["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_stop_at_any_moment_between_two_attempts_is_what_ends_the_run(place: Place) -> None:
+    """With a worker that fails at once; what is chosen at random is when the signal comes."""
+    script = place.write("raise SystemExit(3)")
+    for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP] * int(os.environ.get("PHALANX_ROUNDS", "2")):
+        moment = random.uniform(0, 0.2)  # noqa: S311 - no secret
+        with place.start("--max-restarts", 1000, script) as launcher:
+            launcher.read_until("attempt 1 follows")
+            select.select([], [], [], moment)
+            launcher.send(number)
+            done = launcher.end()
+        assert done.status == 128 + number, (moment, done)
+        assert f"phalanx: stopped by {number.name}" in done.err, "and earlier failures are listed above it"
 
 
 @pytest.mark.slow
@@ -258,7 +338,7 @@ def test_attempts_that_were_killed_alike_have_one_line(place: Place) -> None:
     done = place.run("--max-restarts", 3, "--no-python", "/bin/sh", "-c", "kill -9 $$$$")
     assert done.status == 137
     (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt"))
-    assert earlier.startswith("  attempts 1 to 3, ")
+    assert earlier.startswith("  attempts 0 to 2, ")
     assert earlier.endswith(": rank 0, Signal 9 (SIGKILL) received by PID …")
 
 
@@ -283,7 +363,7 @@ def test_lines_of_ours_stay_in_order_on_a_slow_console(place: Place, ready: Read
         gate.open()
         assert launcher.end().status == 0
     found = re.findall(r"^(?:phalanx: attempt \d|\[0\] begin \d|\[0\] end \d)", shown, re.MULTILINE)
-    expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n + 1}") for n in range(4)]
+    expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n}") for n in range(4)]
     assert found == [line for lines in expected for line in lines][:-1]
 
 
@@ -333,15 +413,15 @@ def test_attempts_that_cannot_be_started(place: Place) -> None:
     os.chmod(script, 0o700)
     done = place.run("--max-restarts", 2, "--no-python", script)
     assert done.status == 1
-    assert "phalanx: attempt 2 of 3 not started after " in done.err
+    assert "phalanx: attempt 1 not started after " in done.err
     assert f"phalanx: Error: SCRIPT: no such binary: {script!r}\n" in done.err
     run = record(place)
     assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
     assert [len(one["ranks"]) for one in run["attempts"]] == [1, 0, 0]
     first, second, _third = (one["cause"] for one in run["attempts"])
-    assert first == "attempt 1 of 3: rank 0, exited with code 3; no error was recorded"
-    assert second.startswith("attempt 2 of 3: entrypoint: no such binary: ")
-    assert run["cause"].startswith("attempt 3 of 3: entrypoint: no such binary: ")
+    assert first == "attempt 0: rank 0, exited with code 3; no error was recorded"
+    assert second.startswith("attempt 1: entrypoint: no such binary: ")
+    assert run["cause"].startswith("attempt 2: entrypoint: no such binary: ")
 
 
 @pytest.mark.slow
@@ -370,7 +450,7 @@ def test_a_module_that_cannot_be_preloaded_again(place: Place) -> None:
     error = done.err.partition("phalanx: Error: ")[2]
     assert error.startswith("preload: 'once' could not be imported\n")
     assert "FileExistsError" in error
-    assert record(place)["cause"] == "attempt 2 of 2: preload: 'once' could not be imported"
+    assert record(place)["cause"] == "attempt 1: preload: 'once' could not be imported"
 
 
 @pytest.mark.slow
@@ -383,9 +463,9 @@ def test_long_messages_are_one_short_line_each(place: Place) -> None:
     first, second = (line for line in done.err.splitlines() if line.startswith("phalanx: attempt"))
     assert len(first) < 700
     assert "rank 0, ValueError: xxxxx" in first
-    assert first.endswith("xxxxx…; restarting")
+    assert first.endswith("xxxxx…; attempt 1 follows (restart 1 of at most 1)")
     assert ": rank 0, ValueError:; giving up" in second
-    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 1, "))
+    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 0, "))
     assert earlier.endswith("…")
 
 
@@ -425,6 +505,11 @@ def test_the_logs_of_every_attempt_are_kept(place: Place) -> None:
         (("--min-uptime", "5:0"), ("like 30s:3",)),
         (("--backoff-jitter", "2"), ("expected a part, 0 to 1",)),
         (("--never-restart-on", "0"), ("'0': expected exit codes, 1 to 255, or names of signals",)),
+        (("--backoff", "5"), ("--backoff: nothing is restarted without --max-restarts N; give that, too",)),
+        (("--max-restarts", "0", "--backoff-jitter", "0"), ("--backoff-jitter: nothing is restarted",)),
+        (("--min-uptime", "5"), ("--min-uptime: nothing is restarted",)),
+        (("--max-no-progress", "5"), ("--max-no-progress: nothing is restarted",)),
+        (("--never-restart-on", "5"), ("--never-restart-on: nothing is restarted",)),
         (("--never-restart-on", "3", "--always-restart-on", "3"), ("--never-restart-on, --always-restart-on", "3")),
         (("--signals-forward", "KILL"), ("SIGKILL cannot be passed on",)),
         (("--signals-forward", "TERM"), ("SIGTERM stops the run",)),
@@ -433,3 +518,17 @@ def test_the_logs_of_every_attempt_are_kept(place: Place) -> None:
 )
 def test_what_is_refused(place: Place, options: tuple[str, ...], words: tuple[str, ...]) -> None:
     refused(place.run(*options, place.write("")), *words)
+
+
+def test_options_about_restarts_that_a_job_file_has_beside_none_are_told(place: Place) -> None:
+    job = place.write('max-restarts = 3\nbackoff = "1s:1m"\nmin-uptime = 30\n', "job.toml")
+    place.env["PHALANX_MAX_NO_PROGRESS"] = "3"
+    said = "phalanx: without effect without --max-restarts: --backoff, --min-uptime, --max-no-progress\n"
+    done = place.run("-f", job, "--max-restarts", 0, place.write(""))
+    assert (done.status, done.err.count(said)) == (0, 1), done
+    for heeded in ((), ("--max-restarts", 0, "--always-restart-on", 75)):
+        done = place.run("-f", job, *heeded, place.write(""))
+        assert (done.status, "without effect" in done.err) == (0, False), done
+    done = place.run("-f", job, "--max-restarts", 0, "--backoff", 5, place.write(""))
+    refused(done, "--backoff: nothing is restarted")
+    assert place.run("--backoff", 0, place.write("")).status == 0, "that is what it is by default"

@@ -288,7 +288,7 @@ def test_a_script_by_its_path_that_fails(place: Place) -> None:
         """)
     done = place.run("--run-path", "--max-restarts", 1, "--start-method", "forkserver", "--preload", "json", script)
     assert done.status == 1
-    assert "attempt 1 of 2 failed" in done.err
+    assert "attempt 0 failed" in done.err
     assert "error     : ValueError: bad batch" in done.err
     block = done.err[done.err.index("traceback") :]
     assert f'File "{script}", line 3, in fail' in block
@@ -347,7 +347,7 @@ def test_a_timer_server_for_the_workers(place: Place) -> None:
     place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}
     done = place.run("--nproc-per-node", 2, "--max-restarts", 1, "-r", 1, script)
     assert done.status == 0, done
-    assert "attempt 1 of 2 failed" in done.err
+    assert "attempt 0 failed" in done.err
     assert "rank 1, Hang: 'the step' was not left in time" in done.err
     assert place.log(0) == f"{pipe}\n"
     assert not pipe.exists()
@@ -384,7 +384,7 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
         assert found.pop("since") > 0
         # A worker may be faster than the note that all of them are up.
         assert found.pop("state") in ("STARTING", "RUNNING")
-        assert found == {"run_id": "night", "max_restarts": 1, "pid": launcher.process.pid, "attempt": 2}
+        assert found == {"run_id": "night", "max_restarts": 1, "pid": launcher.process.pid, "attempt": 1}
         launcher.send(signal.SIGTERM)
         launcher.end()
     assert place.log(0) == "''\n"
@@ -409,7 +409,7 @@ def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, ga
     options = ("--restart", "worker", "--max-restarts", 2, "--nproc-per-node", 2)
     with place.start(*options, script) as launcher:
         ready.wait(2)
-        while ask() != ("RUNNING", 3):  # the note follows the start
+        while ask() != ("RUNNING", 2):  # the note follows the start
             assert launcher.process.poll() is None
         gate.open(2)
         assert launcher.end().status == 0
@@ -434,7 +434,7 @@ def test_an_agent_says_how_it_is(port: int, monkeypatch: pytest.MonkeyPatch) -> 
     spec = WorkerSpec("trainer", 1, None, entrypoint=agent_workers.ask_health, args=(port,))
     answers = LocalElasticAgent(spec, DefaultLogsSpecs()).run().return_values
     found = json.loads(answers[0])
-    assert (found["pid"], found["attempt"]) == (os.getpid(), 1)
+    assert (found["pid"], found["attempt"]) == (os.getpid(), 0)
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "x")
     with pytest.raises(ValueError, match="TORCHELASTIC_HEALTH_CHECK_PORT: expected a port"):
         LocalElasticAgent(spec, DefaultLogsSpecs()).run()

@@ -175,8 +175,8 @@ def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str], cap
     logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == len(logged) == err.count("Traceback") == 2
     assert logged[1].startswith("the group 'trainer' has failed: rank 0, ValueError: rank 0, attempt 1; ")
-    assert told[0].startswith("phalanx: attempt 1 of 2 failed after ")
-    assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; restarting")
+    assert told[0].startswith("phalanx: attempt 0 failed after ")
+    assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; attempt 1 follows (restart 1 of at most 1)")
     assert told[1].endswith("giving up: 1 restart, and no more")
 
 
@@ -299,7 +299,7 @@ def test_a_later_start_that_fails_is_tried_again(tmp_path: Path, capfd: pytest.C
     program.chmod(0o755)
     with pytest.raises(FileNotFoundError, match="program"):
         local(str(program), size=1, max_restarts=2).run()
-    assert "attempt 2 of 3 not started after" in capfd.readouterr().err
+    assert "attempt 1 not started after" in capfd.readouterr().err
 
 
 # --- the end that somebody asks for

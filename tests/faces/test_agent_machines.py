@@ -84,7 +84,7 @@ def test_all_report_the_same_on_a_job_that_has_failed(tmp_path: Path) -> None:
         assert (each.log_dir, each.gave_up) == (ends[1].log_dir, "1 restart, and no more")
         assert each.log_dir.startswith(str(tmp_path / "1"))
         (before,) = each.earlier
-        assert before.startswith("attempt 1 of 2, after ")
+        assert before.startswith("attempt 0, after ")
         assert before.endswith(f": rank 2 on host {host}, ValueError: bad batch 0")
     assert str(ends[0]) == str(ends[1])
     data = [each.failures[2].error_file_data for each in ends]

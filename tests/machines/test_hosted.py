@@ -71,7 +71,7 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., Job], backend: st
     one.finish(*agents)
     for agent in agents:
         assert len(re.findall(r"rank 3 on host h\d, exit code 1; stopping the workers", agent.said)) == 1
-        assert re.search(r"attempt 1 of 2 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
+        assert re.search(r"attempt 0 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
         assert re.search(r"SUCCEEDED\n(.*\n)+Earlier Attempts:\n.*: rank 3 on host h\d, ValueError: bad", agent.report)
         (job_file,) = agent.home.glob("phalanx/runs/*/job.toml")
         assert "\n# left out, a secret: PHALANX_JOB_SECRET\n" in job_file.read_text()

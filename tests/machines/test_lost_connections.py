@@ -62,7 +62,7 @@ def test_of_workers_that_lose_their_connections_to_a_lost_host_the_host_is_the_c
             everyone(agents, 1, 4)  # it has cost no restart, of which there is none
             for agent in agents:
                 assert re.search(r"rank \d on host h\d, .*; stopping the workers\n", agent.said)
-                assert re.search(rf"attempt 1 ended after \S+: {what}; restarting", agent.said), agent.said
+                assert re.search(rf"attempt 0 ended after \S+: {what}; attempt 1 follows", agent.said), agent.said
             host, what = kill_last(agents, 1, 4)
             assert [agent.end() for agent in agents] == [1], agents[0].said
         finally:

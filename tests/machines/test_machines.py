@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+UNCOUNTED = r"attempt 1 follows \(not counted as a restart\)"
+
 LAUNCHES = """
 import os, signal, sys
 from phalanx.errors import ChildFailedError
@@ -61,8 +63,9 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None
     for agent in agents:
         assert len(re.findall(r"rank 3 on host h\d, exit code 1; stopping the workers", agent.said)) == 1
         cause = r"rank 3 on host h\d, ValueError: bad batch of rank 3"
-        assert re.search(rf"attempt 1 of 2 failed after \S+: {cause}; restarting", agent.said)
-        assert "attempt 2 of 2 has succeeded" in agent.said
+        follows = r"attempt 1 follows \(restart 1 of at most 1\)"
+        assert re.search(rf"attempt 0 failed after \S+: {cause}; {follows}", agent.said)
+        assert "attempt 1 has succeeded" in agent.said
 
 
 def test_one_report_is_the_same_on_every_host(job: Callable[..., EtcdJob]) -> None:
@@ -110,8 +113,8 @@ def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob])
     for agent in agents[1:]:
         lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
         assert re.search(rf"{lost}; stopping the workers", agent.said)
-        assert re.search(rf"attempt 1 ended after \S+: {lost}; restarting", agent.said)  # and has not failed
-        assert "attempt 2 has succeeded" in agent.said
+        assert re.search(rf"attempt 0 ended after \S+: {lost}; {UNCOUNTED}", agent.said)  # and has not failed
+        assert "attempt 1 has succeeded" in agent.said
 
 
 def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJob]) -> None:
@@ -126,10 +129,10 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
     one.finish(agents[1], *spare)
     lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
     assert re.search(rf"{lost}; stopping the workers", agents[1].said)
-    assert re.search(rf"attempt 1 ended after \S+: {lost}; restarting", agents[1].said)
+    assert re.search(rf"attempt 0 ended after \S+: {lost}; {UNCOUNTED}", agents[1].said)
     for agent in (agents[1], *spare):  # that restart is not counted among those that there may be, which is none
-        assert re.search(r"phalanx: attempt 2: 2 nodes \(.*h3.*\), 4 workers", agent.said)
-        assert "attempt 2 has succeeded" in agent.said
+        assert re.search(r"phalanx: attempt 1: 2 nodes \(.*h3.*\), 4 workers", agent.said)
+        assert "attempt 1 has succeeded" in agent.said
 
 
 def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
@@ -143,8 +146,8 @@ def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
         assert "host h3 can take part, and takes part from now on; stopping the workers" in agent.said
     assert "the job runs on 2 nodes; this node takes part soon" in agents[2].said
     for agent in agents:
-        assert re.search(r"attempt 2: 3 nodes \(\w+, \w+, h3\), 6 workers; this is node \d, with ranks", agent.said)
-        assert "attempt 2 has succeeded" in agent.said
+        assert re.search(r"attempt 1: 3 nodes \(\w+, \w+, h3\), 6 workers; this is node \d, with ranks", agent.said)
+        assert "attempt 1 has succeeded" in agent.said
 
 
 def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) -> None:
@@ -162,7 +165,7 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) ->
     everyone(agents, 1, 6)
     one.finish(*agents)
     for agent in agents:
-        assert re.search(r"attempt 1 of 2 failed after \S+: rank 0 on host h\d, ValueError: bad batch", agent.said)
+        assert re.search(r"attempt 0 failed after \S+: rank 0 on host h\d, ValueError: bad batch", agent.said)
         assert "lost" not in agent.said
 
 
@@ -179,7 +182,7 @@ def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJo
     everyone(agents, 1, 6)
     one.finish(*agents)
     for agent in agents:
-        assert re.search(r"attempt 1 of 2 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
+        assert re.search(r"attempt 0 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
         assert not re.search("lost|answer", agent.said)
 
 
@@ -213,7 +216,7 @@ def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., Etc
     one.finish(*agents)
     for agent in agents:
         assert re.search(r"node \d is lost: its agent on host h2 is gone, or cut off; stopping the workers", agent.said)
-        assert "attempt 3 has succeeded" in agent.said
+        assert "attempt 2 has succeeded" in agent.said
 
 
 def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) -> None:
@@ -226,6 +229,38 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
     for agent in agents:
         assert "the job was stopped: SIGINT on host h2" in agent.said
     assert not any(descendants(agent.process.pid) for agent in agents)
+
+
+def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
+    one, checks = job("2"), tmp_path / "checks"
+    check = f"echo checked; echo >> {checks}; test $(wc -l < {checks}) = 1 || {{ echo GPU 3 is broken; exit 4; }}"
+    budget = ("--max-restarts", "1")
+    agents = [*one.start(1, options=budget), *one.start(2, options=[*budget, "--node-check", check])]
+    everyone(agents, 0, 4)
+    (spare,) = one.start(3, options=budget)
+    spare.wait_for("this node is a spare")
+    one.fail(3, 0)
+    why = "--node-check: exit code 4: GPU 3 is broken; its output is in "
+    assert agents[1].end() == 1
+    assert f"phalanx: Error: this node has left the job: {why}" in agents[1].said
+    agents[0].wait_for(rf"attempt 1 ended after \S+: host h2 leaves: {why}\S+; attempt 2 follows \(not counted")
+    everyone([agents[0], spare], 2, 4)
+    one.finish(agents[0], spare)
+    (log,) = (one.folder / "home2").glob("**/node-check.log")
+    assert log.read_text().count("checked\n") == 2
+
+
+def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., EtcdJob]) -> None:
+    one = job("2")
+    agents = one.start(1, 2, options=["--max-restarts", "1", "--backoff", "1h:1h"])
+    everyone(agents, 0, 4)
+    one.fail(3, 0)
+    agents[0].wait_for(r"attempt 1 follows in \S+ \(restart 1 of at most 1\)")
+    os.kill(agents[0].launcher(), signal.SIGTERM)
+    assert [agent.end() for agent in agents] == [143, 143]
+    for agent in agents:
+        assert re.search(r"attempt 0, after \S+: rank 3 on host h\d, ValueError: bad batch of rank 3\n", agent.said)
+        assert agent.said.endswith("phalanx: the job was stopped: SIGTERM on host h1\n")
 
 
 def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp_path: Path) -> None:

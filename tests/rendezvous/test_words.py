@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._rendezvous.records import End, Job
-from phalanx._rendezvous.words import attempts_of, earlier_attempts
+from phalanx._rendezvous.records import End, Job, replace
+from phalanx._rendezvous.words import earlier_attempts, failed_attempts, follows
 
 
 def job(*failed: bool, before: int = 0) -> Job:
@@ -17,17 +17,22 @@ def job(*failed: bool, before: int = 0) -> Job:
     return Job(before + len(ends), "running", 2, 2, ends=ends)
 
 
-def test_attempts_are_of_so_many_while_all_restarts_have_been_counted() -> None:
+def test_attempts_are_numbered_and_restarts_counted() -> None:
     policy = RestartPolicy(3)
-    assert [attempts_of(job(*failed), policy) for failed in [(), (True,), (True, True, True)]] == [" of 4"] * 3
-    assert [attempts_of(job(*failed), policy) for failed in [(False,), (True, False), (False, True)]] == [""] * 3
-    assert attempts_of(job(True, before=100), policy) == ""  # what the first ones were is not known
-    assert attempts_of(job(True), RestartPolicy(3, window=60)) == ""
+    assert follows(replace(job(True), restarts=(0.0,)), policy) == "attempt 1 follows (restart 1 of at most 3)"
+    assert follows(job(True, False), policy) == "attempt 2 follows (not counted as a restart)"  # a machine was lost
+    later = replace(job(False, True, before=100), restarts=(70.0, 0.0), delay=90.0)
+    assert follows(later, policy) == "attempt 102 follows in 1m30s (restart 2 of at most 3)"
+    assert follows(later, RestartPolicy(3, window=60)) == (
+        "attempt 102 follows in 1m30s (restart 1 of at most 3 within 1m00s)"
+    )
+    code = replace(job(True), ends=(replace(job(True).ends[0], exitcode=75),))
+    assert follows(code, RestartPolicy(3, always_on=[75])) == "attempt 1 follows (not counted as a restart)"
 
 
-def test_earlier_attempts_say_of_how_many_likewise() -> None:
-    assert earlier_attempts(job(True, True), RestartPolicy(1), has_failed=True) == [
-        "attempt 1 of 2, after 1m00s: host host0, gone"
-    ]
-    assert earlier_attempts(job(False, True), RestartPolicy(0), has_failed=True) == ["attempt 1, after 1m00s: gone"]
-    assert len(earlier_attempts(job(*[True] * 30), RestartPolicy(50), has_failed=False)) == 20
+def test_earlier_attempts_are_numbered_from_0() -> None:
+    assert earlier_attempts(job(True, True), has_failed=True) == ["attempt 0, after 1m00s: host host0, gone"]
+    assert earlier_attempts(job(False, True), has_failed=True) == ["attempt 0, after 1m00s: gone"]
+    assert failed_attempts(job(False, True, True))[0] == "attempt 1, after 1m00s: host host0, gone"
+    assert len(failed_attempts(job(*[True] * 30))) == 20
+    assert len(earlier_attempts(job(*[True] * 30), has_failed=False)) == 20

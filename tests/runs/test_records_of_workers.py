@@ -27,9 +27,7 @@ class Log:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         envs = {rank: {"RANK": str(10 + rank)} for rank in range(3)}
-        self.recorder = WorkersRecorder(
-            "serve.py", envs, run_id="r", command=["serve.py"], warn=pytest.fail, attempts=" of 3"
-        )
+        self.recorder = WorkersRecorder("serve.py", envs, run_id="r", command=["serve.py"], warn=pytest.fail)
 
     def take(self, *events: Event) -> dict[str, Any]:
         """Have these noted. Returns what is written then."""
@@ -70,7 +68,7 @@ def test_each_attempt_has_the_workers_that_were_started_so_often(log: Log) -> No
     run = log.take(
         *(event for rank in range(3) for event in log.start(rank, 0)), *log.end(1, 0, 3, 7), *log.start(1, 1)
     )
-    cause = "rank 11: attempt 1 of 3: no luck"
+    cause = "rank 11: attempt 0: no luck"
     assert (run["state"], run["restart"], run["cause"]) == ("running", "worker", cause)
     first, second = run["attempts"]
     assert [(rank["rank"], rank["local_rank"], rank["state"]) for rank in first["ranks"]] == [

@@ -32,16 +32,20 @@ if TYPE_CHECKING:
     from phalanx._events.stream import EventStream
 
 
+class NoAttemptError(Exception):
+    """Raised by `Team.start` or `Team.is_up`: this attempt cannot be started, and none follows, whatever the policy."""
+
+
 class Team(ABC):
     """What is started anew in each attempt. Its methods are called by the thread that calls `Attempts.run`.
 
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Attempts.wake` was called.
-        describe: Returns what is said of the attempt that follows in so many seconds.
+        describe: Returns what is said of the attempt that follows, see `describe_restart`.
     """
 
     poll_seconds: float | None = None
-    describe: Callable[[float], str] = staticmethod(describe_restart)
+    describe: Callable[[int, float, str], str] = staticmethod(describe_restart)
 
     def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.
@@ -281,7 +285,7 @@ class Attempts:
             if stops and (self._due != "STOP_GROUP" or grace <= self._order[1]):
                 self._order = number, grace
             if event == "RESTART" and self._state == "RUNNING":
-                self._say(f"ending attempt {self._number + 1}: {why}")
+                self._say(f"ending attempt {self._number}: {why}")
             self._see(event)
 
     def _see(self, event: str) -> None:
@@ -330,7 +334,7 @@ class Attempts:
     def _note_failed_start(self, error: Exception) -> bool:
         """See that a start has failed. Returns whether it was the first: then all is over."""
         if self._number:
-            self._note_end(AttemptEnd("not started", error=one_line(error)))
+            self._note_end(AttemptEnd("not started", error=one_line(error)), is_last=isinstance(error, NoAttemptError))
             return False
         self._under_way = False
         self._see("GIVE_UP")
@@ -347,8 +351,8 @@ class Attempts:
             self._team.stop(*self._order)
         self._due = ""
 
-    def _note_end(self, end: AttemptEnd) -> None:
-        """Note how the attempt ended, and see what follows."""
+    def _note_end(self, end: AttemptEnd, *, is_last: bool = False) -> None:
+        """Note how the attempt ended, and see what follows: nothing, if it ``is_last``."""
         with interrupts.deferred():
             stopping = self._state in ("STOPPING", "RESTARTING")
             if stopping and end.state == "not started":  # because it was to be stopped
@@ -365,26 +369,33 @@ class Attempts:
                 self._see("STARTED")
             if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
                 self._see("ALL_SUCCEEDED")
-            elif (end.failed and not stopping) or (end.survivors and self._state == "RESTARTING"):
-                self._follow(end, now)
+            elif end.survivors if self._state == "RESTARTING" else end.failed:
+                self._follow(end, now, is_last=is_last)
             else:
                 self._see("GONE")
 
-    def _follow(self, end: AttemptEnd, now: float) -> None:
+    def _follow(self, end: AttemptEnd, now: float, *, is_last: bool) -> None:
         """Decide what follows a failure."""
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
-        self._decision = decision = decide(self._policy, self._ends, self._started, now, chance)
-        of = self._policy.attempts_of(self._number, len(self._started))
-        failed = describe_failure(end.replace(rank=None) if self._name else end, of)
+        decision = decide(self._policy, self._ends, self._started, now, chance)
+        self._decision = decision = Decision(retries=False) if is_last else decision
+        failed = describe_failure(end.replace(rank=None) if self._name else end)
+        if decision.retries and self._state == "STOPPING":  # not this failure ends it, but the stop
+            self._say(f"{failed}; it is stopped, and no other attempt follows")
+            self._see("GONE")
+            return
         if decision.retries:
             self._started += [now] * decision.counted
-            cause = f"attempt {self._number + 1}{of}: {end.describe()}"
+            cause = f"attempt {self._number}: {end.describe()}"
             self._emit(
                 agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted, cause=cause,
                 step=end.step, why=decision.why,
             )  # fmt: skip
             self._see("RETRY")
-            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {self._team.describe(decision.delay)}")
+            ages = [now - moment for moment in self._started]
+            count = self._policy.describe_count(ages, counted=decision.counted)
+            follows = self._team.describe(self._number + 1, decision.delay, count)
+            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {follows}")
             return
         self._why = decision.why
         self._emit(agent_kinds.GaveUp, why=decision.why)

@@ -8,6 +8,7 @@ from phalanx._agent.common_stop import CommonStop
 from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
+from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError, NotReleasedError
 from phalanx._outcomes.result import RunProcsResult, verdict
 
@@ -24,6 +25,8 @@ MOST_SHOWN = 3
 
 class GroupTeam(Team):
     """Makes a group for each attempt. The lines of an attempt are shown before those of the next.
+
+    A subclass may have a start wait for something: see `_may_start`.
 
     Args:
         make: Makes the group of an attempt: its number, and the group of the attempt before, to be given as
@@ -57,6 +60,8 @@ class GroupTeam(Team):
         self._wake: Callable[[], None] = lambda: None
         self._wakes = False  # whether `wake` is called at the end of `group`
         self._before: list[PContext] = []  # groups that are gone, and not closed
+        self._pending = -1  # the attempt whose group is to be started; -1: none
+        self._began = 0.0  # when the latest start of a group was (seconds, monotonic)
 
     def begin(self, attempt: int) -> None:  # noqa: ARG002 - as `Team` has it
         """See `Team`."""
@@ -64,10 +69,40 @@ class GroupTeam(Team):
             self._before.append(self.group)
         self.group, self.result, self.lost, self._wakes = None, None, None, False
         self.is_put_off, self.poll_seconds = False, None
+        self._pending = -1
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
-        """Make a group, and start it. Raises what these raise."""
-        self._wake = wake
+        """Make a group, and start it: now, or in `is_up` once it may be. Raises what these raise."""
+        self._wake, self._pending = wake, attempt
+        self._start_pending()
+
+    def is_up(self) -> bool:
+        """See `Team`."""
+        if self._pending >= 0:
+            self._start_pending()
+        return self._pending < 0
+
+    def _may_start(self) -> bool:
+        """Return whether the group of an attempt can be started now; if not, `_wake` is called when it can.
+
+        Does not wait. Raises: it never can.
+        """
+        return True
+
+    def _start_pending(self) -> None:
+        try:
+            may_start = self._may_start()
+        except SignalException:
+            raise
+        except Exception:
+            self._pending = -1
+            raise
+        if may_start:
+            with interrupts.deferred():
+                attempt, self._pending, self._began = self._pending, -1, clock.now()
+            self._start_group(attempt)
+
+    def _start_group(self, attempt: int) -> None:
         before = self._before[-1] if self._before else None
         with interrupts.deferred():  # it may be there already, made ready ahead
             group = self.group = self._make(attempt, before)
@@ -87,8 +122,8 @@ class GroupTeam(Team):
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
         group = self.group
-        if group is None:
-            return AttemptEnd("stopped")
+        if group is None or self._pending >= 0:
+            return AttemptEnd("stopped") if self._pending < 0 else None
         try:
             result = group.wait_gone(0)
         except KeeperLostError as error:
@@ -114,6 +149,7 @@ class GroupTeam(Team):
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
+        self._pending = -1
         self.common.note(clock.now_ns())
         if self.group is not None:
             self.group.order_close(death_signal, grace)
@@ -161,7 +197,7 @@ class GroupTeam(Team):
         elif state == "failed":
             error = one_line(error or verdict(result)[1])
         survivors = sum(outcome.state == "abandoned" for outcome in result.outcomes.values())
-        return AttemptEnd(state, rank, exitcode, error, self.group.last_step, survivors)
+        return AttemptEnd(state, rank, exitcode, error, self.group.last_step, survivors, began=self._began)
 
     def _close_before(self, most: int) -> None:
         """Close groups that are gone, but for the ``most`` latest, whose lines may yet be shown."""

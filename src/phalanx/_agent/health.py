@@ -52,8 +52,8 @@ def address_of_environment() -> tuple[str, int] | None:
 class Health:
     """Answers how an agent is, from `start` to `stop`. A context manager.
 
-    The answer to GET is status 200 with a JSON object: ``state`` (see `life.STATES`), ``attempt`` (from 1 on; 0: there
-    was none), ``since`` (of the state, Unix seconds), ``pid``, and what the agent adds.
+    The answer to GET is status 200 with a JSON object: ``state`` (see `life.STATES`), ``attempt`` (from 0 on; null:
+    there was none), ``since`` (of the state, Unix seconds), ``pid``, and what the agent adds.
 
     Args:
         address: The host and the port to listen at; None: nothing is done.
@@ -130,7 +130,8 @@ class Health:
         import json
 
         state, attempt, since = self._state
-        return json.dumps({**self._facts, "state": state, "attempt": attempt + 1, "since": round(since, 3)})
+        number = None if attempt < 0 else attempt
+        return json.dumps({**self._facts, "state": state, "attempt": number, "since": round(since, 3)})
 
 
 class _Server:

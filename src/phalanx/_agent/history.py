@@ -20,25 +20,28 @@ _MOST = 20  # lines; those in the middle are left out
 _MINUTE = 60
 
 
-def describe_failure(end: AttemptEnd, attempts: str) -> str:
-    """Return a line on an attempt that has failed, of so many, see `RestartPolicy.attempts`.
+def describe_failure(end: AttemptEnd) -> str:
+    """Return a line on an attempt that has failed.
 
     >>> from phalanx._agent.attempt_end import AttemptEnd
-    >>> describe_failure(AttemptEnd("failed", 2, 1, "ValueError: bad batch", ended=3.0), " of 4")
-    'attempt 1 of 4 failed after 3.0s: rank 2, ValueError: bad batch'
+    >>> describe_failure(AttemptEnd("failed", 2, 1, "ValueError: bad batch", ended=3.0))
+    'attempt 0 failed after 3.0s: rank 2, ValueError: bad batch'
     """
-    return f"attempt {end.number + 1}{attempts} {end.state} after {format_duration(end.uptime)}: {end.describe()}"
+    return f"attempt {end.number} {end.state} after {format_duration(end.uptime)}: {end.describe()}"
 
 
-def describe_restart(delay: float) -> str:
-    """Return when another attempt follows, in seconds from now.
+def describe_restart(attempt: int, delay: float, count: str) -> str:
+    """Return which attempt follows, in how many seconds from now. ``count``: see `RestartPolicy.describe_count`.
 
-    >>> describe_restart(0), describe_restart(2.5), describe_restart(90)
-    ('restarting', 'restarting in 2.5 s', 'restarting in 1m30s')
+    Attempts are numbered from 0, as in options, folders and events; restarts are counted.
+
+    >>> describe_restart(1, 0, "restart 1 of at most 2"), describe_restart(3, 2.5, "not counted as a restart")
+    ('attempt 1 follows (restart 1 of at most 2)', 'attempt 3 follows in 2.5 s (not counted as a restart)')
+    >>> describe_restart(2, 90, "restart 2 of at most 2")
+    'attempt 2 follows in 1m30s (restart 2 of at most 2)'
     """
-    if not delay:
-        return "restarting"
-    return f"restarting in {format_duration(delay) if delay >= _MINUTE else format_seconds(delay)}"
+    when = f" in {format_duration(delay) if delay >= _MINUTE else format_seconds(delay)}" if delay else ""
+    return f"attempt {attempt} follows{when} ({count})"
 
 
 def describe_workers(ends: Mapping[int, Sequence[AttemptEnd]]) -> list[str]:
@@ -49,9 +52,9 @@ def describe_workers(ends: Mapping[int, Sequence[AttemptEnd]]) -> list[str]:
     >>> from phalanx._agent.attempt_end import AttemptEnd
     >>> failed = AttemptEnd("failed", 2, 1, "ValueError: bad batch")
     >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed, failed.replace(number=1)]})]
-    ['rank 2: attempt 1', 'rank 3: attempts 1 to 2']
+    ['rank 2: attempt 0', 'rank 3: attempts 0 to 1']
     >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed]})]
-    ['ranks 2-3: attempt 1']
+    ['ranks 2-3: attempt 0']
     """
     alike: dict[object, list[int]] = {}
     for rank, its in sorted(ends.items()):
@@ -94,7 +97,7 @@ def _describe(histories: Sequence[Sequence[AttemptEnd]]) -> list[str]:
 def _line(equal: list[AttemptEnd]) -> str:
     """Return a line on ends of one kind."""
     first = equal[0]
-    numbers = sorted({end.number + 1 for end in equal})
+    numbers = sorted({end.number for end in equal})
     which = f"attempt {numbers[0]}" if len(numbers) == 1 else f"attempts {numbers[0]} to {numbers[-1]}"
     if len(equal) == 1:
         return f"{which}, {_moment(first)} after {format_duration(first.uptime)}: {first.describe()}"

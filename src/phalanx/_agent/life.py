@@ -71,6 +71,7 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("RESTARTING", "GONE"): _START,
     ("RESTARTING", "RESTART"): ("RESTARTING", ()),
     ("RESTARTING", "STOP"): _STOP,
+    ("STOPPING", "GIVE_UP"): _FAIL,  # it had failed before the stop, and no other attempt would have followed
     ("STOPPING", "GONE"): _END,
     ("STOPPING", "RESTART"): ("STOPPING", ()),
     ("STOPPING", "STOP"): _STOP,

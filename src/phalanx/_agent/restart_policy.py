@@ -100,19 +100,23 @@ class RestartPolicy(Value):
             without_progress=None if without_progress is None else _whole("without_progress", without_progress, 1),
         )
 
-    @property
-    def attempts(self) -> str:
-        """How many attempts there are at most, as it is said after "attempt 2"; "" if the number is not fixed."""
-        fixed = self.window is None and not self.always_on
-        return f" of {self.max_restarts + 1}" if fixed else ""
+    def describe_count(self, ages: Sequence[float], *, counted: bool) -> str:
+        """Return which of how many restarts one is that was decided, in words.
 
-    def attempts_of(self, restarts: int, counted: int) -> str:
-        """Return `attempts`, if all of the ``restarts`` so far were ``counted``; else "": there are more than that.
+        Args:
+            ages: Before how many seconds restarts were decided that count, this one included.
+            counted: Whether this one does.
 
-        >>> RestartPolicy(3).attempts_of(1, 1), RestartPolicy(0).attempts_of(1, 0)
-        (' of 4', '')
+        >>> RestartPolicy(3).describe_count([60, 0], counted=True), RestartPolicy(0).describe_count([], counted=False)
+        ('restart 2 of at most 3', 'not counted as a restart')
+        >>> RestartPolicy(5, window=3600).describe_count([4000, 0], counted=True)
+        'restart 1 of at most 5 within 1h00m'
         """
-        return self.attempts if restarts == counted else ""
+        if not counted:
+            return "not counted as a restart"
+        used = sum(self.window is None or age < self.window for age in ages)
+        within = "" if self.window is None else f" within {format_duration(self.window)}"
+        return f"restart {used} of at most {self.max_restarts}{within}"
 
     def may_follow(self, attempt: int) -> bool:
         """Whether a failure of the attempt, from 0 on, may be followed by another attempt."""
@@ -176,7 +180,7 @@ def decide(
     if counted and used >= policy.max_restarts:
         return Decision(retries=False, why=_used_up(policy))
     same = next((end.number for end in failures[-2:-1] if end.step is not None and end.step == last.step), None)
-    why = "" if same is None else f"same step as attempt {same + 1}"
+    why = "" if same is None else f"same step as attempt {same}"
     return Decision(retries=True, delay=_delay(policy, failures, chance), counted=counted, why=why)
 
 

@@ -1,10 +1,11 @@
-"""What has become of a job, in words: why a generation has ended, and which attempt of how many one is.
+"""What has become of a job, in words: why a generation has ended, and which attempt follows.
 
 It knows no console: `phalanx run` says these words, and the errors of agents have them.
 """
 
 from __future__ import annotations
 
+from phalanx._agent.history import describe_restart
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
@@ -37,25 +38,30 @@ def told(stop: Stop | End) -> str:
     return stop.error
 
 
-def attempts_of(job: Job, policy: RestartPolicy) -> str:
-    """Return what is said after "attempt 2", see `RestartPolicy.attempts_of`.
+def follows(job: Job, policy: RestartPolicy) -> str:
+    """Return what is said of the attempt that follows the one that has ended last: see `describe_restart`.
 
-    Restarts that are not counted (a machine was lost or has come) are further attempts: after one, it is nothing.
+    A restart is not counted if a machine was lost or has come, or if the policy says so of the exit code.
     """
-    all_counted = len(job.ends) == job.generation and all(end.failed for end in job.ends)  # and all are known
-    return policy.attempts_of(job.generation, job.generation if all_counted else -1)
+    last = job.ends[-1]
+    counted = last.failed and last.exitcode not in policy.always_on
+    return describe_restart(job.generation, job.delay, policy.describe_count(job.restarts, counted=counted))
 
 
-def earlier_attempts(job: Job, policy: RestartPolicy, *, has_failed: bool) -> list[str]:
+def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
     """Return how the attempts have ended before the one that a report is about, a line each.
 
     ``has_failed``: whether the last one that has ended is that one.
     """
-    of = attempts_of(job, policy)
     ends = job.ends[:-1] if has_failed else job.ends
-    return [_earlier(end, of) for end in ends[-MOST_EARLIER:]]
+    return [_earlier(end) for end in ends[-MOST_EARLIER:]]
 
 
-def _earlier(end: End, of: str) -> str:
+def failed_attempts(job: Job) -> list[str]:
+    """Return how the attempts have ended that have failed, a line each: of a job that was stopped."""
+    return [_earlier(end) for end in job.ends if end.failed][-MOST_EARLIER:]
+
+
+def _earlier(end: End) -> str:
     step = "" if end.step is None else f", step {end.step}"
-    return f"attempt {end.generation + 1}{of}, after {format_duration(end.uptime)}: {told(end)}{step}"
+    return f"attempt {end.generation}, after {format_duration(end.uptime)}: {told(end)}{step}"

@@ -27,11 +27,7 @@ _MOST = 4000  # entries, of workers and their attempts; beyond, each worker's la
 
 
 class WorkersRecorder(Recorder):
-    """Writes the record of such a run. An observer of the run's `EventStream`. Arguments as of `Recorder`.
-
-    Args:
-        attempts: See `RestartPolicy.attempts`.
-    """
+    """Writes the record of such a run. An observer of the run's `EventStream`. Arguments as of `Recorder`."""
 
     def __init__(
         self,
@@ -42,14 +38,12 @@ class WorkersRecorder(Recorder):
         command: Sequence[object],
         warn: Callable[[str], None],
         keep_runs: int | None = None,
-        attempts: str = "",
         argv: Sequence[object] | None = None,
         config: str = "",
     ) -> None:
         super().__init__(
             name, envs, run_id=run_id, command=command, warn=warn, keep_runs=keep_runs, argv=argv, config=config
         )
-        self._of = attempts
         self._local = {self.global_rank(rank): rank for rank in envs}
         self._attempts: dict[int, Record] = {}  # by number; "ranks" is a dict, by local rank
         self._latest: dict[int, int] = {}  # the latest attempt of each local rank
@@ -113,7 +107,7 @@ class WorkersRecorder(Recorder):
         assert event.worker is not None
         cause = ""
         if event.state in ("failed", "not started"):
-            cause = one_line(f"rank {event.worker}: attempt {event.attempt + 1}{self._of}: {event.error}")
+            cause = one_line(f"rank {event.worker}: attempt {event.attempt}: {event.error}")
             self._cause = cause
         rank = self._local[event.worker]
         entry = self._entry(event.attempt, rank)

@@ -70,9 +70,9 @@ class AgentMachines:
         return None if self.handler is None else self.handler.report(name)
 
     @property
-    def describe(self) -> Callable[[float], str]:
+    def describe(self) -> Callable[[int, float, str], str]:
         """What returns what is said of the attempt that follows a failure: see `Team`."""
-        return describe_restart if self.handler is None else lambda _: "the machines decide what follows"
+        return describe_restart if self.handler is None else lambda *_: "the machines decide what follows"
 
     @property
     def variables(self) -> dict[str, str]:

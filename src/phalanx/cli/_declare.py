@@ -324,6 +324,12 @@ def given(ctx: click.Context, declared: Option[Any]) -> Any:
     return ctx.meta[_GIVEN][declared.name]
 
 
+def typed(ctx: click.Context) -> set[str]:
+    """Return the names of the options that stand on the command line, and not in a job file or the environment."""
+    names = (param.name or "" for param in ctx.command.params)
+    return {name for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
 def origin(ctx: click.Context, param: click.Parameter) -> str:
     """Where the value of an option that nobody has typed comes from; "": it was typed, or is the default."""
     source = ctx.get_parameter_source(param.name or "")

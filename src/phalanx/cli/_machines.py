@@ -184,7 +184,7 @@ class MachineOptions(Declared):
         str,
         section=MACHINES,
         metavar="COMMAND",
-        sentence="What a machine runs before it takes part; it does not unless the command ends with exit code 0.",
+        sentence="What a machine runs before each attempt: no worker starts there unless it ends with exit code 0.",
     )
     exit_barrier_timeout = Option(
         time_of(),
@@ -199,7 +199,9 @@ class MachineOptions(Declared):
         sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.",
     )
     standalone = Flag(
-        section="", torchrun="--standalone", sentence="Accepted: one machine without a store is what this is."
+        section="",
+        torchrun="--standalone",
+        sentence="One machine, without a store, whatever a scheduler says of others.",
     )
     nnodes = Maybe(
         read_nodes,

@@ -1,50 +1,234 @@
-"""``--node-check``: what a machine runs before it takes part in a job, and the waits after failures."""
+"""``--node-check``: what a machine runs before each attempt, and the waits after failures of one that comes to a job.
+
+Owns the processes of the command, its output and its time. What follows a failure is the team's business.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import signal
 import tempfile
+import time
+from collections import deque
 
-from phalanx._base import clock
+from phalanx._agent.attempts import NoAttemptError
+from phalanx._base import clock, interrupts
 from phalanx._base.clock import format_duration
+from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
+from phalanx._engine import host_signals
 from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.result import verdict as verdict_on
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._say import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, Self
 
-    from phalanx.multiprocessing import RunProcsResult
+    from phalanx.multiprocessing import RunProcsResult, SubprocessContext
 
 LONGEST = 120.0
 """Seconds that a check may take."""
 
+FILE = "node-check.log"
+"""What checks have written, in the run's folder."""
+
 _FIRST, _MOST = 5.0, 600.0  # seconds between two checks: after the first failure, and at most
 _GRACE = 5.0
-_TAIL = 4096
+_TAIL = 1 << 16  # bytes of each stream that are kept
+_MOST_KEPT = 16  # checks whose output is kept until there is a folder for it
+_MOST_SHOWN = 20  # lines
 
 
-def pass_check(command: str, patience: float, chance: Callable[[], float] = random.random) -> str:
-    """Run a command until it succeeds. Returns "", or why it has not within ``patience`` seconds.
+class NodeCheck:
+    """The check of this machine, one at a time. A context manager, which `close`s it.
+
+    Args:
+        command: What a shell (``sh -c``) runs. Its end with exit code 0 within `LONGEST` is success.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._group: SubprocessContext | None = None  # of the check that is under way
+        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._is_told = False  # whether the end of that is told to `_wakes`
+        self._wakes: list[Callable[[], None]] = []
+        self._until = math.inf  # when that has taken too long
+        self._ended_by_us = ""  # why it was ended before
+        self._when = ""
+        self._why = ""  # the latest check has failed
+        self._folder = ""  # of the run, as far as is known
+        self._kept: deque[str] = deque(maxlen=_MOST_KEPT)
+
+    def begin(self, when: str, wake: Callable[[], None]) -> None:
+        """Start the command, and return; one that is under way counts. ``wake`` is called when it is over, by a thread.
+
+        ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
+        """
+        try:
+            self._begin(when, wake)
+        except OSError as error:
+            self.close()
+            msg = f"--node-check: {error.strerror or error}"
+            raise OSError(msg) from None
+
+    def _begin(self, when: str, wake: Callable[[], None]) -> None:
+        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+
+        with interrupts.deferred():
+            if self._group is not None:
+                self._wakes.append(wake)
+                return
+            self._wakes, self._is_told, self._when = [wake], False, when
+            self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
+            self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
+            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL)
+            self._group = SubprocessContext(
+                "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
+                grace=_GRACE, announces=False,
+            )  # fmt: skip
+        self._group.start()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a process of it is left."""
+        return self.verdict() is None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds after which `verdict` is to be asked, though nobody was woken; None: there is no need."""
+        is_bounded = self._group is not None and self._until < math.inf
+        return max(0.0, self._until - clock.now()) if is_bounded else None
+
+    def verdict(self) -> str | None:
+        """Return "" if the latest check has succeeded, or why it has not; None: it is under way. Does not wait."""
+        group = self._group
+        if group is None:
+            return self._why
+        try:
+            result = group.wait_gone(0)
+        except RuntimeError as error:  # its keeper was lost; or it was never up, because a signal came
+            return self._end(one_line(error.__cause__ or error), "")
+        if result is not None:
+            why = "" if result.succeeded else self._ended_by_us or _failure(result)
+            return self._end(why, _output(result))
+        if not self._is_told:
+            self._is_told = True
+            group.when_gone(self._wake_all)
+        if clock.now() >= self._until:
+            self._end_early(f"it has not ended within {format_duration(LONGEST)}", signal.SIGTERM, _GRACE)
+        return None
+
+    def has_passed(self) -> bool:
+        """Return whether the latest check has succeeded; False: it is under way. Raises NoAttemptError: it failed."""
+        why = self.verdict()
+        if why:
+            msg = f"--node-check: {why}{self._tell_output()}"
+            raise NoAttemptError(msg)
+        return why is not None
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """Order the end of what is under way, within 5 s."""
+        if self._group is not None:
+            # A shell that is sent SIGINT waits for the command that it runs, which was not sent it.
+            number = signal.SIGKILL if death_signal == signal.SIGKILL else signal.SIGTERM
+            self._end_early("it was stopped", number, min(grace, _GRACE))
+
+    def wait(self) -> str:
+        """Run it, and return its `verdict`. Raises as `begin`; SignalException: a signal has come."""
+        bell = Latch()
+        self.begin("before this machine takes part", bell.open)
+        while (why := self.verdict()) is None:
+            with host_signals.delivering():
+                bell.wait(-1 if self.seconds_left is None else self.seconds_left)
+        return why
+
+    def write(self, folder: str) -> None:
+        """Add the output of checks that are over to the file in a run's folder; "": there is none, or not yet."""
+        self._folder = folder
+        if not (folder and self._kept):
+            return
+        with interrupts.deferred():
+            text = "".join(self._kept)
+            self._kept.clear()
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(os.path.join(folder, FILE), flags, 0o666), "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            say(f"--node-check: its output is lost: {os.path.join(folder, FILE)}: {error.strerror}")
+
+    def close(self) -> None:
+        """End what is left, and remove its files. Idempotent."""
+        group, files = self._group, self._files
+        if group is not None:
+            group.close(signal.SIGKILL)
+            self._group = None
+        if files is not None:
+            files.cleanup()
+            self._files = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def show_output(self) -> None:
+        """Show the last lines of the latest check, if the one that its verdict has is not all of it."""
+        lines = self._kept[-1].splitlines()[1:] if self._kept else []
+        for line in lines[-_MOST_SHOWN:] if len(lines) > 1 else []:
+            say(f"[node-check] {sanitise(line)}")
+
+    def _tell_output(self) -> str:
+        """Return where the output of the latest check is; or show it, where there is no folder for it."""
+        if not self._folder:
+            self.show_output()
+            return ""
+        self.write(self._folder)
+        return f"; its output is in {os.path.join(self._folder, FILE)}"
+
+    def _end_early(self, why: str, death_signal: int, grace: float) -> None:
+        assert self._group is not None
+        self._ended_by_us, self._until = self._ended_by_us or why, math.inf
+        self._group.order_close(death_signal, grace)
+
+    def _end(self, why: str, output: str) -> str:
+        with interrupts.deferred():
+            self._why = why
+            moment = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._kept.append(f"== {self._when}, {moment}: {why or 'exit code 0'}\n{output}")
+            self.close()
+        return why
+
+    def _wake_all(self) -> None:
+        for wake in [*self._wakes]:
+            wake()
+
+
+def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = random.random) -> str:
+    """Run the check until it succeeds. Returns "", or why it has not within ``patience`` seconds.
 
     After each failure it is waited for twice as long as before, less a random part: machines that fail together are
     not tried together.
 
     Args:
-        command: What a shell (``sh -c``) runs. Its end with exit code 0 within `LONGEST` is success.
+        check: The check.
         patience: Seconds after which it is not tried again.
         chance: Returns a random number, 0 to 1.
     """
     deadline, pause, failures = clock.now() + patience, _FIRST, 0
-    while (why := run_check(command)) is not None:
+    while why := check.wait():
         failures += 1
         seconds = pause * (1 + chance()) / 2
         pause = min(2 * pause, _MOST)
+        if failures == 1:
+            check.show_output()
         if clock.now() + seconds >= deadline:
             times = "once" if failures == 1 else f"{failures} times in {format_duration(patience)}"
             return f"this machine has failed its check {times}: {why}"
@@ -53,28 +237,20 @@ def pass_check(command: str, patience: float, chance: Callable[[], float] = rand
     return ""
 
 
-def run_check(command: str) -> str | None:
-    """Run a command once, and end all that it has started. Returns why it has failed; None: it has not."""
-    from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
-
-    with tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True) as folder:
-        logs = DefaultLogsSpecs(folder, redirects=Std.ALL)
-        options: dict[str, Any] = {"grace": _GRACE, "announces": False}
-        argv = {0: ("-c", command)}
-        with SubprocessContext("node-check", "sh", argv, {0: NOT_FOR_WORKERS}, logs, **options) as group:
-            group.start()
-            result = group.wait(LONGEST)
-        return f"it has not ended within {format_duration(LONGEST)}" if result is None else _failure(result)
-
-
-def _failure(result: RunProcsResult) -> str | None:
+def _failure(result: RunProcsResult) -> str:
     failure = next(iter(result.failures.values()), None)
     if failure is None:
-        return None
+        return verdict_on(result)[1]
     code = failure.exitcode
     how = f"exit code {code}" if code >= 0 else f"ended by {signal_name(-code)}"
     said = one_line(_last(failure.stderr_tail) or _last(_tail(failure.stdout_file)))
     return f"{how}: {said}" if said else how
+
+
+def _output(result: RunProcsResult) -> str:
+    """Return the last lines of stdout, and those of stderr."""
+    found = [_tail(path) for streams in (result.stdouts, result.stderrs) for path in streams.values()]
+    return "".join(text if text.endswith("\n") else f"{text}\n" for text in found if text)
 
 
 def _last(text: str) -> str:

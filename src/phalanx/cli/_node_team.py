@@ -6,8 +6,8 @@ import signal
 from collections import deque
 from typing import NamedTuple
 
+from phalanx._agent.attempts import NoAttemptError
 from phalanx._agent.common_stop import WITHIN
-from phalanx._agent.history import describe_restart
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
@@ -21,7 +21,7 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
-from phalanx._rendezvous.words import attempts_of, told
+from phalanx._rendezvous.words import follows, told
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
@@ -84,7 +84,9 @@ class MachineTeam(RunTeam, NodeTeam):
         warm = self._groups.warm
         self._preloading = None if warm is None else Preloading(warm, patience)
         self._imported: Callable[[], None] = lambda: None  # called at the end of an import, by another thread
-        self._pending = -1  # the attempt that is started when all is imported; -1: none is
+        self._has_failed_check = False
+        self.leave: Callable[[str], None] = lambda _why: None
+        """Takes this node out of the job: set by who runs it."""
         self._looks = NodeLooks()
         self.door: StackDoor | None = None
         """Where `phalanx stack` asks for the ranks of all nodes; None: nowhere."""
@@ -112,33 +114,24 @@ class MachineTeam(RunTeam, NodeTeam):
             self._mention(f"this node has imported {self._preloading.modules}")
         return ""
 
-    def begin(self, attempt: int) -> None:
-        """See `Team`."""
-        self._pending = -1
-        super().begin(attempt)
-
-    def start(self, attempt: int, wake: Callable[[], None]) -> None:
-        """See `Team`. The workers are started now, or by `is_up` when all is imported that is preloaded."""
-        self._wake = wake
+    def _prepare(self, attempt: int) -> None:
+        """See `RunTeam`. The workers wait for what is preloaded, too. A node that comes has passed its check."""
         self._preload()
-        self._pending = attempt
-        self._start_pending()
+        if attempt:
+            super()._prepare(attempt)
 
-    def is_up(self) -> bool:
-        """See `Team`."""
-        if self._pending >= 0:
-            self._start_pending()
-        return self._pending < 0
-
-    def _start_pending(self) -> None:
+    def _may_start(self) -> bool:
+        if self._has_failed_check or (self._preloading is not None and not self._preloading.is_ready()):
+            return False  # `_see_imported` wakes
         try:
-            if self._preloading is not None and not self._preloading.is_ready():
-                return  # `_see_imported` wakes
-        except PreloadError:
-            self._pending = -1
-            raise
-        attempt, self._pending = self._pending, -1
-        super().start(attempt, self._wake)
+            return super()._may_start()
+        except NoAttemptError as error:  # the job may go on without this node, which ends its part by `end` or `stop`
+            self._has_failed_check = True
+            self.leave(str(error))
+            return False
+
+    def _start_group(self, attempt: int) -> None:
+        super()._start_group(attempt)
         if self.door is not None:
             self.door.open(self._groups.log_dir)
 
@@ -165,7 +158,7 @@ class MachineTeam(RunTeam, NodeTeam):
         hosts = [member.host for member in job.members]
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
-        again = f"attempt {job.generation + 1}{attempts_of(job, self.policy)}: " if job.generation else ""
+        again = f"attempt {job.generation}: " if job.generation else ""
         self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
@@ -185,6 +178,8 @@ class MachineTeam(RunTeam, NodeTeam):
     def _order_end(self, stop: Stop | None) -> None:
         self._wait_no_more()
         self._pending = -1
+        if self.check is not None:
+            self.check.stop(signal.SIGTERM, self._grace)
         group = self.group
         if group is None:
             return
@@ -201,7 +196,7 @@ class MachineTeam(RunTeam, NodeTeam):
         if self._look.is_over(clock.now()):
             self._order_end(self.stopped)
         self._tell_held()
-        return super().ended() if self._pending < 0 else None
+        return super().ended()
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. It waits for no stacks."""
@@ -209,7 +204,6 @@ class MachineTeam(RunTeam, NodeTeam):
         if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
             self.group.hang_report.hurry()
         self._wait_no_more()
-        self._pending = -1
         super().stop(death_signal, grace)
 
     def heard(self, what: Job | Stop) -> None:
@@ -247,8 +241,8 @@ class MachineTeam(RunTeam, NodeTeam):
         how = "failed" if last.failed else "ended"
         step = "" if last.step is None else f", step {last.step}"
         self.say(
-            f"phalanx: attempt {last.generation + 1}{attempts_of(what, self.policy)} {how}"
-            f" after {format_duration(last.uptime)}: {cause}{step}; {describe_restart(what.delay)}"
+            f"phalanx: attempt {last.generation} {how} after {format_duration(last.uptime)}: {cause}{step}; "
+            f"{follows(what, self.policy)}"
         )
 
     def _say_spare(self, job: Job) -> None:

@@ -18,7 +18,7 @@ from phalanx.cli._options import Whole, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
@@ -265,6 +265,27 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
     except ValueError as error:
         text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")
         raise click.UsageError(text) from None
+
+
+_OF_RESTARTS = (
+    RestartOptions.backoff, RestartOptions.backoff_jitter, RestartOptions.min_uptime, RestartOptions.max_no_progress,
+    RestartOptions.never_restart_on,
+)  # fmt: skip
+
+
+def check_heeded(chosen: RestartOptions, policy: RestartPolicy, typed: Collection[str]) -> list[str]:
+    """Return what is to be said of options about restarts where there are none. Raises UsageError: one was typed.
+
+    Job files and the environment may hold for several runs, of which some have no restarts.
+    """
+    if policy.may_follow(0):
+        return []
+    given = [each for each in _OF_RESTARTS if getattr(chosen, each.name) != each.default_value()]
+    for each in given:
+        if each.name in typed:
+            msg = f"{each.long}: nothing is restarted without --max-restarts N; give that, too, like --max-restarts 3"
+            raise click.UsageError(msg)
+    return [f"without effect without --max-restarts: {', '.join(each.long for each in given)}"] if given else []
 
 
 def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> list[signal.Signals]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.attempts import Attempts
+from phalanx._agent.attempts import Attempts, NoAttemptError
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx.cli._attempt_groups import AttemptGroups
+    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_record import Asked, Observers
 
@@ -60,6 +61,7 @@ class RunTeam(GroupTeam):
         observers: See `RunRecord`.
         signals: Those that stop the run.
         asked: What was asked for.
+        check: What this machine has to pass before each attempt; None: nothing.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RunTeam(GroupTeam):
         observers: Observers,
         signals: Iterable[int],
         asked: Asked,
+        check: NodeCheck | None = None,
     ) -> None:
         recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs,
@@ -89,9 +92,8 @@ class RunTeam(GroupTeam):
         """Why the last attempt could not be started; None: it was."""
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
-        self.stopped_in_delay = False
-        """Whether the run was stopped between two attempts."""
         self._standby = groups.standby
+        self.check: NodeCheck | None = check
 
     def warn(self, text: str) -> None:
         """Say a line, above those of the workers. By any thread."""
@@ -107,13 +109,40 @@ class RunTeam(GroupTeam):
         self.record.end(self._number, state, exitcode, cause, report)
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
-        """See `Team`."""
-        self._number, self.not_started = attempt, None
+        """See `Team`. The workers are started when the machine has passed its check."""
+        self._number, self.not_started, self._wake = attempt, None, wake
         try:
-            super().start(attempt, wake)
+            self._prepare(attempt)
         except Exception as error:
             self.not_started = error
             raise
+        super().start(attempt, wake)
+
+    def _prepare(self, attempt: int) -> None:
+        """Begin what a start has to wait for. Raises OSError."""
+        if self.check is not None:
+            self.check.begin(f"attempt {attempt}", self._wake)
+
+    def _may_start(self) -> bool:
+        if self.check is None:
+            return True
+        try:
+            has_passed = self.check.has_passed()
+        finally:
+            self.poll_seconds = self.check.seconds_left
+        return has_passed
+
+    def _start_pending(self) -> None:
+        try:
+            super()._start_pending()
+        except Exception as error:
+            self.not_started = error
+            raise
+
+    def _start_group(self, attempt: int) -> None:
+        super()._start_group(attempt)
+        if self.check is not None:
+            self.check.write(self._groups.log_dir)
         if self._standby is not None and self.group is not None and self.policy.may_follow(attempt):
             self._standby.expect(attempt + 1, self.group)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
@@ -124,6 +153,9 @@ class RunTeam(GroupTeam):
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
+        if self.check is not None and self.check.is_under_way:
+            self.poll_seconds = self.check.seconds_left
+            return None
         end = super().ended()
         if self._standby is not None:
             if end is None:
@@ -135,6 +167,8 @@ class RunTeam(GroupTeam):
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
         self.drop_standby()
+        if self.check is not None:
+            self.check.stop(death_signal, grace)
         super().stop(death_signal, grace)
 
     def drop_standby(self) -> None:
@@ -148,6 +182,8 @@ class RunTeam(GroupTeam):
         super().close()
         if self._standby is not None:
             self._standby.close()
+        if self.check is not None:
+            self.check.close()
 
     def wait_shown(self) -> None:
         """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
@@ -162,7 +198,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
     try:
         try:
             ending, stopped = _run_all(team, grace)
-        except PreloadError as error:
+        except (PreloadError, NoAttemptError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
             return 1
@@ -173,6 +209,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             team.record_end("failed", 2, text := in_our_words(error, team.group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
+            team.drop_standby()
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
@@ -199,7 +236,6 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
         except SignalException as error:
             stopped = error.sigval
             ending = _stop(attempts, team, stopped, grace)
-        team.drop_standby()
     return ending, stopped
 
 
@@ -216,16 +252,16 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     """Record how the run ended, and report what went wrong. Returns the exit code."""
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
-    attempt = f"attempt {last.number + 1}{team.policy.attempts}"
-    team.error = error = _failures(team, result, specs, ending)
+    attempt = f"attempt {last.number}"
+    error = _failures(team, result, specs, ending)
     report = "" if error is None else error.format_msg()
-    if stopped is not None and (team.stopped_in_delay or not result.failures):
+    if stopped is not None and ending.state == "stopped":
         code = 128 + stopped
-        cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
+        cause = f"{stopped.name}, after {attempt}: {last.describe()}" if last.failed else stopped.name
         team.record_end("stopped", code, cause, report)
-        if team.stopped_in_delay:
-            _report(error, result, ending, colour=colour)
+        _report_stop(error, ending, cause, colour=colour)
         return code
+    team.error = error
     code, cause = verdict(result)
     if team.lost is not None:
         say(f"Error: {team.lost}")
@@ -273,12 +309,13 @@ def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
     """Say what a signal has brought about, above the live lines of a terminal."""
     if attempts.state == "WAITING":
-        team.stopped_in_delay = True
         mention(f"phalanx: {death.name}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
         text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
+    elif team.check is not None and team.check.is_under_way:
+        mention(f"phalanx: {death.name}: ending --node-check; no attempt is started")
     elif team.is_put_off:
         mention(f"phalanx: {death.name}: the run is stopped; {GONE}")
 
@@ -292,6 +329,19 @@ def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     number, span = group.notice
     spans = f"{span:g} s from now, SIGKILL at most {seconds:g} s later; once more to kill them"
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
+
+
+def _report_stop(error: ChildFailedError | None, ending: Ending, cause: str, *, colour: bool) -> None:
+    """Say which attempts had failed before the run was stopped: the latest in full, if no other had begun after it."""
+    failed = [end for end in ending.ends if end.failed]
+    if not failed:
+        return
+    if error is not None and failed[-1] is ending.ends[-1]:
+        show_report(error, colour=colour)
+    else:
+        for line in describe_attempts(failed):
+            say(line)
+    say(f"stopped by {cause}")
 
 
 def _failures(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending) -> ChildFailedError | None:

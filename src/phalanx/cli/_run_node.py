@@ -22,7 +22,7 @@ from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
-from phalanx._rendezvous.words import attempts_of, earlier_attempts, told
+from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.records import Job
+    from phalanx._rendezvous.records import Job, Stop
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.store import Store
     from phalanx.cli._one_run import OneRun
@@ -63,10 +63,15 @@ def run_node(
     ``asked``: what was asked for.
     ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
     """
-    if plan.config.node_check:
+    check = plan.node_check()
+    if check is not None:
         from phalanx.cli._node_check import pass_check
 
-        why = pass_check(plan.config.node_check, machines.join_timeout)
+        until_end.callback(check.close)
+        try:
+            why = pass_check(check, machines.join_timeout)
+        except OSError as error:
+            raise click.ClickException(str(error)) from None
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
@@ -107,7 +112,7 @@ def run_node(
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
         where=machines.where, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
-        signals=config.signals_to_handle, asked=asked,
+        signals=config.signals_to_handle, asked=asked, check=check,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
@@ -148,6 +153,7 @@ def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float
     try:
         try:
             team.door = StackDoor(run.ask_look, team.warn)
+            team.leave = run.ask_leave
             finish, stopped = _run_all(run, team, grace)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
@@ -201,12 +207,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         return _succeed(job, team)
     stop = None if job is None or job.verdict is None else job.verdict.stop
     if finish.state == "stopped":
-        number = stop.signal if stop is not None else stopped or signal.SIGTERM
-        code = 128 + number
-        cause = signal.Signals(number).name if stop is None else told(stop)
-        say(f"the job was stopped: {cause}")
-        team.record_end("stopped", code, cause)
-        return code
+        return _conclude_stop(job, stop, stopped or signal.SIGTERM, team)
     why = finish.why
     if finish.state != "failed" or job is None:
         why = _failing(finish, team)
@@ -217,7 +218,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     left = JobEvidence(finish.evidence, stop, job.members)
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
-    earlier = earlier_attempts(job, team.policy, has_failed=finish.state == "failed")
+    earlier = earlier_attempts(job, has_failed=finish.state == "failed")
     if left.summary and not any(left.summary in failure.detail for failure in left.failures.values()):
         say(left.summary)  # nothing is left of the rank that hangs
     if not left.failures:
@@ -248,9 +249,20 @@ def _without_failures(name: str, cause: str, left: JobEvidence, earlier: list[st
     return format_summary(name, "failed", cause=cause, detail=detail, endings=endings, log_dir=logs_of, earlier=earlier)
 
 
+def _conclude_stop(job: Job | None, stop: Stop | None, stopped: signal.Signals, team: MachineTeam) -> int:
+    number = stopped if stop is None else stop.signal
+    code = 128 + number
+    cause = signal.Signals(number).name if stop is None else told(stop)
+    for line in [] if job is None else failed_attempts(job):
+        say(line)
+    say(f"the job was stopped: {cause}")
+    team.record_end("stopped", code, cause)
+    return code
+
+
 def _succeed(job: Job | None, team: MachineTeam) -> int:
     if job is not None and job.generation:
-        say(f"attempt {job.generation + 1}{attempts_of(job, team.policy)} has succeeded")
+        say(f"attempt {job.generation} has succeeded")
     team.record_end("succeeded", 0)
     return 0
 

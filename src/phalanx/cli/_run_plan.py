@@ -17,7 +17,7 @@ from phalanx.cli._console import console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
 from phalanx.cli._rdzv_conf import exposed
-from phalanx.cli._restarts import forwarded, restart_policy
+from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
 from phalanx.cli._run_checks import (
     check_command,
     check_preload,
@@ -36,10 +36,11 @@ from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_config import RunConfig
     from phalanx.cli._run_events import RunEvents
 
@@ -52,11 +53,12 @@ class RunPlan:
     Args:
         config: What was asked for.
         makes_folder: Whether the default folder of runs is made, if it is not there yet.
+        typed: The names of the options that stand on the command line itself.
 
     Raises click.UsageError: what cannot be.
     """
 
-    def __init__(self, config: RunConfig, *, makes_folder: bool) -> None:
+    def __init__(self, config: RunConfig, *, makes_folder: bool, typed: Collection[str] = ()) -> None:
         nprocs = config.nproc_per_node
         self.config = config
         # As with torchrun, --run-path goes before these.
@@ -111,7 +113,7 @@ class RunPlan:
         doubts = [] if self._no_python else _python.doubts(config.script)
         if self.meeting.machines is not None:
             doubts = [*doubts, *exposed(config.rdzv_conf)]
-        said = [*self.meeting.notes, *doubts, *said]
+        said = [*self.meeting.notes, *check_heeded(config, self.policy, typed), *doubts, *said]
         unread = self.stdin.unread()
         self.specs.notes = [*self.specs.notes, *said, *notes, *unread, *umask_notes(config.log_mode)]
         self._filters = filters
@@ -126,6 +128,14 @@ class RunPlan:
             config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
             entry_point=config.script, nprocs=config.nproc_per_node,
         )  # fmt: skip
+
+    def node_check(self) -> NodeCheck | None:
+        """Return what this machine has to pass before each attempt; None: nothing."""
+        if not self.config.node_check:
+            return None
+        from phalanx.cli._node_check import NodeCheck
+
+        return NodeCheck(self.config.node_check)
 
     def groups(self, port: ReservedPort | None, variables: Mapping[str, str]) -> AttemptGroups:
         """Return what makes the groups of all attempts.

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import click
 
+from phalanx._agent.attempts import NoAttemptError
 from phalanx._agent.history import describe_workers
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine import host_signals
@@ -35,7 +36,7 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
     try:
         try:
             stopped = _run_all(teams, grace)
-        except PreloadError as error:
+        except (PreloadError, NoAttemptError) as error:
             say(f"Error: {error}")
             teams.record_end("failed", 1, str(error))
             return 1
@@ -110,6 +111,8 @@ def _say_stop(teams: WorkerTeams, death: signal.Signals, seconds: float) -> None
         teams.say(f"phalanx: {death.name}: {announced(runs[0], death, seconds)}")
     elif any(team.is_put_off for team in teams.teams.values()):
         teams.say(f"phalanx: {death.name}: the run is stopped; {GONE}")
+    if teams.check is not None and teams.check.is_under_way:
+        teams.say(f"phalanx: {death.name}: ending --node-check; no attempt is started")
     if waits and death != signal.SIGKILL:
         teams.say(f"phalanx: {death.name}: {name_ranks(map(teams.number, waits))}: no other attempt is started")
 
@@ -127,7 +130,7 @@ def _conclude(teams: WorkerTeams, stopped: signal.Signals | None, specs: RunLogs
     if first is not None:
         code, cause = _verdict(teams, first, lost[first].ends[-1])
         teams.record_end("failed", code, cause, "" if teams.error is None else teams.error.format_msg())
-    elif stopped is not None:
+    elif stopped is not None and any(ending.state == "stopped" for ending in teams.endings.values()):
         code = 128 + stopped
         teams.record_end("stopped", code, stopped.name)
     else:
@@ -167,17 +170,14 @@ def _recovered(teams: WorkerTeams) -> list[str]:
     for rank, ending in teams.endings.items():
         if ending.state == "succeeded" and len(ending.ends) > 1:
             again.setdefault(ending.ends[-1].number, []).append(teams.number(rank))
-    attempts = teams.policy.attempts
-    return [
-        f"{name_ranks(ranks)}: attempt {number + 1}{attempts} has succeeded" for number, ranks in sorted(again.items())
-    ]
+    return [f"{name_ranks(ranks)}: attempt {number} has succeeded" for number, ranks in sorted(again.items())]
 
 
 def _verdict(teams: WorkerTeams, rank: int, end: AttemptEnd) -> tuple[int, str]:
     """Return the exit code that follows from a worker that gave up, by its local rank, and the cause."""
     code, cause = verdict(teams.results.get(rank, RunProcsResult()))
     if end.number or not code:
-        cause = f"rank {teams.number(rank)}: attempt {end.number + 1}{teams.policy.attempts}: {end.error}"
+        cause = f"rank {teams.number(rank)}: attempt {end.number}: {end.error}"
     return code or 1, cause
 
 

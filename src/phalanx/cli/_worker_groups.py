@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement
     from phalanx.cli._attempt_groups import AttemptGroups
+    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_record import Asked, Observers
     from phalanx.multiprocessing import PContext
@@ -47,6 +48,7 @@ class OneWorker(WorkerTeam):
         make: Makes the group of an attempt.
         speak: Shows a line while no group of it does.
         signals: Those that stop the run.
+        check: See `RunTeam`.
 
     Attributes:
         last_result: How the last attempt has ended; None: it runs, or was not started.
@@ -58,15 +60,38 @@ class OneWorker(WorkerTeam):
         make: Callable[[int, PContext | None], PContext],
         speak: Callable[[str], None],
         signals: Iterable[int],
+        check: NodeCheck | None,
     ) -> None:
         super().__init__(make, speak=speak, common=CommonStop(signals))
         self.rank = rank
+        self._check = check
         self.last_result: RunProcsResult | None = None
 
     def begin(self, attempt: int) -> None:
         """See `Team`."""
         super().begin(attempt)
         self.last_result = None
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`. The worker is started when the machine has passed its check: one that is under way counts."""
+        if self._check is not None:
+            self._check.begin(f"attempt {attempt}", wake)
+        super().start(attempt, wake)
+
+    def _may_start(self) -> bool:
+        if self._check is None:
+            return super()._may_start()
+        try:
+            has_passed = self._check.has_passed()
+        finally:
+            self.poll_seconds = self._check.seconds_left
+        return has_passed and super()._may_start()
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`."""
+        if self._check is not None:
+            self._check.stop(death_signal, grace)
+        super().stop(death_signal, grace)
 
     def is_up(self) -> bool:
         """See `Team`."""
@@ -79,6 +104,9 @@ class OneWorker(WorkerTeam):
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
+        if self.group is None and self._check is not None and self._check.is_under_way:
+            self.poll_seconds = self._check.seconds_left
+            return None
         end = super().ended()
         if end is not None and self.result is not None:
             self.last_result = self.result
@@ -99,6 +127,7 @@ class WorkerTeams:
         observers: See `RunRecord`.
         signals: Those that stop the run.
         asked: What was asked for.
+        check: See `RunTeam`.
     """
 
     def __init__(
@@ -114,6 +143,7 @@ class WorkerTeams:
         observers: Observers,
         signals: Collection[int],
         asked: Asked,
+        check: NodeCheck | None = None,
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
@@ -123,16 +153,18 @@ class WorkerTeams:
         self.lines = RunLines(groups.envs, console, lambda stream: self.record.reader_gone(self._latest(), stream))
         recorder = WorkersRecorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs,
-            attempts=policy.attempts, argv=asked.argv, config=asked.config,
+            argv=asked.argv, config=asked.config,
         )  # fmt: skip
         self.record = RunRecord(recorder, self._warn, observers)
         self.number = recorder.global_rank
         """Returns the rank in the job of a local rank."""
         groups.emit_into(self.record.stream)
         self._groups = groups
+        self.check = check
         self._own = _placed(groups, limits)
         self.teams = {
-            rank: OneWorker(rank, partial(self._make, rank), self._speak, signals) for rank in sorted(groups.envs)
+            rank: OneWorker(rank, partial(self._make, rank), self._speak, signals, check)
+            for rank in sorted(groups.envs)
         }
         self.attempts = {
             rank: Attempts(team, policy, signals=False, events=self.record.stream, worker=self.number(rank))
@@ -143,7 +175,10 @@ class WorkerTeams:
     def _make(self, rank: int, attempt: int, before: PContext | None) -> PContext:
         self._groups.warm_up()
         # There are no others that could leave evidence, or that it has to stop.
-        return self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
+        group = self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
+        if self.check is not None:
+            self.check.write(self._groups.log_dir)
+        return group
 
     def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
@@ -191,6 +226,8 @@ class WorkerTeams:
         for team in self.teams.values():
             team.close()
         self.lines.close()
+        if self.check is not None:
+            self.check.close()
 
 
 @contextmanager

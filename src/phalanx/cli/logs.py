@@ -65,7 +65,7 @@ def read_since(text: str) -> float:
     "--attempt",
     type=Whole(min=0),
     metavar="N",
-    help="Which start of the workers. Default: the last; all, if they are restarted one by one.",
+    help="Which start of the workers, from 0. Default: the last; all, if they are restarted one by one.",
 )
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")

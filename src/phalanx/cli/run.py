@@ -1,4 +1,4 @@
-"""``phalanx run``: a script, a module or a binary as a group of workers on this machine.
+"""``phalanx run``: a script, a module or a binary as a group of workers, or as this machine's part of a job of many.
 
 Owns the options, the workers' environment and the exit code. Knows nothing of how a group is kept together.
 """
@@ -16,7 +16,7 @@ from phalanx._base.tty import use_colour
 from phalanx._engine.host_signals import choosing
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._command import SETTINGS, Command, argv_of
-from phalanx.cli._declare import click_options, job_of, sections, set_job
+from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
@@ -85,7 +85,7 @@ def run(
     dry_run: bool,
     **options: Any,
 ) -> None:
-    """Run SCRIPT as a group of workers on this machine.
+    """Run SCRIPT as a group of workers: on this machine, or on several, with one `phalanx run` on each.
 
     \b
     phalanx run --nproc-per-node 4 train.py --lr 0.1
@@ -104,7 +104,7 @@ def run(
     config = _config(ctx, script, args, options)
     try:
         with ExitStack() as until_end:
-            plan = RunPlan(config, makes_folder=not (print_config or dry_run))
+            plan = RunPlan(config, makes_folder=not (print_config or dry_run), typed=typed(ctx))
             plan.specs.notes = [*_notes(ctx, script, args), *plan.specs.notes]
             if print_config:
                 _print_config(ctx, plan)
@@ -159,6 +159,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
             "observers": observers,
             "signals": config.signals_to_handle,
             "asked": asked,
+            "check": plan.node_check(),
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
@@ -166,7 +167,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     else:
         team = RunTeam(
             groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-            signals=config.signals_to_handle, asked=asked,
+            signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
         )  # fmt: skip
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_through(team, plan.specs, config.grace, colour=colour)

@@ -68,7 +68,8 @@ def rendezvous_of(config: LaunchConfig) -> RendezvousHandler:
         raise ValueError(msg) from None
     if not is_here(host):
         msg = (
-            f"rdzv_endpoint: expected an address of this machine, got {config.rdzv_endpoint!r}: a job is on one machine"
+            f"rdzv_endpoint: expected an address of this machine, got {config.rdzv_endpoint!r}: the job is on one "
+            "machine, for max_nodes is 1"
         )
         raise ValueError(msg)
     if config.rdzv_backend != "static":

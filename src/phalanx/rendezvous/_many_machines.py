@@ -258,10 +258,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
         left = JobEvidence(finish.evidence, None if job.verdict is None else job.verdict.stop, job.members)
         if not left.failures:
             return None
-        policy = self._policy or _ENDLESS
         return ChildFailedError(
             name, left.failures, outcomes=left.outcomes, log_dir=left.log_dir, lost=left.lost,
-            earlier=earlier_attempts(job, policy, has_failed=True), gave_up=finish.why,
+            earlier=earlier_attempts(job, has_failed=True), gave_up=finish.why,
         )  # fmt: skip
 
     def tell_success(self, *, wait: bool = True) -> bool | None:
