@@ -186,10 +186,14 @@ def name_files(
 def lay_out_nothing(
     ranks: Collection[int], redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
 ) -> LogsDest:
-    """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
+    """Name no log files, and error files side by side in a new temporary folder; in none, if none can be made."""
     import tempfile
 
-    return name_nothing(tempfile.mkdtemp(prefix="phalanx_"), ranks, redirects, tee, shown)
+    try:
+        folder = tempfile.mkdtemp(prefix="phalanx_")
+    except OSError:  # workers send their evidence where they cannot write it
+        folder = os.path.join(os.devnull, "phalanx")
+    return name_nothing(folder, ranks, redirects, tee, shown)
 
 
 def name_nothing(
