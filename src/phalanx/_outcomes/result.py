@@ -271,7 +271,7 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
     path, code = logs.error_files[worker.rank], worker.exit.returncode
     told = read_fallback(path, worker.pid)
     failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
-    if failure.evidence_ns is None and code > 0 and sends_evidence:
+    if failure.evidence_ns is None and code > 0 and (sends_evidence or _refusal(os.path.dirname(path))):
         return False
     return not failure.unreadable and not is_cut_off(failure)
 
