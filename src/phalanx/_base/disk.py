@@ -57,6 +57,21 @@ def check(folder: str, inodes: int = 0) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
 
 
+def shortage(folder: str) -> int:
+    """Return the errno with which a write to a folder would fail, as far as the disk says it; 0: none, or not known.
+
+    Nothing is written: that would wait for a disk that does not answer (fsfreeze(8)). Of a quota this knows nothing.
+    """
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    if found.f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    is_full = found.f_bavail * found.f_frsize < ROOM or (found.f_files and not found.f_favail)
+    return errno.ENOSPC if is_full else 0
+
+
 def _inodes(path: str) -> str:
     """How many inodes are free, where a disk has room otherwise, and files cannot be made; else ""."""
     try:

@@ -271,7 +271,7 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
     path, code = logs.error_files[worker.rank], worker.exit.returncode
     told = read_fallback(path, worker.pid)
     failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
-    if failure.evidence_ns is None and code > 0 and (sends_evidence or _refusal(os.path.dirname(path))):
+    if failure.evidence_ns is None and code > 0 and (sends_evidence or disk.shortage(os.path.dirname(path))):
         return False
     return not failure.unreadable and not is_cut_off(failure)
 
@@ -357,14 +357,14 @@ def _name_disks(failures: dict[int, ProcessFailure], workers: Mapping[int, Worke
     """Add to failures that the disk of their logs takes no more: it may be the cause, and lines are missing there."""
     from resource import RLIMIT_FSIZE, getrlimit
 
-    found: dict[str, int] = {}  # what each folder refuses a write with, now
+    found: dict[str, int] = {}  # with what each folder refuses a write now
     limit = getrlimit(RLIMIT_FSIZE)[0]
     for rank, failure in failures.items():
         path = logs.error_files[rank]
         paths = [log for log in (logs.stdouts[rank], logs.stderrs[rank]) if log not in ("", os.devnull)]
         folder = os.path.dirname(logs.timeline or path)
         if folder not in found:
-            found[folder] = _refusal(folder)
+            found[folder] = disk.shortage(folder)
         sent = workers[rank].sent_evidence
         known = sent.number if sent is not None and disk.is_full(sent.number) else 0
         if any(_size(log) >= limit >= 0 for log in paths):
@@ -381,15 +381,6 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError:
         return -1
-
-
-def _refusal(folder: str) -> int:
-    """Return the errno with which a disk refuses to take more; 0: it takes more, or it is not known."""
-    try:
-        disk.check(folder, 1)
-    except OSError as error:
-        return error.errno if error.errno is not None and disk.is_full(error.errno) else 0
-    return 0
 
 
 def _write_evidence(worker: WorkerRecord, logs: LogsDest, message: str, stack: str) -> None:
