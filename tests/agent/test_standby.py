@@ -279,6 +279,7 @@ def test_who_has_a_standby(tmp_path: Path, chosen: dict[str, Any], has_one: bool
         "preload_env": {},
         "port": None,
         "standby": True,
+        "stdin": lambda _envs: {},
         "run_path": "",
     }
     groups = AttemptGroups("x", (), {0: {}}, RunLogs(str(tmp_path)), options={}, **(options | chosen))

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import channels
 from phalanx._engine import worker_messages
 from phalanx._engine.mp_parent import ChildIdentities
-from phalanx._engine.worker.function import send_evidence
 from phalanx._engine.worker.mp_child import Child
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
 from tests.support.disks import fill
@@ -222,7 +220,7 @@ def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_pat
 
 @pytest.mark.slow
 def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
-    ours, theirs = channels.pair()
+    theirs, ours = worker_messages.pair()
     with closing(ours), closing(theirs):
         ours.setblocking(False)
         with suppress(BlockingIOError):
@@ -230,7 +228,7 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
                 ours.send(b"x" * 1000)
         before = len(os.listdir("/proc/self/fd"))
         me = Child(ChildIdentities("spawn", [0]).state(0), 0, ours.fileno(), forked=False)
-        send_evidence(me, "text", "stack", 5)
+        me.socket.send_evidence("text", "stack", 5)
         assert not worker_messages.send(ours.fileno(), b"E", patience=0.001)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open
         assert len(os.listdir("/proc/self/fd")) == before

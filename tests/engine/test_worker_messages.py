@@ -20,6 +20,7 @@ from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
 from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.worker import mp_child
+from phalanx._evidence.sent import pack
 from phalanx.multiprocessing import start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
 from tests.support.workers import run_script
@@ -87,9 +88,9 @@ ATTACKS: dict[str, Callable[[], tuple[bytes, list[int]]]] = {
     "a file in memory with a hole of a tebibyte": lambda: (b"L", [memory(VALUE, 1 << 40)]),
     "a large value without a file": lambda: (b"L", []),
     "a large value and a content": lambda: (b"Lx", [memory(VALUE)]),
-    "evidence that ends early": lambda: (b"E" + bytes(8) + b"\xff\xff\xff\xff" + b"text", []),
-    "evidence of a later age": lambda: (b"E" + b"\xff" * 8 + bytes(4), []),
-    "evidence with descriptors": lambda: (b"E" + bytes(12), of_path("/dev/null")),
+    "evidence that ends early": lambda: (b"E" + bytes(12) + b"\xff\xff\xff\xff" + b"text", []),
+    "evidence of a later age": lambda: (b"E" + b"\xff" * 8 + bytes(8), []),
+    "evidence with descriptors": lambda: (b"E" + bytes(16), of_path("/dev/null")),
     "a question without a socket": lambda: (b"T", of_path("/dev/null")),
     "a question with nothing": lambda: (b"T", []),
     "many descriptors": lambda: (b"?", of_path("/dev/null") * 250),
@@ -164,15 +165,21 @@ def test_what_makes_no_sense_is_dropped_and_said_of_its_sender(end: End, name: s
     assert (sender.sent_evidence, other.result, other.sent_evidence) == (None, None, None)
 
 
+def told(worker: WorkerRecord) -> tuple[str, str, int, int]:
+    evidence = worker.sent_evidence
+    assert evidence is not None
+    return evidence.message, evidence.stack, evidence.moment, evidence.number
+
+
 def test_a_good_value_counts_whatever_came_before_it(end: End) -> None:
     for name in ATTACKS:
         attack(end.theirs.fileno(), name)
         end.take()
-    worker_messages.send(end.theirs.fileno(), worker_messages.evidence(b"text", "stäck".encode(), 5))
+    worker_messages.send(end.theirs.fileno(), pack(b"text", "stäck".encode(), 5, 28))
     worker_messages.send(end.theirs.fileno(), b"R" + VALUE)
     end.take()
     sender, _other = end.ended()
-    assert (sender.result, sender.sent_evidence) == (VALUE, ("text", "stäck", 5))
+    assert (sender.result, told(sender)) == (VALUE, ("text", "stäck", 5, 28))
 
 
 def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
@@ -183,12 +190,12 @@ def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
     worker_messages.send(fd, b"R" + VALUE * 2, [reader])
     worker_messages.send(fd, b"L", [large])
     for number in (1, 2):
-        worker_messages.send(fd, worker_messages.evidence(b"text %d" % number, b"", number))
+        worker_messages.send(fd, pack(b"text %d" % number, b"", number))
     for each in (large, reader):
         os.close(each)
     end.take()
     sender, _other = end.ended()
-    assert (sender.result, sender.sent_evidence, end.dropped) == (VALUE, ("text 1", "", 1), 2)
+    assert (sender.result, told(sender), end.dropped) == (VALUE, ("text 1", "", 1, 0), 2)
     sender.received_fds.close()
     with pytest.raises(BrokenPipeError):  # nobody holds the reading end
         os.write(writer, b"x")
@@ -434,7 +441,7 @@ theirs.close()
 
 
 def test_a_launcher_that_reads_nothing_is_sent_what_there_is_room_for() -> None:
-    body = worker_messages.evidence(b"x" * 28_000, b"", 5)
+    body = pack(b"x" * 28_000, b"", 5)
     ours, theirs = channels.pair()
     with closing(ours), closing(theirs):
         sent = 0

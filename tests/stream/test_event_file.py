@@ -79,7 +79,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(
         file.write([event(number)])
         assert path.read_text().endswith("\n")
     assert len(said) == 1
-    assert said[0].startswith("the run goes on, but its events.jsonl cannot be written: ")
+    assert said[0].startswith("events.jsonl cannot be written: ")
     (small_disk / "ballast").unlink()
     file.write([event(110)])
     found = read(path)

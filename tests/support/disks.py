@@ -41,6 +41,13 @@ class Disk:
         self.thaw()
         os.close(self._fd)
 
+    def fail(self) -> None:
+        """Let the kernel find an error on it: it is read-only from now on, also for files that are open."""
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:
+            device = next(line.split()[-2] for line in file if line.split()[4] == str(self.folder))
+        with open(f"/sys/fs/ext4/{os.path.basename(device)}/trigger_fs_error", "w", encoding="utf-8") as file:
+            file.write("a test")
+
 
 @contextlib.contextmanager
 def mounted(tmp_path: Path) -> Iterator[Disk]:
@@ -51,7 +58,8 @@ def mounted(tmp_path: Path) -> Iterator[Disk]:
         file.truncate(64 << 20)
     try:
         subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, capture_output=True)
-        subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True, capture_output=True)
+        mount = ["mount", "-o", "loop,errors=remount-ro", str(image), str(folder)]
+        subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
     it = Disk(folder)
@@ -65,13 +73,12 @@ def mounted(tmp_path: Path) -> Iterator[Disk]:
 
 
 @contextlib.contextmanager
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB below the test's folder. Skips the test where nothing can be mounted."""
+def small(tmp_path: Path, kib: int = 64, inodes: int = 64) -> Iterator[Path]:
+    """A file system of so many KiB below the test's folder. Skips the test where nothing can be mounted."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", place], capture_output=True, check=False
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k,nr_inodes={inodes}", "none", str(place)]
+    done = subprocess.run(mount, capture_output=True, check=False)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
     try:

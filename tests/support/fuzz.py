@@ -213,7 +213,8 @@ class Fuzz:
                 worker.exit = Exit(1)
             mirror.settle_results()
         worker = mirror.workers[0]
-        assert worker.sent_evidence is None or sum(map(len, worker.sent_evidence[:2])) <= worker_messages.PACKET
+        sent = worker.sent_evidence
+        assert sent is None or len(sent.message) + len(sent.stack) <= worker_messages.PACKET
         assert not isinstance(worker.result, bytes) or len(worker.result) <= max(worker_messages.PACKET, _LARGE)
         worker.received_fds.close()
         for fd in dropped:

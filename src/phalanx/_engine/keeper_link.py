@@ -6,6 +6,7 @@ group ended, as far as the keeper has reported it. Runs in the group's thread.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 from phalanx._base import channels, clock, procfs
@@ -241,6 +242,10 @@ class KeeperLink:
     def _on_orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
         self._mirror.left_behind(entries, beyond)
 
+    def _on_logs_refused(self, number: int) -> None:
+        what = f"rotated log files cannot be written: {os.strerror(number)}"
+        self._display.announce(f"{what}; lines are missing there, and the workers go on")
+
     def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
         if self.start_error is None:
             self.start_error = start_errors.not_started(rank, doing, number, filename)
@@ -349,6 +354,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "noticed": KeeperLink._on_noticed,
     "lingering": KeeperLink._on_lingering,
     "orphans": KeeperLink._on_orphans,
+    "logs_refused": KeeperLink._on_logs_refused,
     "helper_lost": KeeperLink._on_helper_lost,
     "start_failed": KeeperLink._on_start_failed,
     "ended": KeeperLink._on_ended,

@@ -15,6 +15,7 @@ from phalanx._base.latch import Latch
 from phalanx._engine import worker_messages
 from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.protocol import ExitReport
+from phalanx._evidence.sent import Sent
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ class WorkerRecord:
         self.cpu_seconds = 0.0
         self.result: bytes | Exception | None = None  # pickled; or why it could not be received, or is none
         self.received_fds = ReceivedFds()  # the descriptors that came with it
-        self.sent_evidence: tuple[str, str, int] | None = (
-            None  # evidence that it could not write: message, traceback, moment
-        )
+        self.sent_evidence: Sent | None = None  # evidence that it could not write
 
     @property
     def ended_well(self) -> bool:
@@ -115,7 +114,7 @@ class _Said:
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
         self.received_fds = ReceivedFds()
-        self.sent_evidence: tuple[str, str, int] | None = None
+        self.sent_evidence: Sent | None = None
         self.wrong = ""  # why its first malformed packet is one
 
 
@@ -191,7 +190,7 @@ class Mirror:
             if said is not None:
                 said.wrong = said.wrong or packet.wrong
         elif packet.letter == worker_messages.EVIDENCE:
-            said.sent_evidence = said.sent_evidence or worker_messages.evidence_of(packet)
+            said.sent_evidence = said.sent_evidence or Sent(packet.content)
         elif said.result is not None:  # it has returned once
             drop(packet.fds)
         elif packet.cut:

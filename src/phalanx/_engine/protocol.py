@@ -287,6 +287,11 @@ def helper_lost(who: str, returncode: int, decided: bool) -> Message:  # noqa: F
     return "helper_lost", who, returncode, decided
 
 
+def logs_refused(number: int) -> Message:
+    """A rotated log file did not take a line, with this errno, for the first time: such lines are lost."""
+    return "logs_refused", number
+
+
 def start_failed(rank: int, doing: str, number: int, filename: str) -> Message:
     """The last message of a group that did not start: what failed, its errno, and the file concerned.
 
@@ -309,7 +314,7 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, parked, running, state, exits, signalled, noticed, lingering, orphans, helper_lost),
+    *(up, started, parked, running, state, exits, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
     *(start_failed, ended, ended_by_loss),
 )
 

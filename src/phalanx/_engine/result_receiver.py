@@ -40,7 +40,7 @@ class ResultReceiver:
 
     def open(self) -> socket:
         """Begin to receive. Returns the workers' end of the socket, the caller's from now on."""
-        ours, theirs = channels.pair()
+        ours, theirs = worker_messages.pair()
         self._inbox = worker_messages.Inbox(ours, self._drop)
         self._loop.watch(ours.fileno(), self._on_report)
         return theirs

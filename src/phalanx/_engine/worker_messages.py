@@ -10,7 +10,7 @@ A packet is a letter and a content::
 
     R  the pickle of a value; descriptors: those that belong to the value
     L  nothing: a large value; the last descriptor is of its file, see `sealed_memfd`
-    E  evidence: the moment (8 bytes), the length of the message in bytes (4), the message, the traceback
+    E  evidence that the worker could not write to a file, see `_evidence.sent`
     T  nothing: a worker asks for the resource tracker, over the socket that is the one descriptor
 """
 
@@ -20,21 +20,23 @@ import _socket
 import sys
 
 from phalanx._base import channels
+from phalanx._evidence import sent
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-RESULT, LARGE, EVIDENCE, TRACKER = b"R", b"L", b"E", b"T"
+RESULT, LARGE, EVIDENCE, TRACKER = b"R", b"L", sent.LETTER, b"T"
 
 PACKET = 33 * 1024
 """The most bytes of a packet."""
 
+PATIENCE = 1
+"""Seconds for which a worker waits until its evidence can be sent."""
+
 _DESCRIPTORS = 253  # SCM_MAX_FD (unix(7))
 _SCM_CREDENTIALS = 2
-_INT, _MOMENT, _LENGTH = 4, 8, 4
-_HEAD = _MOMENT + _LENGTH
-_LATEST = 1 << 63
+_INT = 4
 _LONGEST = 2e6  # seconds that one wait takes: poll(2) counts milliseconds in an int
 
 
@@ -56,12 +58,6 @@ class Packet:
 
 
 # --- in the worker
-
-
-def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
-    """The body of a packet of evidence. The texts are UTF-8."""
-    return b"".join((EVIDENCE, moment.to_bytes(_MOMENT, "little"), len(message).to_bytes(_LENGTH, "little"),
-                     message, stack))  # fmt: skip
 
 
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
@@ -96,6 +92,18 @@ def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None =
 
 
 # --- in the launcher
+
+
+def pair() -> tuple[_socket.socket, _socket.socket]:
+    """Make the report socket: the launcher's end, and the workers'. Raises OSError.
+
+    A write by which a worker sends evidence waits for `PATIENCE` seconds, at most, for a launcher that reads nothing.
+    """
+    import struct
+
+    ours, theirs = channels.pair()
+    theirs.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE, 0))  # socket(7)
+    return ours, theirs
 
 
 class Inbox:
@@ -159,15 +167,6 @@ class Inbox:
         return wait
 
 
-def evidence_of(packet: Packet) -> tuple[str, str, int]:
-    """The message, the traceback and the moment (CLOCK_MONOTONIC, nanoseconds) of a packet of evidence."""
-    content = packet.content
-    size = int.from_bytes(content[_MOMENT:_HEAD], "little")
-    texts = content[_HEAD : _HEAD + size], content[_HEAD + size :]
-    message, stack = (text.decode("utf-8", "replace") for text in texts)
-    return message, stack, int.from_bytes(content[:_MOMENT], "little")
-
-
 def _sender_and_descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
     """The pid of a packet's sender, and the descriptors that came with it."""
     pid, fds = 0, []
@@ -184,13 +183,11 @@ def _judge(packet: Packet) -> str:
     letter, content, fds = packet.letter, packet.content, packet.fds
     why = ""
     if letter == EVIDENCE:
-        moment, length = content[:_MOMENT], int.from_bytes(content[_MOMENT:_HEAD], "little")
-        if len(content) < _HEAD + length:
-            why = "evidence that is not whole"
-        elif int.from_bytes(moment, "little") >= _LATEST:
-            why = "evidence of a moment that cannot be"
-        elif fds:
-            why = "evidence with descriptors"
+        why = "evidence with descriptors" if fds else ""
+        try:
+            sent.Sent(content)
+        except ValueError as error:
+            why = str(error)
     elif letter in (LARGE, TRACKER) and content:
         why = f"a packet {letter.decode()} with a content"
     elif letter == LARGE:

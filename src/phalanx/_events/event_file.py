@@ -6,7 +6,7 @@ import os
 from collections import deque
 from contextlib import suppress
 
-from phalanx._base import files
+from phalanx._base import disk, files
 from phalanx._events.kinds import GroupStarting
 
 TYPE_CHECKING = False
@@ -39,7 +39,7 @@ class EventFile:
 
     Args:
         path: The file of the newest events. Beside it, the oldest are in ``PATH.1``, the last but newest in ``PATH.2``.
-        warn: Called with the first error. The run goes on.
+        warn: Called with the first error.
     """
 
     def __init__(self, path: str, warn: Callable[[str], object] = lambda _text: None) -> None:
@@ -67,7 +67,7 @@ class EventFile:
                     os.unlink(self._path)
             if not self._has_failed:
                 self._has_failed = True
-                self._warn(f"the run goes on, but its {EVENTS} cannot be written: {error}")
+                self._warn(f"{EVENTS} cannot be written: {disk.in_words(error, self._path)}")
 
     def _write_held(self, events: list[dict[str, Any]]) -> None:
         fd = self._open()

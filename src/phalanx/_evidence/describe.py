@@ -78,8 +78,8 @@ def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
 def decode_dump(data: bytes) -> str:
     r"""Return what a fault handler wrote as text, with the letters in it that it has escaped: it writes ASCII alone.
 
-    >>> decode_dump(b'  File "f\xfcr.py", line 4 in <module>')
-    '  File "für.py", line 4 in <module>'
+    >>> decode_dump(b'File "f' + b"\x5cxfcr.py")
+    'File "für.py'
     """
     text = data.decode("utf-8", "replace")
     if "\\" not in text:

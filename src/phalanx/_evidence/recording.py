@@ -44,6 +44,8 @@ _MARK = "_phalanx_recorded"  # the attribute of an exception that has been recor
 _CHAIN = 100  # exceptions of a chain that are looked at
 _EXIT_LIMIT = 4096  # bytes that are read of the file of exits
 
+_refused = {}  # type: dict[str, int]  # by error file; a comment, because a worker may run Python 3.8
+
 
 def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False) -> bool:
     """Write an exception to the error file of this process, or to its fallback. Never raises.
@@ -98,7 +100,8 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         of_launcher = any(callable(getattr(type(each), "get_first_failure", None)) for each in chain)
         try:
             write_record(path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher)
-        except (OSError, ImportError):  # ImportError of `json`: this process's user may not read the library
+        except (OSError, ImportError) as error:  # ImportError of `json`: this process's user may not read the library
+            _refused[path] = getattr(error, "errno", None) or 0
             return left and write_fallback(path, message, text, began)
         _mark(exc, path, began)
     except BaseException:  # one of ours must not replace the exception that is being recorded
@@ -107,6 +110,11 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         if before not in (b"", linux.RECORDING):  # the latter: another thread records, too
             linux.set_comm(before)
     return True
+
+
+def refused(path: str | None) -> int:
+    """Return the errno for which `record` could not write an error file; 0 if it could, or that is not known."""
+    return _refused.get(path or "", 0)
 
 
 def write_record(

@@ -133,8 +133,9 @@ class ScriptContext(SubprocessContext):
 
     def _plan(self, held: ExitStack) -> Plan:
         if self._warm is None:
-            return Plan(super()._plan(held).commands, can_wait=True)
+            commands = super()._plan(held).commands
+            return Plan({rank: (path, argv, [0]) for rank, (path, argv, _fds) in commands.items()}, can_wait=True)
         forks: dict[int, tuple[str, list[bytes], list[int]]] = {
-            rank: ("", [os.fsencode(str(value)) for value in values], []) for rank, values in self.args.items()
+            rank: ("", [os.fsencode(str(value)) for value in values], [0]) for rank, values in self.args.items()
         }
         return Plan(forks, fork=True, warm=self._warm)

@@ -16,7 +16,7 @@ class Plan:
 
     Args:
         commands: Local rank → the file to execute, its argv, and the indices of the descriptors that it inherits, of
-            ``fds`` from 1 on; 0 is the socket on which a function worker reports.
+            ``fds`` from 1 on; 0 is the report socket, see `worker_messages`.
         flags: The options of the keeper's interpreter.
         call: Runs a worker in a fork of this process. The keeper is such a fork as well then.
         fork: Whether workers are forks of the keeper.

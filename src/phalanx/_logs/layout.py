@@ -187,8 +187,12 @@ def name_files(
 def lay_out_nothing(
     ranks: Collection[int], redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
 ) -> LogsDest:
-    """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
-    return name_nothing(temporary.make(), ranks, redirects, tee, shown)
+    """Name no log files, and error files side by side in a new temporary folder; in none, if none can be made."""
+    try:
+        folder = temporary.make()
+    except OSError:  # workers send their evidence where they cannot write it
+        folder = os.path.join(os.devnull, "phalanx")
+    return name_nothing(folder, ranks, redirects, tee, shown)
 
 
 def name_nothing(

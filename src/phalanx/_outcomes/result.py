@@ -5,10 +5,11 @@ It is judged from exits, error files and return values. Nothing here starts, sto
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 
-from phalanx._base import clock
+from phalanx._base import clock, disk
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._engine.host_signals import SignalException
@@ -205,7 +206,9 @@ def collect(
         )
         if failure is not None:
             failures[worker.rank] = failure
-    _date_back(failures, {worker.rank: worker for worker in workers})
+    by_rank = {worker.rank: worker for worker in workers}
+    _date_back(failures, by_rank)
+    _name_disks(failures, by_rank, logs)
     for rank, seconds in _early(outcomes, began_ns):
         outcomes[rank] = outcomes[rank].replace(early=seconds)
     return RunProcsResult(
@@ -337,7 +340,7 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
     path, code = logs.error_files[worker.rank], worker.exit.returncode
     told = read_fallback(path, worker.pid)
     failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
-    if failure.evidence_ns is None and code > 0 and sends_evidence:
+    if failure.evidence_ns is None and code > 0 and (sends_evidence or disk.shortage(os.path.dirname(path))):
         return False
     return not failure.unreadable and not is_cut_off(failure)
 
@@ -381,7 +384,8 @@ def _number(rank: str) -> int | None:
 def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
-    told = worker.sent_evidence or read_fallback(path, worker.pid)
+    sent = worker.sent_evidence
+    told = read_fallback(path, worker.pid) if sent is None else (sent.message, sent.stack, sent.moment)
     if told is not None:
         _write_evidence_sent(path, worker.pid, *told)
     if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):
@@ -393,8 +397,8 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
     if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1
         seen = timer_detail(path) or worker.hang.removeprefix(worker.hung).lstrip()
-        sent = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
-        detail = f"{seen}\n{sent}".lstrip()
+        struck = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
+        detail = f"{seen}\n{struck}".lstrip()
         told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
     elif code == 0:  # its own handler for our signal ended it with code 0
         code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
@@ -433,8 +437,40 @@ def _fatal_at(worker: WorkerRecord, path: str) -> int | None:
 
 
 def _detail(worker: WorkerRecord) -> str:
+    if worker.exit is not None and worker.exit.signal == signal.SIGXFSZ:
+        return "a file that it wrote has reached the limit on the size of a file: see ulimit -f"
     killed = worker.exit is not None and worker.exit.signal == signal.SIGKILL
     return (worker.oom or "SIGKILL, not sent by us") if killed else ""
+
+
+def _name_disks(failures: dict[int, ProcessFailure], workers: Mapping[int, WorkerRecord], logs: LogsDest) -> None:
+    """Add to failures that the disk of their logs takes no more: it may be the cause, and lines are missing there."""
+    from resource import RLIMIT_FSIZE, getrlimit
+
+    found: dict[str, int] = {}  # with what each folder refuses a write now
+    limit = getrlimit(RLIMIT_FSIZE)[0]
+    for rank, failure in failures.items():
+        path = logs.error_files[rank]
+        paths = [log for log in (logs.stdouts[rank], logs.stderrs[rank]) if log not in ("", os.devnull)]
+        folder = os.path.dirname(logs.timeline or path)
+        if folder not in found:
+            found[folder] = disk.shortage(folder)
+        sent = workers[rank].sent_evidence
+        known = sent.number if sent is not None and disk.is_full(sent.number) else 0
+        if any(_size(log) >= limit >= 0 for log in paths):
+            known = errno.EFBIG
+        number = known or found[folder]
+        if number and (paths or known):
+            lines = "lines are missing from" if known else "lines may be missing from"
+            text = disk.explain(number, folder) + f"; {lines} its logs" * bool(paths)
+            failures[rank] = failure.replace(detail="\n".join(filter(None, (failure.detail, text))))
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
 
 def _write_evidence(worker: WorkerRecord, logs: LogsDest, message: str, stack: str) -> None:

@@ -1,7 +1,7 @@
 """The folders in which runs are kept and looked for by default.
 
-That is a folder below the user's state folder; or, if that cannot be written to (a home that is read-only or missing),
-a temporary folder of the user's, until somebody cleans /tmp.
+That is a folder below the user's state folder; or, if that cannot be written to (a home that is read-only, full or
+missing), a temporary folder of the user's, until somebody cleans /tmp.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import stat
 
-from phalanx._base import files
+from phalanx._base import disk, files
 
 _PRIVATE = 0o700
 
@@ -19,29 +19,38 @@ class NoHomeError(LookupError):
     """The user has no home folder."""
 
 
-def folder_for_new_runs(mode: int | None = None, *, make: bool = True) -> tuple[str | None, bool]:
-    """Return a folder in which a run can be kept, and whether it is the temporary one. None if there is none.
+def folder_for_new_runs(mode: int | None = None, *, make: bool = True) -> tuple[str | None, str]:
+    """Return a folder in which a run can be kept, and, if it is the temporary one, why. None if there is none.
 
-    The folder is made if it is missing, unless ``make`` is false. The temporary one has mode 0o700, with the bits of
-    ``mode`` added if given.
+    The folder is made if it is missing, unless ``make`` is false. ``mode``: see `temporary_folder`.
     """
-    with contextlib.suppress(OSError, NoHomeError):
+    why, folder = "the home folder cannot be written to", ""
+    try:
         folder = default_folder()
         if not make and can_be_made(folder):
-            return folder, False
+            return folder, ""
         if make:
             os.makedirs(folder, exist_ok=True)
             if os.access(folder, os.W_OK):
-                return folder, False
-    if not make:
-        return _temporary_folder(), True
+                disk.check(folder)
+                return folder, ""
+    except NoHomeError:
+        pass
+    except OSError as error:
+        if disk.is_full(error.errno):
+            why = disk.in_words(error, folder)
+    return temporary_folder(mode) if make else _temporary_folder(), why
+
+
+def temporary_folder(mode: int | None = None) -> str | None:
+    """Make the temporary folder for runs, with mode 0o700 and the bits of ``mode``. None if that cannot be."""
     try:
         files.make_folder(folder := _temporary_folder(), _PRIVATE)
         if mode is not None:
             os.chmod(folder, mode | stat.S_IMODE(os.stat(folder).st_mode))
     except OSError:
-        return None, True
-    return folder, True
+        return None
+    return folder
 
 
 def can_be_made(folder: str) -> bool:

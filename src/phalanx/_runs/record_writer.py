@@ -7,7 +7,6 @@ msgspec, which checks, takes a tenth of the processor time of a short run.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from typing import Literal
@@ -136,21 +135,21 @@ def rank(
 def write(run_dir: str, run: dict[str, Any]) -> None:
     """Write the record in one step: a reader sees the old one or the new one, whole.
 
-    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError; then the old
-    record is unchanged, and no temporary file is left.
+    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError, or ValueError
+    if it is too long; then the old record is unchanged, and no temporary file is left.
     """
     try:
         data = _encode(run)
     except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8
         data = _encode(encodable(run))
     if len(data) >= MOST_BYTES:
-        path = os.path.join(run_dir, FILE)
-        raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
+        msg = f"the record has {len(data)} bytes; {MOST_BYTES} can be read"
+        raise ValueError(msg)
     write_file(run_dir, FILE, data + b"\n")
 
 
 def write_file(run_dir: str, name: str, data: bytes) -> None:
-    """Write a file of a run's folder in one step. Raises as `write`."""
+    """Write a file of a run's folder in one step. Raises OSError, RecursionError."""
     temporary = os.path.join(run_dir, f".{name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
         os.unlink(temporary)

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import cast
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, disk, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.one_line import one_line
 from phalanx._events import agent_kinds, kinds
@@ -226,7 +226,7 @@ class Recorder:
         )
 
     def on_running(self, event: kinds.GroupRunning) -> None:  # noqa: ARG002 - that it has come is enough
-        """Write that the run goes on."""
+        """Write that the workers run."""
         self._note_ranks()
 
     def on_exited(self, event: kinds.WorkerExited) -> None:
@@ -380,7 +380,10 @@ class Recorder:
     def _refuse(self, why: object, what: str = record_writer.FILE) -> None:
         if not self._failed:
             self._failed = True
-            self._warn(f"the run goes on, but its {what} cannot be written: {why}")
+            is_full = isinstance(why, OSError) and disk.is_full(why.errno)
+            lines = "; lines may be missing from the logs" if is_full else ""
+            text = disk.in_words(why, self._folder) if isinstance(why, OSError) else why
+            self._warn(f"{what} cannot be written: {text}{lines}")
 
 
 _NOTES: dict[type[Event], Callable[[Recorder, Any], None]] = {

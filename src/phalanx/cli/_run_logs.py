@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import click
 
-from phalanx._base import procfs
-from phalanx._runs.paths import folder_for_new_runs
+from phalanx._base import disk, procfs
+from phalanx._runs.paths import folder_for_new_runs, temporary_folder
 from phalanx.cli._runs_folders import MANY
 from phalanx.cli._say import say
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -18,17 +19,42 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_INODES, _INODES_EACH = 8, 6  # files and folders of a run with one attempt, and of each of its ranks
+
+
 class RunLogs(DefaultLogsSpecs):
     """Says where the run's logs are, and what else there is to say, before the first worker can say anything."""
 
     notes: Sequence[str] = ()
+    moved = ""  # why the logs are not where they were to be
     keeps_few = False
     workers = 0  # of the run, where those of `reify` are not all
     _said = False
 
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
-        """Create the folders, and name the files. Raises OSError."""
-        return super().reify(envs)
+        """Create the folders, and name the files; where a disk has no room for them, elsewhere. Raises OSError."""
+        while True:
+            try:
+                if self.is_kept:
+                    folder = self._root_log_dir or tempfile.gettempdir()
+                    os.makedirs(folder, exist_ok=True)
+                    disk.check(folder, _INODES + _INODES_EACH * len(envs))
+                return super().reify(envs)
+            except OSError as error:
+                if not self.is_kept or not (disk.is_full(error.errno) or self._root_log_dir is None):
+                    raise
+                self._go_elsewhere(error)
+
+    def _go_elsewhere(self, error: OSError) -> None:
+        """Have the logs from now on in the temporary folder for runs; and where that is full as well, in none."""
+        before = self._root_log_dir or "a temporary folder"
+        folder = temporary_folder(self._mode)
+        self._root_log_dir = folder if folder not in (None, before) else os.devnull
+        self._run_log_dir = None
+        where = f"logs are kept in {folder}" if self.is_kept else "no logs are kept"
+        self.moved = f"{disk.in_words(error, before)}; {where}"
+        if self._said:
+            say(self.moved)
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
@@ -43,7 +69,7 @@ class RunLogs(DefaultLogsSpecs):
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
         count = self.workers or len(envs)
         say(f"{count} worker{'s' * (count > 1)}, {where}")
-        for note in self.notes:
+        for note in filter(None, (self.moved, *self.notes)):
             say(note)
         look = self.run_log_dir and not self.keeps_few
         kept = _count_in(os.path.dirname(self.run_log_dir or "")) if look else 0
@@ -72,17 +98,17 @@ def run_logs(
     makes_folder: bool,
 ) -> RunLogs:
     """Logs in ``log_dir``, or in the default place."""
-    said = []
+    moved = ""
     if log_dir is None:
-        log_dir, is_temporary = folder_for_new_runs(bounds["mode"], make=makes_folder)
-        if is_temporary:
-            said = [f"the home folder cannot be written to; runs are kept in {log_dir or 'a temporary folder'}"]
+        log_dir, why = folder_for_new_runs(bounds["mode"], make=makes_folder)
+        if why:
+            moved = f"{why}; runs are kept in {log_dir or 'a temporary folder'}"
     try:
         specs = RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
         msg = f"--log-dir: {str(error).removeprefix('log_dir: ')}"
         raise click.UsageError(msg) from None
-    specs.notes = said
+    specs.moved = moved
     return specs
 
 

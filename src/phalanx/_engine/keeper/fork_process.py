@@ -86,7 +86,7 @@ def fork(
         setup.place()
         signal.pthread_sigmask(signal.SIG_SETMASK, dispositions.preloaded.mask if call is None else ())
         if spec.argv:
-            serve_script(spec.argv)
+            serve_script(spec.argv, given)
         (call or serve)(spec.rank, given)
     finally:
         os._exit(70)  # the callable leaves by itself: EX_SOFTWARE is a mistake of ours (sysexits.h)
@@ -94,7 +94,7 @@ def fork(
 
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int]) -> int:
     """Execute a file in a fork that places itself first. Returns its pid. Raises NotStartedError, OSError."""
-    argv, environment = start_process.argv_of(spec, given), {**base, **spec.env}
+    environment = start_process.environment_of(spec, base, given)
     parent = os.getpid()
     setup = _Setup(spec.placement)
     pid = _split(setup)
@@ -111,7 +111,7 @@ def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[
         setup.place(until_exec=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         try:
-            os.execve(spec.path, argv, environment)
+            os.execve(spec.path, spec.argv, environment)
         except OSError as error:
             setup.fail(error.errno or 0, _EXECUTING)
         except MemoryError:  # a limit on it leaves too little even for this

@@ -183,7 +183,8 @@ class Keeper:
         if self._orphan_grace > 0:
             self._connection.note(protocol.orphan_grace_note(self._orphan_grace))
         self._children.oom_counter = start.oom_counter
-        self._notice, self._logs, failed = start.prepare(self.loop, self._connection.notes)
+        connection = self._connection
+        self._notice, self._logs, failed = start.prepare(self.loop, connection.notes, connection.send)
         if not failed:
             add = None if self._logs is None else self._logs.add
             failed = start.run(

@@ -32,12 +32,15 @@ class RotatedLogs:
         """Why log files are not complete; "": they are, or may be yet."""
         self._writer: LogWriter | None = None
 
-    def start(self, loop: Loop, notes: int) -> protocol.Message:
-        """Fork the log writer, which notes its pid in the pipe ``notes``. Returns (), or `protocol.start_failed`."""
+    def start(self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]) -> protocol.Message:
+        """Fork the log writer, which notes its pid in the pipe ``notes``. Returns (), or `protocol.start_failed`.
+
+        ``send`` is called with `protocol.logs_refused`.
+        """
         try:
             from phalanx._engine.rotation.log_writer import LogWriter
 
-            self._writer = LogWriter(loop, notes)
+            self._writer = LogWriter(loop, notes, lambda number: send(protocol.logs_refused(number)))
             self.pid = self._writer.pid
         except (OSError, ImportError) as error:
             number = getattr(error, "errno", None) or errno.EMFILE

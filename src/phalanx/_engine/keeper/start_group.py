@@ -73,17 +73,22 @@ class Start:
         self._doing = -1, ""  # the rank, and the step
         self._rotates = any(spec.bounds[0] for spec in self._specs)
 
-    def prepare(self, loop: Loop, notes: int) -> tuple[Notice | None, RotatedLogs | None, protocol.Message]:
+    def prepare(
+        self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]
+    ) -> tuple[Notice | None, RotatedLogs | None, protocol.Message]:
         """Load what gives notice of a stop, and start what fills log files of bounded size, where they are needed.
 
-        Returns them, and () or `protocol.start_failed`. ``notes`` is a pipe, see `Connection.open`.
+        Returns them, and () or `protocol.start_failed`. ``notes`` is a pipe, see `Connection.open`; ``send`` sends the
+        launcher a message.
         """
         notice, failed = self._load_notice()
         if failed:
             return None, None, failed
-        return notice, *self._start_log_writer(loop, notes)
+        return notice, *self._start_log_writer(loop, notes, send)
 
-    def _start_log_writer(self, loop: Loop, notes: int) -> tuple[RotatedLogs | None, protocol.Message]:
+    def _start_log_writer(
+        self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]
+    ) -> tuple[RotatedLogs | None, protocol.Message]:
         if not self._rotates:
             return None, ()
         try:
@@ -91,7 +96,7 @@ class Start:
         except (OSError, ImportError):  # no descriptor is left
             return None, protocol.start_failed(-1, "starting what writes its log files", errno.EMFILE, "")
         logs = RotatedLogs()
-        return logs, logs.start(loop, notes)
+        return logs, logs.start(loop, notes, send)
 
     def run(
         self,

@@ -28,6 +28,7 @@ DESCRIPTORS_ROTATING = 1 + 2 * 2
 """How many descriptors of a worker with rotated log files are open, in the keeper and in its log writer: its pidfd, and
 for each stream a file and the end of a pipe."""
 
+_DESCRIPTORS_ENV = b"PHALANX_DESCRIPTORS"  # as `_evidence.sent` has it, which a keeper does not load
 _ROOM = 2 * (1 + 2) + 2  # descriptors: for each stream a file and a pipe; and the pipe of a worker with a placement
 
 
@@ -36,9 +37,10 @@ def ignored_signals() -> list[int]:
     return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
 
 
-def argv_of(spec: Spec, given: list[int]) -> list[bytes]:
-    """The arguments of a command, with the numbers of the descriptors that it inherits, if there are any."""
-    return [*spec.argv, ",".join(map(str, given)).encode()] if given else spec.argv
+def environment_of(spec: Spec, base: dict[bytes, bytes], given: list[int]) -> dict[bytes, bytes]:
+    """The environment of a command, with the numbers of the descriptors that it inherits, if there are any."""
+    numbers = {_DESCRIPTORS_ENV: b",".join(b"%d" % fd for fd in given)} if given else {}
+    return {**base, **spec.env, **numbers}
 
 
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int], ignored: list[int]) -> int:
@@ -53,8 +55,8 @@ def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[
     try:
         return os.posix_spawn(
             spec.path,
-            argv_of(spec, given),
-            {**base, **spec.env},
+            spec.argv,
+            environment_of(spec, base, given),
             file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in outputs.fds],
             setsid=True,
             setsigmask=(),

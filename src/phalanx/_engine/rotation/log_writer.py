@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 
 from phalanx._base import channels
-from phalanx._base.loop import WRITE
+from phalanx._base.loop import READ, WRITE
 from phalanx._engine.rotation import main
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from phalanx._base.loop import Loop
     from phalanx._logs.rotated import Bounds
@@ -35,11 +35,13 @@ class LogWriter:
     if it could not go on.
 
     Args:
-        loop: Waits for room in the socket.
+        loop: Waits for room in the socket, and for what the process sends.
         notes: The pipe.
+        refused: Called with the errno of the first write that has failed, when it has. What a file does not take is
+            dropped, and the workers go on.
     """
 
-    def __init__(self, loop: Loop, notes: int) -> None:
+    def __init__(self, loop: Loop, notes: int, refused: Callable[[int], object]) -> None:
         ours, theirs = channels.pair()
         try:
             self.pid = os.fork()
@@ -52,11 +54,14 @@ class LogWriter:
         theirs.close()
         self._channel = channels.Channel(ours)
         self._loop = loop
-        self._watched = self._finished = False
+        self._tell = refused
+        self._waits = False  # for room in the socket
+        self._finished = self._has_exited = False
+        loop.watch(self._channel.fileno(), self._on_channel)
 
     def descriptors(self) -> list[int]:
         """Return the open descriptors."""
-        return self._channel.descriptors()
+        return [] if self._has_exited else self._channel.descriptors()
 
     def add(self, path: str, bounds: Bounds, file: int, reader: int) -> None:
         """Have one more file filled from a pipe. The descriptors are duplicated: the caller closes its own."""
@@ -67,25 +72,28 @@ class LogWriter:
         if not self._finished:
             self._finished = True
             self._send(("finish",))
-            if not self._watched:
-                self._channel.close()
 
     def _send(self, message: channels.Message, fds: Sequence[int] = ()) -> None:
+        if self._has_exited:  # which the keeper learns by SIGCHLD
+            return
         try:
             sent = self._channel.send(message, fds)
-        except channels.Closed:  # it has exited, which the keeper learns by SIGCHLD
+        except channels.Closed:  # as above; `_on_channel` sees it as well
             return
-        if not sent and not self._watched:
-            self._watched = True
-            self._loop.watch(self._channel.fileno(), self._on_room, WRITE)
+        if not sent and not self._waits:
+            self._waits = True
+            self._loop.change(self._channel.fileno(), READ | WRITE)
 
-    def _on_room(self, _events: int) -> None:
+    def _on_channel(self, _events: int) -> None:
         try:
-            if not self._channel.flush():
-                return
+            if self._waits and self._channel.flush():
+                self._waits = False
+                self._loop.change(self._channel.fileno(), READ)
+            received = self._channel.receive()
         except channels.Closed:
-            pass
-        self._loop.forget(self._channel.fileno())
-        self._watched = False
-        if self._finished:
+            self._has_exited = True
+            self._loop.forget(self._channel.fileno())
             self._channel.close()
+            return
+        if received is not None:
+            self._tell(received[0][1])  # type: ignore[arg-type]  # an int, as `main` sends it

@@ -110,9 +110,15 @@ class _LogWriterLoop:
         """Write one chunk of one file. Returns whether there was one."""
         try:
             count = rotator.turn()
-        except OSError as error:  # the worker gets EPIPE from now on, as it would get ENOSPC without us
-            self._refused = self._refused or error.errno or errno.EIO
+        except OSError as error:  # of the pipe
+            rotator.refused = error.errno or errno.EIO
             count = -1
+        if rotator.refused and not self._refused:
+            self._refused = rotator.refused
+            try:
+                self._channel.send(("refused", self._refused))
+            except channels.Closed:  # the keeper was killed
+                pass
         if count < 0:
             self._loop.forget(rotator.reader)
             rotator.close()

@@ -40,9 +40,12 @@ class Rotator:
         self._number = max(self._kept, default=0) + 1
         self._size = os.fstat(file).st_size
         self._mid_line = self._size > 0 and _last_byte(path, self._size) != b"\n"
+        self._torn = False  # whether the file may end within a line whose rest is lost
+        self.refused = 0
+        """The errno of the latest write that failed: the disk is full. What it was to write is lost."""
 
     def turn(self) -> int:
-        """Read one chunk from the pipe, and write it to the file. Raises OSError: the disk is full.
+        """Read one chunk from the pipe, and write it to the file, or drop what the file does not take. Raises OSError.
 
         Returns the number of bytes; 0 if the pipe is empty, -1 at EOF.
         """
@@ -50,11 +53,17 @@ class Rotator:
             data = os.read(self.reader, _CHUNK)
         except BlockingIOError:
             return 0
-        self._write(data)
+        try:
+            self._write(b"\n" + data if self._torn and data else data)
+            self._torn = False
+        except OSError as error:
+            self.refused = error.errno or errno.EIO
+            self._size = os.fstat(self._file).st_size
+            self._torn = self._mid_line = self._size > 0
         return len(data) or -1
 
     def close(self) -> None:
-        """Close both descriptors. A worker that still writes gets EPIPE. Idempotent."""
+        """Close both descriptors. Idempotent."""
         for fd in (self._file, self.reader):
             if fd >= 0:
                 os.close(fd)

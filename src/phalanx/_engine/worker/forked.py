@@ -31,7 +31,7 @@ def serve(rank: int, fds: list[int]) -> None:
     _run_and_exit(lambda: run_payload(rank, fds, forked=True))
 
 
-def serve_script(argv: list[bytes]) -> None:
+def serve_script(argv: list[bytes], fds: list[int]) -> None:
     """Run a script worker that is a fork of its keeper, with ``argv`` as `script` expects it. Does not return."""
     from phalanx._engine.worker import script
 
@@ -45,7 +45,7 @@ def serve_script(argv: list[bytes]) -> None:
     if handler is not None and handler.is_enabled():
         handler.disable()
         handler.enable(2)
-    _end_interpreter(_exit_code_of(script.run))
+    _end_interpreter(_exit_code_of(lambda: script.run(fds[REPORT])))
 
 
 def _reseed_generators() -> None:

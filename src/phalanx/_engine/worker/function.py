@@ -19,6 +19,7 @@ from phalanx._evidence.describe import describe, skip_own_frames
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.fatal_signals import catch_fatal_signals
 from phalanx._evidence.recording import exit_code
+from phalanx._evidence.sent import DESCRIPTORS_ENV
 from phalanx._evidence.stack_signals import offer_stacks
 
 TYPE_CHECKING = False
@@ -34,10 +35,8 @@ SIGINT = 2
 REPORT, PAYLOAD = 0, 1  # indices among the descriptors that a function worker inherits
 
 _SMALL = 16 * 1024  # bytes up to which a pickled value is sent in the packet itself
-_MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `worker_messages`)
 _CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
 _SHUT = "the value cannot be returned: the socket on which the launcher hears its workers has been shut down"
-_EVIDENCE_TIMEOUT = 1.0  # seconds to wait until the launcher has read enough for the evidence to be sent
 
 
 class ThisWorker:
@@ -51,9 +50,9 @@ class ThisWorker:
 
 
 def main(rank: int) -> None:
-    """Run a worker in an interpreter of its own. The last argument of its command line lists its descriptors."""
+    """Run a worker in an interpreter of its own."""
     linux.die_with_parent(os.getppid())
-    fds = [int(fd) for fd in sys.argv[-1].split(",")]
+    fds = [int(fd) for fd in os.environ.pop(DESCRIPTORS_ENV).split(",")]
     for fd in fds:
         os.set_inheritable(fd, False)  # execve(2) had to keep it; programs that the user's code starts must not have it
     _end_spawned(recorded(lambda: run_payload(rank, fds, forked=False)))
@@ -224,7 +223,7 @@ def _record(error: BaseException) -> None:
         return
     message, stack = describe(error)
     if child is not None and not written:
-        send_evidence(child, message, stack, moment)
+        child.socket.send_evidence(message, stack, moment, recording.refused(ThisWorker.error_file))
     if not is_shared:
         std_streams.write_stderr(stack)
         return
@@ -238,30 +237,6 @@ def _record(error: BaseException) -> None:
         written = False
     if not written:
         std_streams.write_stderr(text)
-
-
-def send_evidence(child: Child, message: str, stack: str, moment: int) -> None:
-    """Send the launcher the evidence that could not be written to a file. Never raises.
-
-    The socket stays open: otherwise a file of the user's would get its number, and later packets would go there.
-    """
-    try:
-        report = child.report
-        if report is not None:
-            body = worker_messages.evidence(_cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT), moment)
-            worker_messages.send(report, body, patience=_EVIDENCE_TIMEOUT)
-    except (OSError, ValueError, MemoryError, channels.Closed):
-        pass
-
-
-def _cut(text: str, size: int) -> bytes:
-    """Encode a text as UTF-8, cut in the middle so that its two ends have at most ``size`` bytes together."""
-    data = text.encode("utf-8", "backslashreplace")
-    if len(data) <= size:
-        return data
-    half = size // 2
-    ends = (data[:half].decode(errors="ignore"), data[-half:].decode(errors="ignore"))
-    return "\n... cut ...\n".join(ends).encode()
 
 
 def shown_exit_code(leave: SystemExit) -> int:

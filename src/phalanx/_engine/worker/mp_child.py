@@ -13,6 +13,7 @@ import sys
 
 from phalanx._base import channels, linux
 from phalanx._engine import worker_messages
+from phalanx._evidence.sent import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Child:
         self.counter = itertools.count(1)
         """Numbers its own children."""
         self.rank = rank
-        self._report = report
-        self._report_is = _file(report)
+        self.socket = Report(report)
+        """The report socket."""
         self._forked = forked
         self._inheriting = False
         self._process: Any = None
@@ -173,8 +174,7 @@ class Child:
     @property
     def report(self) -> int | None:
         """The descriptor of the report socket; None once the user's code has closed it."""
-        # A file of the user's may have that number by now.
-        return self._report if self._report_is is not None and _file(self._report) == self._report_is else None
+        return self.socket.number()
 
     def ask(self) -> int | None:
         """Request the descriptor of the launcher's resource tracker. None if it has ended or has none to send.
@@ -202,15 +202,6 @@ class Child:
             theirs.close()
             ours.close()
         return None
-
-
-def _file(fd: int) -> tuple[int, int] | None:
-    """The device and inode of an open file; None if the descriptor is not open."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _fork_server() -> int | None:

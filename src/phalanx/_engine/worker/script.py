@@ -15,6 +15,7 @@ from __future__ import annotations
 import _frozen_importlib_external  # what `importlib.machinery` shows of it, without 0.5 ms for that
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ if not __package__:  # run by its path: empty modules stand for our package and 
         sys.modules["phalanx" + _wing] = _package
 try:
     from phalanx._base import linux
+    from phalanx._evidence.describe import describe
     from phalanx._evidence.error_file import ERROR_FILE_ENV
     from phalanx._evidence.fatal_signals import catch_fatal_signals
-    from phalanx._evidence.recording import exit_code, note_exit, record
+    from phalanx._evidence.recording import exit_code, note_exit, record, refused
+    from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
     from phalanx._evidence.stack_signals import offer_stacks
 finally:
     if not __package__:  # the script may import another Phalanx, or none
@@ -53,7 +56,9 @@ def main() -> None:
     if _STANDBY_ENV in os.environ:
         _wait_for_release(int(os.environ.pop(_STANDBY_ENV)))
     del sys.argv[0]
-    run()
+    report = int(os.environ.pop(DESCRIPTORS_ENV))
+    os.set_inheritable(report, False)  # execve(2) had to keep it; programs that the script starts must not have it
+    run(report)
 
 
 def _wait_for_release(gate: int) -> None:
@@ -90,8 +95,12 @@ def _wait_for_release(gate: int) -> None:
         _signal.signal(_signal.SIGINT, interrupted)
 
 
-def run() -> None:
-    """Run the program that ``sys.argv`` names as ``__main__``. The process ends when this returns or raises."""
+def run(fd: int) -> None:
+    """Run the program that ``sys.argv`` names as ``__main__``. The process ends when this returns or raises.
+
+    ``fd`` is the descriptor of the report socket, for evidence that no file takes.
+    """
+    report = Report(fd)
     safe_path = getattr(sys.flags, "safe_path", False)
     path = os.environ.get(ERROR_FILE_ENV)  # now: the program may change its environment
     catch_fatal_signals()
@@ -114,8 +123,10 @@ def run() -> None:
         _end_heartbeats()
         return
     # Outside the handler, because the user's excepthook must find no exception being handled.
+    moment = time.monotonic_ns()
     _strip(failure)
-    record(failure, path, left=True)
+    if not record(failure, path, left=True):
+        report.send_evidence(*describe(failure), moment, refused(path))
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
