@@ -207,7 +207,7 @@ def test_a_report_that_cannot_be_written_fails_no_run_and_is_made_of_what_there_
     done = place.run(script)
     assert done.status == 1
     assert done.err.count("cannot be written") == 1
-    assert re.search(r"phalanx: .*its report.txt cannot be written: .*Is a directory", done.err)
+    assert re.search(r"phalanx: report.txt cannot be written: .*Is a directory", done.err)
     assert record(folder(place))["state"] == "failed"
     assert report(place).endswith(done.err[done.err.index(RULE) :])
 
@@ -336,13 +336,25 @@ def test_secrets_are_left_out_and_wanted_again(place: Place) -> None:
     assert all(f"\n# left out, a secret: {name}\n" in kept for name in secrets)
     place.env |= {"db_password": ""}
     done = phalanx(place, "rerun", "--log-dir", place.logs)
-    assert done.status == 1
-    names = "AWS_SECRET_ACCESS_KEY and in HF_TOKEN"
-    assert done.err == (
-        f"Error: {folder(place).name} had a secret in {names}, which job.toml leaves out: set it again\n"
-    )
+    refused(done, "job.toml: there was a secret in HF_TOKEN and in AWS_SECRET_ACCESS_KEY, which is left out: set it")
+    assert "again: " not in done.err
     place.env |= {"HF_TOKEN": "another", "AWS_SECRET_ACCESS_KEY": ""}
     assert phalanx(place, "rerun", "--log-dir", place.logs).out == "[0] another false\n"
+
+
+def test_a_secret_is_wanted_however_often_a_run_is_started_again(place: Place) -> None:
+    place.write("import os; print(os.environ['HF_TOKEN'])")
+    place.write('script = "script.py"\n[env]\nHF_TOKEN = "hidden"\n', "job.toml")
+    place.run("-f", "job.toml")
+    place.env["HF_TOKEN"] = "second"
+    assert phalanx(place, "rerun", "--log-dir", place.logs).out == "[0] second\n"
+    del place.env["HF_TOKEN"]
+    latest = folder(place)
+    refused(phalanx(place, "rerun", "--log-dir", place.logs), "there was a secret in HF_TOKEN, which is left out")
+    refused(place.run("-f", latest / "job.toml", "--grace", 5), "there was a secret in HF_TOKEN, which is left out")
+    with (latest / "job.toml").open("a") as file:
+        file.write('[env]\nHF_TOKEN = "written"\n')
+    assert place.run("-f", latest / "job.toml").out == "[0] written\n"
 
 
 def test_a_run_that_still_runs_is_not_started_beside_itself(place: Place, ready: Ready, gate: Gate) -> None:

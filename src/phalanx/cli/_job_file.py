@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""
 
+LEFT_OUT = "# left out, a secret: "
+"""What stands before the name of a variable in a job file that was made without its value."""
+
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 _KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 _MOST = 1 << 63  # TOML's integers have 64 bits
@@ -63,6 +66,8 @@ class JobFile:
         self.script: str | None = None
         self.args: tuple[str, ...] = ()
         self.env: dict[str, str] = {}
+        self.left_out: list[str] = []
+        """Variables of which the values were left out when the file was made. They are in the environment."""
         self._text = text
         self._keys: dict[str, str] = {}
         self._absent = absent
@@ -79,6 +84,10 @@ class JobFile:
             self._take(key, value)
         if "args" in document and "script" not in document:
             self._fail(("args",), 'there is no script that they are for; add script = "train.py"')
+        named = re.findall(rf"^{re.escape(LEFT_OUT)}(\w+)$", text, re.MULTILINE)
+        self.left_out = [name for name in named if name not in self.env]
+        if missing := [name for name in self.left_out if name not in os.environ]:
+            self._refuse(f"there was a secret in {' and in '.join(missing)}, which is left out: set it again")
 
     def where(self, *path: str) -> str:
         """Return the path and the line of an option, by the name of its declaration; or of another key, by its path."""

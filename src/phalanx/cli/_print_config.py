@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
-from phalanx.cli._job_file import quoted_path
+from phalanx.cli._job_file import LEFT_OUT, quoted_path
 from phalanx.cli._run_config import RunConfig
 
 TYPE_CHECKING = False
@@ -25,7 +25,6 @@ _SECRET = re.compile(
     r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)PWD$", re.IGNORECASE
 )
 _NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
-_LEFT_OUT = "# left out, a secret: "
 
 
 def is_secret(name: str) -> bool:
@@ -39,16 +38,11 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
 
 
-def left_out(text: str) -> list[str]:
-    """Return the variables that `as_job_file` has left out of a job file."""
-    return re.findall(rf"^{re.escape(_LEFT_OUT)}(\w+)$", text, re.MULTILINE)
-
-
 def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | None = None) -> str:
     """Return a job file that says what the options say, and in comments who has said it. Raises UsageError.
 
     ``secrets``: None: all is there. Else variables of ``[env]`` that are secrets are left out, and a comment names each
-    of them, and these.
+    of them, and these. So it does in any case with those that the job file itself has left out.
     """
     lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
     lines += _program(ctx, config)
@@ -63,8 +57,9 @@ def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | 
     job = job_of(ctx)
     hidden = [] if secrets is None else [name for name in config.env if is_secret(name)]
     shown = {name: text for name, text in config.env.items() if name not in hidden}
-    if secrets is not None and (left := [*secrets, *hidden]):
-        lines += ["", *(f"{_LEFT_OUT}{name}" for name in left)]
+    before = [] if job is None else job.left_out
+    if left := dict.fromkeys([*(secrets or []), *hidden, *before]):
+        lines += ["", *(f"{LEFT_OUT}{name}" for name in left)]
     if shown and job is not None:
         lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
                                  for name, text in shown.items())]  # fmt: skip
