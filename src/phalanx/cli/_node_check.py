@@ -12,14 +12,16 @@ import signal
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 
 from phalanx._agent.attempts import NoAttemptError
-from phalanx._base import clock, interrupts
+from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
+from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.outcome import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -87,7 +89,7 @@ class NodeCheck:
             self._wakes, self._is_told, self._when = [wake], False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
-            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL)
+            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
             self._group = SubprocessContext(
                 "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
                 grace=_GRACE, announces=False,
@@ -157,20 +159,20 @@ class NodeCheck:
             text = "".join(self._kept)
             self._kept.clear()
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(os.path.join(folder, FILE), flags, 0o666), "w", encoding="utf-8") as file:
-                file.write(text)
+            fd = files.opened(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(fd, "wb") as file:
+                file.write(text.encode())
         except OSError as error:
             say(f"--node-check: its output is lost: {os.path.join(folder, FILE)}: {error.strerror}")
 
     def close(self) -> None:
         """End what is left, and remove its files. Idempotent."""
-        group, files = self._group, self._files
+        group, temporary = self._group, self._files
         if group is not None:
             group.close(signal.SIGKILL)
             self._group = None
-        if files is not None:
-            files.cleanup()
+        if temporary is not None:
+            temporary.cleanup()
             self._files = None
 
     def __enter__(self) -> Self:
@@ -258,9 +260,8 @@ def _last(text: str) -> str:
 
 
 def _tail(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            return file.read(_TAIL).decode("utf-8", "replace")
-    except OSError:
-        return ""
+    data = b""
+    for name in (*rotated_files(path), path):
+        with suppress(OSError):
+            data += last_bytes(name, _TAIL)[1]
+    return data[-_TAIL:].decode("utf-8", "replace")
