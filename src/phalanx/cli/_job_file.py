@@ -19,6 +19,7 @@ from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
 from phalanx.cli._command import meant
 from phalanx.cli._declare import declarations
+from phalanx.cli._print_config import LEFT_OUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""
-
-LEFT_OUT = "# left out, a secret: "
-"""What stands before the name of a variable in a job file that was made without its value."""
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 _KINDS: dict[type, str] = {list: "a list", dict: "a table"}
@@ -230,16 +228,6 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
         msg = f"{path}, line {line}: expected UTF-8, found the byte 0x{data[error.start]:02x}"
         raise click.UsageError(msg) from None
     return JobFile(path, text.replace("\r\n", "\n"), kind, absent)
-
-
-def quoted_path(path: str) -> str:
-    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
-
-    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
-    ('./~/a$$b', 'worker_${local_rank}.py')
-    """
-    text = path.replace("$", "$$").replace(f"$${{{_LOCAL_RANK}}}", f"${{{_LOCAL_RANK}}}")
-    return f"./{text}" if text.startswith("~") else text
 
 
 def statements(text: str) -> Iterator[tuple[int, str]]:

@@ -8,7 +8,6 @@ import click
 from click.core import ParameterSource
 
 from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
-from phalanx.cli._job_file import LEFT_OUT, quoted_path
 from phalanx.cli._run_config import RunConfig
 
 TYPE_CHECKING = False
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
 
     from phalanx.cli._declare import Option
 
+LEFT_OUT = "# left out, a secret: "
+"""What stands before the name of a variable in a job file that was made without its value."""
+
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _WIDTH = 40
 _LINE = "command line"
@@ -25,6 +27,16 @@ _SECRET = re.compile(
     r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)PWD$", re.IGNORECASE
 )
 _NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
+
+
+def quoted_path(path: str) -> str:
+    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
+
+    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
+    ('./~/a$$b', 'worker_${local_rank}.py')
+    """
+    text = path.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
+    return f"./{text}" if text.startswith("~") else text
 
 
 def is_secret(name: str) -> bool:
