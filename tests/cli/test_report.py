@@ -346,7 +346,7 @@ def test_a_secret_is_wanted_however_often_a_run_is_started_again(place: Place) -
     place.write("import os; print(os.environ['HF_TOKEN'])")
     place.write('script = "script.py"\n[env]\nHF_TOKEN = "hidden"\n', "job.toml")
     place.run("-f", "job.toml")
-    place.env["HF_TOKEN"] = "second"
+    place.env |= {"HF_TOKEN": "second"}
     assert phalanx(place, "rerun", "--log-dir", place.logs).out == "[0] second\n"
     del place.env["HF_TOKEN"]
     latest = folder(place)

@@ -31,7 +31,7 @@ def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: boo
     phalanx rerun 20261120-1030
 
     It is phalanx run -f with the job.toml in the run's folder; environment variables set no option. Secrets are not in
-    that file: they are taken from the environment, and nothing starts if they are not there. RUN is as for phalanx logs.
+    that file: they are taken from the environment, and nothing starts if one is not there. RUN is as for phalanx logs.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     found = resolved(log_dir, run)
     path = os.path.join(found.path, CONFIG)
