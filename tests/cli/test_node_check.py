@@ -65,6 +65,11 @@ def test_what_a_check_writes_fills_no_disk(tmp_path: Path, monkeypatch: pytest.M
     assert len(log) < 70_000
 
 
+def test_what_a_check_leaves_behind_is_told_as_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_check("sleep 1000 & exit 0") == ""
+    assert capfd.readouterr().err.startswith("phalanx: [node-check] ended what was left behind: pid ")
+
+
 def test_it_is_tried_again_after_longer_and_longer_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

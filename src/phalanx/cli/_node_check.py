@@ -92,7 +92,7 @@ class NodeCheck:
             logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
             self._group = SubprocessContext(
                 "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
-                grace=_GRACE, announces=False,
+                grace=_GRACE, announces=False, speak=_speak,
             )  # fmt: skip
         self._group.start()
 
@@ -185,7 +185,7 @@ class NodeCheck:
         """Show the last lines of the latest check, if the one that its verdict has is not all of it."""
         lines = self._kept[-1].splitlines()[1:] if self._kept else []
         for line in lines[-_MOST_SHOWN:] if len(lines) > 1 else []:
-            say(f"[node-check] {sanitise(line)}")
+            _speak(sanitise(line))
 
     def _tell_output(self) -> str:
         """Return where the output of the latest check is; or show it, where there is no folder for it."""
@@ -237,6 +237,11 @@ def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = 
         say(f"--node-check: {why}; this machine takes no part, and is checked again in {format_duration(seconds)}")
         Latch().wait(seconds)
     return ""
+
+
+def _speak(text: str) -> None:
+    """Show a line of the check, or on its processes: no rank is meant."""
+    say(f"[node-check] {text}")
 
 
 def _failure(result: RunProcsResult) -> str:

@@ -24,9 +24,10 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _WIDTH = 40
 _LINE = "command line"
 _SECRET = re.compile(
-    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)PWD$", re.IGNORECASE
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)(?:PWD|PASS|PAT)$", re.IGNORECASE
 )
 _NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
+_PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:[^/?#\s@]+@")
 
 
 def quoted_path(path: str) -> str:
@@ -39,15 +40,18 @@ def quoted_path(path: str) -> str:
     return f"./{text}" if text.startswith("~") else text
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's value is a secret, by its name.
+def is_secret(name: str, text: str = "") -> bool:
+    """Whether a variable's value is a secret, by its name; or has one, as a URL with a password.
 
     >>> [name for name in ("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY") if not is_secret(name)]
     []
     >>> [name for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "TLS_KEY_FILE") if is_secret(name)]
     []
+    >>> is_secret("STORE", "redis://:hunter2@store:6379/0"), is_secret("STORE", "http://store:80/a@b")
+    (True, False)
     """
-    return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
+    is_named = _SECRET.search(name) and not _NO_SECRET.search(name)
+    return bool(is_named or _PASSWORD_IN_URL.search(text))
 
 
 def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | None = None) -> str:
@@ -67,7 +71,7 @@ def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | 
         unset = [declared.long[2:] for declared in every if _text(ctx, declared) is None]
         lines += [f"# not set: {', '.join(unset)}"] if unset else []
     job = job_of(ctx)
-    hidden = [] if secrets is None else [name for name in config.env if is_secret(name)]
+    hidden = [] if secrets is None else [name for name, text in config.env.items() if is_secret(name, text)]
     shown = {name: text for name, text in config.env.items() if name not in hidden}
     before = [] if job is None else job.left_out
     if left := dict.fromkeys([*(secrets or []), *hidden, *before]):
