@@ -73,9 +73,10 @@ def run_payload(rank: int, fds: list[int], *, forked: bool) -> int:
 
     payload = Payload(fds[PAYLOAD], fds[2:])
     index = payload.index
+    # Before `sys.path` is the program's, whose folder may hold a signal.py: it imports `multiprocessing`.
+    child = Child(index["children"][rank], rank, fds[REPORT], forked=forked)
     sys.path[:] = index["path"]
     sys.argv[:] = index["argv"]
-    child = Child(index["children"][rank], rank, fds[REPORT], forked=forked)
     child.tracker = payload.take(rank)
     child.environment = index["envs"].get(rank, {})
 
