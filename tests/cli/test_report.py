@@ -207,7 +207,7 @@ def test_a_report_that_cannot_be_written_fails_no_run_and_is_made_of_what_there_
     done = place.run(script)
     assert done.status == 1
     assert done.err.count("cannot be written") == 1
-    assert re.search(r"phalanx: .*its report.txt cannot be written: .*Is a directory", done.err)
+    assert re.search(r"phalanx: .*report.txt cannot be written: .*Is a directory", done.err)
     assert record(folder(place))["state"] == "failed"
     assert report(place).endswith(done.err[done.err.index(RULE) :])
 

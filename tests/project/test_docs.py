@@ -132,6 +132,7 @@ def test_no_block_is_overlooked(page: Path) -> None:
     assert not [source for _, source in blocks(page, "") if re.search(r"^(phalanx|python) ", source, re.MULTILINE)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", tool("transcripts").scenarios())
 def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:
     it = tool("transcripts")

@@ -223,16 +223,6 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
     return JobFile(path, text.replace("\r\n", "\n"), kind, absent)
 
 
-def quoted_path(path: str) -> str:
-    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
-
-    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
-    ('./~/a$$b', 'worker_${local_rank}.py')
-    """
-    text = path.replace("$", "$$").replace(f"$${{{_LOCAL_RANK}}}", f"${{{_LOCAL_RANK}}}")
-    return f"./{text}" if text.startswith("~") else text
-
-
 def statements(text: str) -> Iterator[tuple[int, str]]:
     r"""Yield the statements of a valid TOML document, each with the number of its first line.
 

@@ -8,7 +8,6 @@ import click
 from click.core import ParameterSource
 
 from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
-from phalanx.cli._job_file import quoted_path
 from phalanx.cli._run_config import RunConfig
 
 TYPE_CHECKING = False
@@ -26,6 +25,16 @@ _SECRET = re.compile(
 )
 _NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
 _LEFT_OUT = "# left out, a secret: "
+
+
+def quoted_path(path: str) -> str:
+    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
+
+    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
+    ('./~/a$$b', 'worker_${local_rank}.py')
+    """
+    text = path.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
+    return f"./{text}" if text.startswith("~") else text
 
 
 def is_secret(name: str) -> bool:
