@@ -342,9 +342,7 @@ def raise_frozen() -> None:
     raise FrozenError("is nan")
 
 
-def test_an_exception_that_takes_no_attributes_is_printed_as_it_is(
-    log: Log, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exception_that_takes_no_attributes_is_printed_as_it_is(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
     with start_processes("f", raise_frozen, (), nprocs=1) as group:
         assert group.wait().failures[0].message == "FrozenError: is nan"
     assert "rank 0, FrozenError: is nan" in log.next()

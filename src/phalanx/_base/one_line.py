@@ -12,7 +12,7 @@ SHORT = 100
 def one_line(what: object, most: int = MOST) -> str:
     r"""Return the first line that is not empty of a text, or of an error's text; of an error without one, what it is.
 
-    The line after one that ends with a colon, like the name of an error whose text begins with a newline, belongs to it.
+    The line after one that ends with a colon belongs to it: the text of an error may begin with a newline.
 
     >>> one_line("\n  ValueError: bad shape\n  (see above)"), one_line(KeyError())
     ('ValueError: bad shape', 'KeyError()')
