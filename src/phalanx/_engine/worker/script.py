@@ -56,9 +56,8 @@ def main() -> None:
     if _STANDBY_ENV in os.environ:
         _wait_for_release(int(os.environ.pop(_STANDBY_ENV)))
     del sys.argv[0]
-    report = int(os.environ.pop(DESCRIPTORS_ENV))
-    os.set_inheritable(report, False)  # execve(2) had to keep it; programs that the script starts must not have it
-    run(report)
+    # What stands before the interpreter (PYTHON_EXEC) may clear the environment, or close all descriptors: sudo(8).
+    run(int(os.environ.pop(DESCRIPTORS_ENV, "-1")))
 
 
 def _wait_for_release(gate: int) -> None:
@@ -224,7 +223,7 @@ def _strip(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    error.__traceback__ = trace
+    BaseException.with_traceback(error, trace)  # its class may let no attribute be set: a frozen dataclass
 
 
 def _show(error: BaseException) -> None:
