@@ -118,7 +118,7 @@ def test_a_current_folder_that_has_been_removed(place: Place) -> None:
         ("\x7fELF\2\1\1", "is a binary (ELF), and no Python: give --no-python"),
         ("#!/bin/sh\necho hi\n", "is a program for '/bin/sh', and no Python: give --no-python"),
         ("#! /usr/bin/env -S perl -w", "is a program for '/usr/bin/env -S perl -w', and no Python"),
-        ("#!/bin/\x1b[2J\xff\n", r"is a program for '/bin/\x1b[2J"),
+        ("#!/bin/\x1b[2J\xff/sh\n./x", r"is a program for '/bin/\x1b[2J"),
     ],
 )
 def test_a_program_in_another_language_is_refused(place: Place, text: str, words: str) -> None:
@@ -136,6 +136,8 @@ def test_a_program_in_another_language_is_refused(place: Place, text: str, words
         ("#!/usr/bin/env python3\nprint('ok')", "program"),
         ("#!/usr/bin/env -S uv run --script\nprint('ok')", "program"),
         ("#!/bin/sh\n'''exec' /no/python \"$0\" \"$@\"\n' '''\nprint('ok')", "program"),  # as pip writes it
+        ("#!/bin/sh\n# -*- mode: python -*-\n\n\"\"\":\"\nexec python3 \"$0\"\n\"\"\"\nprint('ok')", "program"),
+        ("#!/usr/bin/env -S phalanx run --nproc-per-node 2\nprint('ok')", "program"),
         ("#!/bin/sh\nprint('ok')", "program.py"),
     ],
 )
