@@ -94,6 +94,16 @@ def test_input_that_no_worker_reads_is_named_once(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_the_commands_of_a_shell_are_no_input(place: Place) -> None:
+    """As of `ssh host bash -s < job.sh`."""
+    run = shlex.join([*RUN, "--log-dir", str(place.logs), "--nproc-per-node", "2", "--no-python", "true"])
+    file = place.write(f"{run}\necho end\n", "job.sh")
+    for shell, noted in ("bash -s x < {}", 0), ("cat {} | bash -eu", 0), ("cat {} | bash {}", 1):
+        done = place.program("sh", "-c", shell.format(file, file))
+        assert (done.out, done.err.count(NOTE)) == ("end\n", noted)
+
+
+@pytest.mark.slow
 def test_input_that_comes_later_is_named_at_the_end(place: Place, ready: Ready) -> None:
     reader, writer = os.pipe()
     script = place.write(f"{ready.python()}\nimport sys; sys.exit(3)")

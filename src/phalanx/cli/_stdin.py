@@ -81,7 +81,7 @@ class Stdin:
 
     def unread(self) -> list[str]:
         """What is to be said of input that no worker reads, once, unless somebody wants it so."""
-        if self._is_chosen or self._rank != NONE or not self._is_open or not _bytes_wait():
+        if self._is_chosen or self._rank != NONE or not self._is_open or not _bytes_wait() or _are_commands():
             return []
         self._is_chosen = True
         return ["stdin has input that no worker reads; --stdin 0 gives it to rank 0, --stdin none leaves out this line"]
@@ -149,6 +149,18 @@ def _bytes_wait() -> bool:
             return False
         return int.from_bytes(fcntl.ioctl(0, termios.FIONREAD, bytes(4)), sys.byteorder, signed=True) > 0
     except OSError:  # ENOTTY: such a file cannot tell
+        return False
+
+
+def _are_commands() -> bool:
+    """Whether stdin is what a shell above this process reads its commands from, as ``bash -s`` of ssh does."""
+    parent = os.getppid()
+    words = procfs.read(f"/proc/{parent}/cmdline").split(b"\0")[1:-1]
+    if b"-s" not in words and not all(word.startswith(b"-") for word in words):  # it has a script, or the command
+        return False
+    try:
+        return os.path.samestat(os.stat(f"/proc/{parent}/fd/0"), os.fstat(0))
+    except OSError:
         return False
 
 
