@@ -136,7 +136,7 @@ def test_a_program_in_another_language_is_refused(place: Place, text: str, words
         ("#!/usr/bin/env python3\nprint('ok')", "program"),
         ("#!/usr/bin/env -S uv run --script\nprint('ok')", "program"),
         ("#!/bin/sh\n'''exec' /no/python \"$0\" \"$@\"\n' '''\nprint('ok')", "program"),  # as pip writes it
-        ("#!/bin/sh\n# -*- mode: python -*-\n\n\"\"\":\"\nexec python3 \"$0\"\n\"\"\"\nprint('ok')", "program"),
+        ('#!/bin/sh\n# -*- mode: python -*-\n\n""":"\nexec python3 "$0"\n"""\nprint(\'ok\')', "program"),
         ("#!/usr/bin/env -S phalanx run --nproc-per-node 2\nprint('ok')", "program"),
         ("#!/bin/sh\nprint('ok')", "program.py"),
     ],
