@@ -215,6 +215,8 @@ def test_the_next_attempt_is_kept_elsewhere(
     assert "fine\n" in next(elsewhere(tmp_path).glob("*/attempt_1/0/stdout.log")).read_text()
     if "worker" not in options:  # else other ranks go on where they are, and so does the record
         assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
+        (config,) = elsewhere(tmp_path).glob("*/job.toml")
+        assert config.with_name("report.txt").exists()
 
 
 @pytest.mark.slow

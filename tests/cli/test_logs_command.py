@@ -581,6 +581,7 @@ def test_head(place: Place) -> None:
     assert done == (128 + signal.SIGPIPE, "[0] line 0\n", "")
 
 
+@pytest.mark.long
 def test_a_slow_reader_gets_everything(place: Place) -> None:
     script = place.write("for n in range(100_000): print('line', n)")
     place.run("-r", 3, "--nproc-per-node", 2, script)

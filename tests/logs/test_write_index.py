@@ -550,6 +550,7 @@ DAMAGED = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 @given(st.one_of(DAMAGED, st.binary(max_size=200)))
 def test_a_timeline_that_others_have_written(data: bytes) -> None:

@@ -76,7 +76,8 @@ def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[
 _OUR = "PHALANX_"
 _OURS = {
     *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL"),
-    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),  # of a worker
+    # A worker has them.
+    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
     *("PHALANX_STANDBY", "PHALANX_TRACEBACKS"),
 }
 """Variables of ours that set no option."""
