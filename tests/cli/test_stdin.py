@@ -6,12 +6,15 @@ import os
 import pty
 import shlex
 import signal
+import sys
+import time
 from typing import TYPE_CHECKING, Self
 
 import pytest
 
 from phalanx._base import procfs
 from tests.cli.test_run import RUN, read_until, refused
+from tests.support.disks import until
 from tests.support.helpers import Ready, wait_gone
 
 if TYPE_CHECKING:
@@ -91,6 +94,16 @@ def test_input_that_no_worker_reads_is_named_once(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_the_commands_of_a_shell_are_no_input(place: Place) -> None:
+    """As of `ssh host bash -s < job.sh`."""
+    run = shlex.join([*RUN, "--log-dir", str(place.logs), "--nproc-per-node", "2", "--no-python", "true"])
+    file = place.write(f"{run}\necho end\n", "job.sh")
+    for shell, noted in ("bash -s x < {}", 0), ("cat {} | bash -eu", 0), ("cat {} | bash {}", 1):
+        done = place.program("sh", "-c", shell.format(file, file))
+        assert (done.out, done.err.count(NOTE)) == ("end\n", noted)
+
+
+@pytest.mark.slow
 def test_input_that_comes_later_is_named_at_the_end(place: Place, ready: Ready) -> None:
     reader, writer = os.pipe()
     script = place.write(f"{ready.python()}\nimport sys; sys.exit(3)")
@@ -151,11 +164,16 @@ class Shell:
         self.type(f"{self._run} {shlex.join(argv)}; echo code $?\n")
         self.until("echo code $?")
 
-    def until(self, text: str) -> None:
-        """Read on until `text` has come; what has come behind it is there for the next call."""
+    def until(self, text: str) -> str:
+        """What comes up to `text`; what has come behind it is there for the next call."""
         seen = self._rest if text in self._rest else self._rest + read_until(self._fd, text)
-        _, found, self._rest = seen.partition(text)
+        before, found, self._rest = seen.partition(text)
         assert found, seen
+        return before
+
+    @property
+    def has_terminal(self) -> bool:
+        return os.tcgetpgrp(self._fd) == self.pid
 
 
 @pytest.fixture
@@ -209,6 +227,21 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_back(shell: Shel
 
 
 @pytest.mark.slow
+def test_ctrl_z_that_repeats_stops_a_run_once(shell: Shell) -> None:
+    """It takes some time until so many processes have stopped."""
+    shell.run("--no-python", "sh", "-c", "for i in $(seq 100); do sleep 100 & done; echo up; read line; echo got $line")
+    shell.until("[0] up")
+    for _ in range(20):
+        shell.type("\x1a")
+        time.sleep(0.002)
+    shell.until("Stopped")
+    shell.type("fg\n")
+    shell.until("no-python sh")
+    shell.type("Ada\n")
+    shell.until("[0] got Ada")
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_background_and_reads_in_the_foreground(shell: Shell, place: Place, ready: Ready) -> None:
     script = place.write(f"""
         import signal
@@ -241,11 +274,43 @@ def test_a_run_goes_on_in_the_background_and_reads_in_the_foreground(shell: Shel
 
 @pytest.mark.slow
 def test_a_run_that_is_started_in_the_background_finds_no_terminal(shell: Shell, place: Place) -> None:
-    for option, line in ("", "logs in"), ("--stdin 0", "the run is in the background"):
-        shell.type(f"{shlex.join(RUN)} --log-dir {place.logs} {option} --no-python wc -c &\n")
-        shell.until(line)
-        shell.until("[0] 0")
-        shell.until("Done")
+    line = "the run is in the background"
+    for option, count in ("", 0), ("--stdin 0", 1):
+        options = f"--log-dir {place.logs} --max-restarts 1 {option}"
+        shell.type(f"{shlex.join(RUN)} {options} --no-python sh -c 'wc; false' &\n")
+        assert shell.until("giving up").count(line) == count  # not once an attempt
+        shell.until("Exit 1")
+
+
+@pytest.mark.slow
+def test_each_attempt_of_a_run_in_the_foreground_reads_the_terminal(shell: Shell, place: Place, ready: Ready) -> None:
+    """It does not get what one in the background would have got, while it was made ready."""
+    script = place.write(f"""
+        import os, signal, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(2)  # in which a next attempt is made ready
+            {ready.python()}
+            signal.sigwait([signal.SIGUSR1])
+            raise SystemExit(1)
+        print("a terminal:", os.isatty(0))
+        """)
+    shell.type(f"{shlex.join(RUN)} --log-dir {place.logs} --max-restarts 1 {script} &\n")
+    (pid,) = map(int, ready.wait())
+    shell.type("fg\n")
+    until(lambda: not shell.has_terminal)
+    os.kill(pid, signal.SIGUSR1)
+    shell.until("[0] a terminal: True")
+
+
+@pytest.mark.slow
+def test_the_terminal_has_its_modes_again_when_a_worker_was_killed(shell: Shell, place: Place) -> None:
+    """As at a prompt for a password. A shell does so for its own processes."""
+    shell.run(place.write("import os, signal, tty; tty.setraw(0); os.kill(os.getpid(), signal.SIGKILL)"))
+    shell.until("code 137")
+    place.write("import termios; print('canonical:', bool(termios.tcgetattr(0)[3] & termios.ICANON))", "modes.py")
+    shell.type(f"{sys.executable} modes.py\n")
+    shell.until("canonical: True")
 
 
 @pytest.mark.slow

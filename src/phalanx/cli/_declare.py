@@ -301,6 +301,13 @@ class _Param(click.Option):
         """See `click.Parameter`."""
         return None if ctx.meta.get(_ALONE) else super().value_from_envvar(ctx)
 
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """See `click.Parameter`."""
+        value = super().resolve_envvar_value(ctx)
+        if (self.name or "").endswith("_port") and str(value).startswith("tcp://"):  # of a service `phalanx-master`:
+            return None  # so Kubernetes has it
+        return value
+
 
 def ignore_environment(ctx: click.Context) -> None:
     """Have the options that are read from now on heed no environment variable."""

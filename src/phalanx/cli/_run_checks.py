@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import sys
 
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-_SHEBANG = 512  # bytes that are read: the kernel reads no more than 256 of the first line, see execve(2)
-_PYTHONS = ("py", "uv", "pipx", "pdm", "pixi", "hatch", "conda", "mamba", "rye", "poetry")
-"""What is in the first line of a script in Python: an interpreter's name, or what chooses one."""
+_LOOKED_AT = 1 << 16  # bytes of a file that is asked what it is
+_NO_PYTHONS = re.compile(
+    r"(ba|da|z|k|mk|c|tc|fi|tcl|wi)?sh|[gmn]?awk|perl|ruby|php|node|deno|bun|lua|Rscript|julia|make|sed|expect"
+)
+"""What interprets other languages. What interprets Python has any name: ``#!/usr/bin/env -S phalanx run``."""
+
+_STRING = re.compile(r"#!.*\n([ \t\r]*(#.*)?\n)*[ \t]*['\"]")
+"""How a script begins for a shell that is Python, too: with a string that the shell obeys. So pip writes it, where the
+path is long."""
 
 
 def check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str = "") -> None:
@@ -77,12 +84,13 @@ def _other_program(script: str) -> str:
     """Return what a file is that is a program, and none in Python; "": nothing says so."""
     start = b""
     with contextlib.suppress(OSError), open(script, "rb") as file:  # not for us to read: its interpreter says so
-        start = file.read(_SHEBANG)
-    line, _, rest = start.decode("utf-8", "replace").partition("\n")
-    # pip has scripts begin with #!/bin/sh and a string in Python that the shell obeys, where the path is long.
-    is_python = script.endswith(".py") or rest.startswith(("'", '"')) or any(name in line for name in _PYTHONS)
+        start = file.read(_LOOKED_AT)
+    text = start.decode("utf-8", "replace")
+    line = text.partition("\n")[0]
+    words = line[2:].split() if line.startswith("#!") and not script.endswith(".py") else []
     is_binary = start.startswith(b"\x7fELF")
-    if not is_binary and (is_python or not line.startswith("#!")):
+    is_other = any(_NO_PYTHONS.fullmatch(os.path.basename(word)) for word in words) and not _STRING.match(text)
+    if not (is_binary or is_other):
         return ""
     import zipfile
 

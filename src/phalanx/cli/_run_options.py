@@ -73,6 +73,7 @@ def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[
     return [f"{', '.join(found)} after SCRIPT: {them} to {script}; options of phalanx run stand before SCRIPT"]
 
 
+_OUR = "PHALANX_"
 _OURS = {
     *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL"),
     # A worker has them.
@@ -90,21 +91,18 @@ _OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)
 
 
 def notes_on_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Return a line on variables that are called as those of options are, and are none.
+    """Return a line on variables that are called as those of options are, and are none. ``PET_`` is not ours alone.
 
-    Of ``PET_``, which others may use, those alone that are close to one. Nothing in a worker: its launcher has said it.
+    Nothing in a worker: its launcher has said it.
     """
     if "PHALANX_GROUP" in environ:
         return []
-    real, found = {*known, *_OURS}, []
+    real, found = {name for name in (*known, *_OURS) if name.startswith(_OUR)}, []
     for name in sorted(environ.keys() - real):
-        prefix = name[: name.find("_") + 1]
-        if prefix not in ("PHALANX_", "PET_") or not environ[name] or name.startswith(_OF_TESTS):
+        if not name.startswith(_OUR) or not environ[name] or name.startswith(_OF_TESTS) or _OF_SERVICES.fullmatch(name):
             continue
-        alike = [each.removeprefix(prefix) for each in sorted(real) if each.startswith(prefix)]
-        near = re.search(r"'(\w+)'", meant(name.removeprefix(prefix), alike))
-        if (near or prefix != "PET_") and not _OF_SERVICES.fullmatch(name):
-            found.append(f"{name} (did you mean {prefix}{near[1]}?)" if near else name)
+        near = re.search(r"'(\w+)'", meant(name.removeprefix(_OUR), [each.removeprefix(_OUR) for each in sorted(real)]))
+        found.append(f"{name} (did you mean {_OUR}{near[1]}?)" if near else name)
     return [f"set in the environment, and unknown: {', '.join(found)}"] if found else []
 
 

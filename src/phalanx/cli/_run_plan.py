@@ -154,6 +154,7 @@ class RunPlan:
             self.meeting.machines is None
             and config.restart != "worker"
             and not config.no_standby
+            and not self.stdin.is_terminal
             and self.policy.may_follow(0)
         )
         envs = self._envs(port, variables)

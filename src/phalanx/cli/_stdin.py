@@ -76,10 +76,12 @@ class Stdin:
                 raise click.UsageError(msg)
             self._rank = NONE
         self._reads_terminal = False
+        self.is_terminal = self._rank != NONE and os.isatty(0)
+        """Whether a worker may read from a terminal. Which one has it, is known when that is started."""
 
     def unread(self) -> list[str]:
         """What is to be said of input that no worker reads, once, unless somebody wants it so."""
-        if self._is_chosen or self._rank != NONE or not self._is_open or not _bytes_wait():
+        if self._is_chosen or self._rank != NONE or not self._is_open or not _bytes_wait() or _are_commands():
             return []
         self._is_chosen = True
         return ["stdin has input that no worker reads; --stdin 0 gives it to rank 0, --stdin none leaves out this line"]
@@ -91,6 +93,7 @@ class Stdin:
             return found
         if not _is_in_foreground():
             if self._is_chosen:
+                self._is_chosen = False  # once for all attempts
                 say(f"--stdin {self._rank}: the run is in the background, and its worker has /dev/null")
             return {}
         self._reads_terminal = True
@@ -101,18 +104,25 @@ class Stdin:
         """Have Ctrl-Z stop, and ``fg`` continue, the whole run while a worker has the terminal.
 
         In the main thread only, where handlers can be set; signals that are ignored, or handled already, stay so.
+        The terminal's modes are at the end as they were: a worker that is killed at a prompt for a password restores
+        none, and of the shells that do, none knows that a process was killed that is not its own.
         """
         numbers: list[signal.Signals] = []
-        if self._rank != NONE and threading.current_thread() is threading.main_thread() and os.isatty(0):
-            with suppress(OSError):  # not the terminal of our session: it has no job control for us
+        modes = None
+        if self.is_terminal and threading.current_thread() is threading.main_thread():
+            with suppress(OSError, termios.error):  # not the terminal of our session: it has no job control for us
                 os.tcgetpgrp(0)
                 numbers = [signal.SIGTSTP]
+                modes = termios.tcgetattr(0)
         numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
         for number in numbers:
             signal.signal(number, self._suspend)
         try:
             yield
         finally:
+            if modes is not None and self._reads_terminal and _is_in_foreground():
+                with suppress(OSError, termios.error):  # it was hung up
+                    termios.tcsetattr(0, termios.TCSANOW, modes)
             self._reads_terminal = False
             for number in numbers:
                 if signal.getsignal(number) == self._suspend:
@@ -121,6 +131,7 @@ class Stdin:
     def _suspend(self, number: int, _frame: object) -> None:
         """Stop every process below this one, and this one; when it is continued, continue them."""
         with interrupts.deferred():
+            signal.signal(number, signal.SIG_IGN)  # a second one now (a key that repeats) asks for the same
             stopped = _stop_all() if self._reads_terminal else []
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)  # without effect in an orphaned process group: no shell could continue it
@@ -138,6 +149,18 @@ def _bytes_wait() -> bool:
             return False
         return int.from_bytes(fcntl.ioctl(0, termios.FIONREAD, bytes(4)), sys.byteorder, signed=True) > 0
     except OSError:  # ENOTTY: such a file cannot tell
+        return False
+
+
+def _are_commands() -> bool:
+    """Whether stdin is what a shell above this process reads its commands from, as ``bash -s`` of ssh does."""
+    parent = os.getppid()
+    words = procfs.read(f"/proc/{parent}/cmdline").split(b"\0")[1:-1]
+    if b"-s" not in words and not all(word.startswith(b"-") for word in words):  # it has a script, or the command
+        return False
+    try:
+        return os.path.samestat(os.stat(f"/proc/{parent}/fd/0"), os.fstat(0))
+    except OSError:
         return False
 
 
