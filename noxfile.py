@@ -89,7 +89,7 @@ def tests(session: nox.Session) -> None:
     install(session, "test")
     if not session.posargs:
         session.log("left to `make matrix`: Slurm, long cuts of the network, thousands of seeds, torch, other Pythons")
-    run_tests(session, "-n", "3", "-m", "not torch and not long")  # three: a good part of it is waiting
+    run_tests(session, "-n", "4", "-m", "not torch and not long")  # four: a good part of it is waiting
 
 
 @nox.session(name="long")

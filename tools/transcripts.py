@@ -28,10 +28,13 @@ import termios
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import marks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 SCENARIOS = Path(__file__).with_suffix(".toml")
@@ -62,6 +65,10 @@ def meet(name):
     for rank in range(int(os.environ["WORLD_SIZE"])):
         until(name + str(rank))
 """
+
+
+class NoDiskError(OSError):
+    """A scenario takes a small disk, and none can be mounted here."""
 
 
 class Steady:
@@ -243,16 +250,33 @@ class _Command:
         return bool(data)
 
 
+@contextlib.contextmanager
+def _small(folder: Path) -> Iterator[None]:
+    """Have a folder be a disk of 256 KiB, which takes root. Raises NoDiskError."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, check=False)
+    if done.returncode:
+        message = f"no disk can be mounted here: {done.stderr.decode().strip()}"
+        raise NoDiskError(message)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
 def scenarios() -> dict[str, dict[str, Any]]:
     """All of them, by name."""
     return tomllib.loads(SCENARIOS.read_text(encoding="utf-8"))
 
 
 def play(scenario: dict[str, Any]) -> str:
-    """What a scenario shows, as it stands in the page."""
-    with tempfile.TemporaryDirectory(prefix="transcript-") as name:
+    """What a scenario shows, as it stands in the page. Raises NoDiskError."""
+    with tempfile.TemporaryDirectory(prefix="transcript-") as name, contextlib.ExitStack() as until_end:
         root = Path(name).resolve()
         terminal, steady = Terminal(root), Steady(str(root))
+        if "disk" in scenario:
+            until_end.enter_context(_small(terminal.home / scenario["disk"]))
         for path, text in _files(scenario, root).items():
             (terminal.home / path).parent.mkdir(parents=True, exist_ok=True)
             (terminal.home / path).write_text(text, encoding="utf-8")
@@ -328,7 +352,11 @@ def main(arguments: list[str]) -> int:
     stale = []
     for name in names or known:
         page = ROOT / known[name]["page"]
-        block = f"```console\n{play(known[name])}```\n"
+        try:
+            block = f"```console\n{play(known[name])}```\n"
+        except NoDiskError as error:
+            sys.stdout.write(f"{name}: left as it is: {error}\n")
+            continue
         old = page.read_text(encoding="utf-8")
         new = marks.replace(old, begin(name), END, block, page.name)
         if new != old:

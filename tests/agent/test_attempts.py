@@ -504,7 +504,7 @@ def test_nothing_grows_while_nobody_reads_the_console(
         assert (ending.state, len(ending.ends)) == ("succeeded", 19)
         os.close(out)
     assert max(waiting) <= 4
-    # Each that waits has six descriptors and a thread; so much is shared by all. The rest is what is being closed.
+    # Each that waits has eight descriptors and two threads; so much is shared by all. The rest is what is being closed.
     (fds, threads), later = seen[0], list(zip(seen[1:], waiting[1:], strict=True))
-    assert not [each for each in later if each[0][0] > fds + 6 + 6 * each[1] + 4]
-    assert not [each for each in later if each[0][1] > threads + 1 + each[1] + 2]
+    assert not [each for each in later if each[0][0] > fds + 6 + 8 * each[1] + 4]
+    assert not [each for each in later if each[0][1] > threads + 1 + 2 * each[1] + 2]

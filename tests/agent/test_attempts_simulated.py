@@ -199,6 +199,7 @@ class World:
         assert again == ending
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(max_examples=400)
 def test_whatever_happens(data: st.DataObject) -> None:

@@ -356,7 +356,7 @@ sys.exit(done.returncode)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_kernel_gives_it_to_nobody_else_though_ports_run_out(tmp_path: Path, own_network: tuple[str, ...]) -> None:
     done = run_script(tmp_path, FEW, prefix=own_network, timeout=180)
     found = json.loads(done.stdout)
@@ -386,8 +386,8 @@ with socket.socket() as server:
 """
 
 
+@pytest.mark.long
 @outside
-@pytest.mark.slow
 def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(BIND.format(ready=ready.python("port"), gate=gate.python()))
     with ExitStack() as running:

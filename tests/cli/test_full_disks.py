@@ -6,11 +6,12 @@ import json
 import os
 import re
 import resource
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx.multiprocessing import Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.support import workers
 from tests.support.disks import Disk, fill, small
 
@@ -215,6 +216,8 @@ def test_the_next_attempt_is_kept_elsewhere(
     assert "fine\n" in next(elsewhere(tmp_path).glob("*/attempt_1/0/stdout.log")).read_text()
     if "worker" not in options:  # else other ranks go on where they are, and so does the record
         assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
+        (config,) = elsewhere(tmp_path).glob("*/job.toml")
+        assert config.with_name("report.txt").exists()
 
 
 @pytest.mark.slow
@@ -272,6 +275,33 @@ def test_a_disk_that_becomes_read_only(place: Place, disk: Disk, ready: Ready, g
 
 
 # --- through the library
+
+
+@pytest.mark.parametrize("how", ["-t ramfs", "-t tmpfs -o size=0", "-o loop"])
+def test_a_disk_that_takes_writes_is_not_called_full(how: str, tmp_path: Path) -> None:
+    """It may have no size; or what it has left may be kept for root, who runs this."""
+    folder, image = tmp_path / "mounted", tmp_path / "image"
+    folder.mkdir()
+    if "loop" in how:
+        image.write_bytes(b"")
+        os.truncate(image, 16 << 20)
+    try:
+        if "loop" in how:
+            subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "40", image], check=True, capture_output=True)
+        subprocess.run(["mount", *how.split(), image, folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    try:
+        with open(folder / "filler", "wb", buffering=0) as file:
+            while os.statvfs(folder).f_bavail:
+                file.write(bytes(1 << 16))
+        logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL)
+        with start_processes("n", divmod, (1, 0), nprocs=1, logs_specs=logs) as group:
+            failure = group.wait().failures[0]
+        assert failure.message.startswith("ZeroDivisionError")
+        assert failure.detail == ""
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 
 from phalanx._base import clock, linux
 from phalanx._logs.rotated import rotated_files
-from phalanx._logs.timeline_format import CUT
+from phalanx._logs.timeline_format import CUT, MAGIC
 from phalanx._logs.timeline_reader import read as read_timeline
 from phalanx._logs.timeline_writer import TimelineWriter
 from phalanx._runs.catalog import resolve
@@ -553,6 +553,26 @@ def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
         )
 
 
+def test_a_timeline_of_another_version(place: Place) -> None:
+    """Its lines come file by file, and a line says why. Half of an own one, as of a full disk, is no other."""
+    folder = sh(place, "echo one; echo two", n=2)
+    timeline = folder / "attempt_0" / "timeline"
+    for number, rank in enumerate((1, 0)):
+        os.utime(folder / "attempt_0" / str(rank) / "stdout.log", (clock.wall(), 1_700_000_000.0 + number))
+    shown = ["[1] one", "[1] two", "[0] one", "[0] two"]
+    for version in (b"phalanx1", b"phalanx2", b"phalanx4"):
+        timeline.write_bytes(version + bytes(range(64)))
+        done = logs(place)
+        assert (done.status, done.out.splitlines()) == (0, shown)
+        assert done.err == (
+            f"phalanx: {timeline} cannot be read by this version of Phalanx:"
+            " lines come file by file, not in the order of time\n"
+        )
+    for damaged in (MAGIC[:-1], MAGIC, b"", b"\0" * 64):
+        timeline.write_bytes(damaged)
+        assert lines(place) == shown
+
+
 def test_searches_of_what_was_written(place: Place) -> None:
     sh(place, "for it in a1 A2 b1 c d noise b2 e; do echo $it $RANK; done; printf 'end\\r\\n'", n=3)
     assert sorted(lines(place, "--rank", 0, "--rank", 2, "--grep", "^a", "--grep", "end$")) == [
@@ -581,6 +601,7 @@ def test_head(place: Place) -> None:
     assert done == (128 + signal.SIGPIPE, "[0] line 0\n", "")
 
 
+@pytest.mark.long
 def test_a_slow_reader_gets_everything(place: Place) -> None:
     script = place.write("for n in range(100_000): print('line', n)")
     place.run("-r", 3, "--nproc-per-node", 2, script)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +52,22 @@ def test_a_check_does_not_find_the_secret(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_check_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_node_check, "LONGEST", 0.2)
     assert run_check("sleep 1000") == "it has not ended within 0.2s"
+
+
+def test_what_a_check_writes_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    has_room = f"test $(du -sk {tmp_path} | cut -f1) -lt 1000"
+    with NodeCheck(f"yes | head -c 4000000; {has_room} && echo the end") as check:
+        assert check.wait() == ""
+        check.write(str(tmp_path))
+    log = (tmp_path / "node-check.log").read_text()
+    assert log.endswith("\ny\nthe end\n")
+    assert len(log) < 70_000
+
+
+def test_what_a_check_leaves_behind_is_told_as_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_check("sleep 1000 & exit 0") == ""
+    assert capfd.readouterr().err.startswith("phalanx: [node-check] ended what was left behind: pid ")
 
 
 def test_it_is_tried_again_after_longer_and_longer_times(
@@ -129,6 +146,20 @@ def test_no_worker_starts_on_a_machine_that_fails_its_check(place: Place, option
         "phalanx: Error: --node-check: exit code 4: GPU 3 is broken",
     ]
     assert not (place.folder / "started").exists()
+
+
+def test_a_log_that_a_worker_has_replaced_by_a_fifo_holds_up_no_restart(place: Place) -> None:
+    script = place.write("""
+        import os, sys
+        folder, attempt, _ = os.environ["TORCHELASTIC_ERROR_FILE"].partition("attempt_0")
+        if attempt:
+            os.mkfifo(folder + "fifo")
+            os.replace(folder + "fifo", folder + "node-check.log")
+            sys.exit(3)
+        """)
+    done = place.run("--max-restarts", 1, "--node-check", "echo checked", script)
+    assert done.status == 0, done
+    assert "phalanx: --node-check: its output is lost: " in done.err
 
 
 def test_a_check_that_fails_before_a_restart_ends_the_run(place: Place) -> None:

@@ -114,7 +114,7 @@ def test_a_real_one(place: Place) -> None:
     assert "default" not in again.out.replace('"default"', "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_run_refuses_is_refused(place: Place) -> None:
     script = place.write("")
     for option in ("--print-config", "--dry-run"):

@@ -45,6 +45,17 @@ def test_another_environment_is_active(place: Place, tmp_path: Path) -> None:
     assert said(place, script) == ""
 
 
+@pytest.mark.parametrize("step", ["os.closerange(3, 256)", "os.environ.pop('PHALANX_DESCRIPTORS')"])
+def test_what_stands_before_the_interpreter_may_close_and_clear(place: Place, step: str) -> None:
+    """As sudo(8) does."""
+    wrapper = place.folder / "wrapper"
+    wrapper.write_text(f"#!{sys.executable}\nimport os, sys\n{step}\nos.execv({sys.executable!r}, sys.argv)\n")
+    wrapper.chmod(0o755)
+    place.env["PYTHON_EXEC"] = str(wrapper)
+    done = place.run(place.write("print('fine')"))
+    assert (done.status, done.out) == (0, "[0] fine\n"), done.err
+
+
 @pytest.mark.parametrize("name", [".venv", "venv"])
 def test_another_environment_is_beside_the_script(place: Place, name: str) -> None:
     other = environment(place.folder / "project" / name)

@@ -378,6 +378,7 @@ def test_a_list_of_hosts_stands_for_its_names(parts: Sequence[tuple[str, list[st
     assert hosts(",".join(text for text, _ in parts)) == [name for _, names in parts for name in names]
 
 
+@pytest.mark.long
 @given(st.text(alphabet="n[]-,019x ", max_size=30) | st.text(max_size=10))
 def test_any_text_is_a_list_of_hosts_or_refused(text: str) -> None:
     try:

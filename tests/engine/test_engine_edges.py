@@ -108,7 +108,7 @@ def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPat
         assert group.wait().return_values == {0: 3}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
     for _ in range(20):

@@ -265,9 +265,10 @@ def test_a_function_starts_fresh(tmp_path: Path, logs: Path, method: str, child:
         "/dev/null", str(logs / "0/stdout.log"), str(logs / "0/stderr.log")
     )  # fmt: skip
     kinds = sorted(target.partition(":")[0] for target in fds.values())
-    mine = [str(logs / "0/error.json.fatal"), str(logs / "0/error.json.stacks"), "socket"]
-    if method == "fork":  # it has what its launcher has, and the sentinel of its parent, as in `multiprocessing`
-        mine += ["/dev/null", "anon_inode"]
+    # The last is the sentinel of its parent, as in `multiprocessing`.
+    mine = [str(logs / "0/error.json.fatal"), str(logs / "0/error.json.stacks"), "socket", "anon_inode"]
+    if method == "fork":  # it has what its launcher has
+        mine += ["/dev/null"]
     assert kinds == sorted(mine)
 
 

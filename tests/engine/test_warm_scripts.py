@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.engine.test_script import Ended
 
-pytestmark = pytest.mark.each_python
+pytestmark = [pytest.mark.long, pytest.mark.each_python]
 
 DIFFERENT = {
     "modules of its own that are called like ours",  # ours are loaded, and are part of a package all the same
@@ -53,7 +53,6 @@ def house(tmp_path: Path, logs: Path) -> WarmHouse:
     return WarmHouse(folder, logs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [cold.in_the_folder, cold.by_relative_path, cold.by_symlink, cold.as_folder, cold.as_zipapp, cold.compiled,
@@ -67,7 +66,6 @@ def test_a_script_finds_what_python_gives_it(house: WarmHouse, given: Callable[[
     assert worker.error is None
 
 
-@pytest.mark.slow
 def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: WarmHouse) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
@@ -75,7 +73,6 @@ def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(
     house.alike("script.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PLAIN.keys() - DIFFERENT - SLOW))
 def test_a_script_does_what_it_does_under_python(house: WarmHouse, name: str) -> None:
     with_neighbours(house)
@@ -83,7 +80,6 @@ def test_a_script_does_what_it_does_under_python(house: WarmHouse, name: str) ->
     house.alike("script.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAILING.keys() - SLOW))
 def test_a_script_fails_as_under_python_and_leaves_evidence(house: WarmHouse, name: str) -> None:
     with_neighbours(house)
@@ -177,7 +173,6 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_what_else_a_script_may_rely_on(house: WarmHouse, name: str) -> None:
     house.write("script.py", MORE[name])
@@ -190,7 +185,6 @@ def test_what_else_a_script_may_rely_on(house: WarmHouse, name: str) -> None:
         assert left.read_text() == "all of it"
 
 
-@pytest.mark.slow
 def test_an_interrupted_script_dies_of_the_signal(house: WarmHouse) -> None:
     house.write("script.py", MORE["interrupted, with exit handlers, threads and files"])
     worker = house.as_worker("script.py")
@@ -199,7 +193,6 @@ def test_an_interrupted_script_dies_of_the_signal(house: WarmHouse) -> None:
     assert "at exit" in worker.out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv", [["-m", "absent"], ["-m", "package"], ["-m", "broken"], ["-m", "misspelt"]], ids=" ".join
 )
@@ -213,7 +206,6 @@ def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: WarmHouse
     assert OURS not in worker.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
 def test_multiprocessing_in_a_script(house: WarmHouse, method: str, argv: list[str]) -> None:
@@ -228,7 +220,6 @@ def test_multiprocessing_in_a_script(house: WarmHouse, method: str, argv: list[s
     assert worker.err == plain.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", cold.FATAL)
 def test_a_fatal_signal_leaves_the_stack(house: WarmHouse, name: str) -> None:
     no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
@@ -247,7 +238,6 @@ def test_faulthandler_by_the_environment(house: WarmHouse) -> None:
 # --- what is preloaded
 
 
-@pytest.mark.slow
 def test_a_module_beside_the_script_can_be_preloaded(house: WarmHouse) -> None:
     house.preload = "beside"
     house.write("elsewhere/beside.py", "import os; mine = os.getpid()")
@@ -261,7 +251,6 @@ def test_a_module_beside_the_script_can_be_preloaded(house: WarmHouse) -> None:
     assert house.as_worker("-m", "package").out == f"True {house.folder}\n"
 
 
-@pytest.mark.slow
 def test_signal_handlers_of_a_preloaded_module_are_the_scripts(house: WarmHouse) -> None:
     house.preload = "beside"
     house.write(
@@ -287,7 +276,6 @@ signal.raise_signal(signal.SIGPIPE)
     assert worker.status == 128 + signal.SIGPIPE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_every_worker_is_a_fork_of_one_import(house: WarmHouse, way: str) -> None:
     house.write("beside.py", "import os; open('imports', 'a').write('.')")
@@ -339,7 +327,6 @@ def test_a_preload_that_fails_is_told_before_any_worker_starts(house: WarmHouse)
     assert not (house.folder / "started").exists()
 
 
-@pytest.mark.slow
 def test_what_cannot_be_preloaded_is_refused(house: WarmHouse) -> None:
     house.write("script.py", "")
     done = run(house, "--preload", "js-on", "script.py")
@@ -359,7 +346,6 @@ def test_what_cannot_be_preloaded_is_refused(house: WarmHouse) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_standard_descriptors_that_the_launcher_has_not(house: WarmHouse) -> None:
     house.write("script.py", "import os; open('found', 'a').write(os.readlink('/proc/self/fd/0') + '\\n')")
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):

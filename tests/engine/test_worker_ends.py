@@ -347,7 +347,7 @@ def end():
     assert said(tmp_path) == ("of the worker\n", "of the worker\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @each_method
 @pytest.mark.parametrize(
     "begin",

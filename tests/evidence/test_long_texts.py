@@ -147,6 +147,7 @@ def test_data_of_great_depth_are_bounded() -> None:
     assert json.dumps(truncate_data(data)).count("d") < 30
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(
     st.recursive(
@@ -190,6 +191,7 @@ def differing(count: int, size: int) -> dict[int, ProcessFailure]:
     return failures
 
 
+@pytest.mark.long
 def test_many_different_tracebacks_make_a_report_that_can_be_read() -> None:
     failures = differing(400, 40_000)
     with not_for_ever():

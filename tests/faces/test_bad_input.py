@@ -634,6 +634,7 @@ with open("/proc/self/status") as file:
 """
 
 
+@pytest.mark.long
 def test_a_gigabyte_without_a_newline(tmp_path: Path, logs: Path) -> None:
     """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
 

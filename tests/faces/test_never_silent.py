@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -308,8 +309,62 @@ def test_a_console_that_nobody_reads_holds_up_nobody(method: str, tmp_path: Path
     os.dup2(write, 2)
     with start_processes("train", train, args={{0: (0,), 1: (1,)}}, start_method={method!r}) as group:
         assert group.wait({TIMEOUT}).failures.keys() == {{1}}
+    with start_processes("exit", sys.exit, args=("no data",), nprocs=1, start_method={method!r}) as group:
+        assert group.wait({TIMEOUT}).failures.keys() == {{0}}
     """
     assert script(tmp_path, body) == ""
+
+
+def test_a_handler_that_ends_its_thread_ends_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    class Exits(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            raise SystemExit(9)
+
+    logger, handler = logging.getLogger("phalanx"), Exits()
+    logger.addHandler(handler)
+    try:
+        with start_processes("h", train, {0: (0,), 1: (1,)}) as group:
+            group.wait()
+    finally:
+        logger.removeHandler(handler)
+    err = capfd.readouterr().err
+    assert "a handler of the log has raised SystemExit(9) at: the group 'h' has failed: rank 1" in err
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Lets no attribute be set."""
+
+    text: str
+
+
+def raise_frozen() -> None:
+    raise FrozenError("is nan")
+
+
+def test_an_exception_that_takes_no_attributes_is_printed_as_it_is(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
+    with start_processes("f", raise_frozen, (), nprocs=1) as group:
+        assert group.wait().failures[0].message == "FrozenError: is nan"
+    assert "rank 0, FrozenError: is nan" in log.next()
+    err = capfd.readouterr().err
+    assert (err.count("Traceback"), err.count("FrozenInstanceError")) == (1, 0)
+    assert "phalanx/_engine" not in err
+
+
+def fail_in_a_fork() -> int:
+    pid = os.fork()
+    if not pid:
+        raise ValueError("below")
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_fork_of_a_worker_that_fails_is_not_called_its_rank(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
+    with start_processes("f", fail_in_a_fork, (), nprocs=1) as group:
+        assert group.wait().raise_if_failed().return_values == {0: 1 << 8}
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback")
+    assert (err.count("ValueError: below"), err.count("rank 0 failed")) == (1, 0)
+    assert log.records.empty()
 
 
 @pytest.mark.slow
@@ -406,6 +461,10 @@ def test_results_and_failures_have_short_reprs() -> None:
     for value in (failure, killed, outcomes[0], result, RunProcsResult(), agent, left, error, raised):
         assert len(repr(value)) < 300, value
         assert "\n" not in repr(value)
+    wiped = failure.replace(message="ValueError: a\033[2Jb\033[31mc\a")
+    raised = ProcessRaisedException("ValueError: a\033[2Jb\a", 1, 4242)
+    for value in (wiped, RunProcsResult({}, {1: wiped}, outcomes=outcomes), raised):
+        assert repr(value).isprintable(), value
     with start_processes("train", train, {0: (0,), 1: (1,)}) as group:
         result = group.wait()
     assert repr(result) == f"<RunProcsResult 'train': failed, 2 ranks; rank 1: {LAST}>"

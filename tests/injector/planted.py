@@ -64,7 +64,7 @@ PLANTED = {
         "_engine/rotation/main.py",
         "def _turn(self",
         "        try:",
-        '        if __import__("select").select((self._channel.fileno(),), (), (), 0)[0]:\n'
+        '        if self._complete or __import__("select").select((self._channel.fileno(),), (), (), 0)[0]:\n'
         "            return False\n"
         "        try:",
         (3809, 7784, 11645),

@@ -276,6 +276,7 @@ def after(events: list[tuple[Any, ...]]) -> Iterator[tuple[History, Path]]:
             history.timeline.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + HISTORIES // 5)
 @histories
 @given(st.lists(EVENTS, min_size=20, max_size=80))

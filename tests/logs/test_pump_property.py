@@ -8,6 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -188,6 +189,7 @@ def test_a_rank_that_pauses_is_shown_whole(parts: list[bytes], data: st.DataObje
         assert desk.shown() == expected
 
 
+@pytest.mark.long
 @quick
 @given(turns(plain), st.data(), st.sampled_from([4, lines.LONGEST]))
 def test_ranks_that_break_each_others_lines_lose_nothing(

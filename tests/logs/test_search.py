@@ -95,6 +95,7 @@ def test_lines_are_those_that_another_engine_finds(one: str, two: str, lines: li
     assert chosen(Search([one], [two]), text).decode().split("\n")[:-1] == expected
 
 
+@pytest.mark.long
 @given(LINES, st.data())
 def test_what_is_not_read_changes_no_choice(lines: list[str], data: st.DataObject) -> None:
     unread = st.sampled_from([b"", b"\033[1;31m", b"\033[0m", b"\033[2K", b"\033]0;a b\007", b"\033(B"])

@@ -82,6 +82,7 @@ def test_one_report_is_the_same_on_every_host(job: Callable[..., EtcdJob]) -> No
     assert "ranks 0-3, 5: stopped by us (SIGTERM)" in report
 
 
+@pytest.mark.long
 def test_programs_that_launch_a_job_raise_the_same_report_on_every_host(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     script = one.folder / "launches.py"
@@ -117,6 +118,7 @@ def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob])
         assert "attempt 1 has succeeded" in agent.said
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     agents = one.start(1, 2)
@@ -135,6 +137,7 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
         assert "attempt 1 has succeeded" in agent.said
 
 
+@pytest.mark.long
 def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2)
@@ -150,6 +153,7 @@ def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
         assert "attempt 1 has succeeded" in agent.said
 
 
+@pytest.mark.long
 def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
@@ -169,6 +173,7 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) ->
         assert "lost" not in agent.said
 
 
+@pytest.mark.long
 def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJob]) -> None:
     """As it does, before 3.5.13, when a leader goes on that was stopped for longer than their ttl: all, or some."""
     one = job("3")
@@ -186,6 +191,7 @@ def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJo
         assert not re.search("lost|answer", agent.said)
 
 
+@pytest.mark.long
 def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job: Callable[..., EtcdJob]) -> None:
     """Also where others have written into it as often as was written before. The workers go on, and end."""
     one = job("3")
@@ -202,6 +208,7 @@ def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job:
     one.finish(*agents)
 
 
+@pytest.mark.long
 def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2, 3)
@@ -231,6 +238,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
+@pytest.mark.long
 def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
     one, checks = job("2"), tmp_path / "checks"
     check = f"echo checked; echo >> {checks}; test $(wc -l < {checks}) = 1 || {{ echo GPU 3 is broken; exit 4; }}"
@@ -250,6 +258,7 @@ def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[.
     assert log.read_text().count("checked\n") == 2
 
 
+@pytest.mark.long
 def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     agents = one.start(1, 2, options=["--max-restarts", "1", "--backoff", "1h:1h"])
@@ -263,6 +272,7 @@ def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., Etc
         assert agent.said.endswith("phalanx: the job was stopped: SIGTERM on host h1\n")
 
 
+@pytest.mark.long
 def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
     one = job("2")
     agents = one.start(1, 2)
@@ -280,6 +290,7 @@ def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp
     one.finish(*agents)
 
 
+@pytest.mark.long
 def test_two_jobs_after_each_other_with_one_name(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     for _ in range(2):
@@ -304,6 +315,7 @@ print(json.dumps({key.removeprefix(first): value for key, value in pairs}))
 """
 
 
+@pytest.mark.long
 def test_what_a_job_was_is_kept_and_the_next_one_begins_as_ever(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
 

@@ -132,13 +132,18 @@ def test_no_block_is_overlooked(page: Path) -> None:
     assert not [source for _, source in blocks(page, "") if re.search(r"^(phalanx|python) ", source, re.MULTILINE)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", tool("transcripts").scenarios())
 def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:
     it = tool("transcripts")
     scenario = it.scenarios()[name]
     text = (ROOT / scenario["page"]).read_text(encoding="utf-8")
     shown = text.partition(f"{it.begin(name)}\n```console\n")[2].partition(f"```\n{it.END}")[0]
-    assert it.play(scenario) == shown, f"make transcripts ARGS={name} shows it as it is"
+    try:
+        found = it.play(scenario)
+    except it.NoDiskError as error:
+        pytest.skip(str(error))
+    assert found == shown, f"make transcripts ARGS={name} shows it as it is"
 
 
 def test_every_transcript_has_its_scenario_and_every_scenario_its_place() -> None:

@@ -18,6 +18,8 @@ from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
 
+pytestmark = pytest.mark.long
+
 
 NOT_RUN = {
     "make demo": "makes an environment; tests/project/test_examples.py runs examples/digits.py as it does",
@@ -138,7 +140,6 @@ def test_a_block_of_python_runs(place: Place, name: str, source: str) -> None:
     assert done.status == 0, (name, done)
 
 
-@pytest.mark.slow
 def test_the_programs_of_the_readme_run(place: Place) -> None:
     """Each is saved as the file that it says, and run; it prints what the page shows."""
     readme = ROOT / "README.md"

@@ -525,6 +525,7 @@ def test_temporary_folders_of_programs_that_have_ended_go(place: Place, temporar
     "line, value, goes",
     [
         (0, "4194304", True),  # beyond the highest pid
+        (0, "9" * 25, True),
         (1, "1", True),  # another process has the pid
         (0, "", False),
         (2, "another-machine", False),

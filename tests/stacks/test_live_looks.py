@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._engine.worker import script as script_module
 from phalanx._stacks import collect, dump, py_spy, request
-from phalanx.multiprocessing import start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext
 from tests.support import busy
 
 if TYPE_CHECKING:
@@ -31,9 +29,10 @@ LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":
         monkeypatch.setattr(py_spy, "find", lambda: "")
-    script = script_module.__file__
-    args = {rank: (script, busy.__file__, str(rank), ready.address) for rank in range(len(busy.KINDS))}
-    with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
+    args = {rank: (str(rank), ready.address) for rank in range(len(busy.KINDS))}
+    group = ScriptContext("busy", busy.__file__, args, {rank: {} for rank in args}, DefaultLogsSpecs(str(logs)))
+    group.start()
+    with group:
         ready.wait(len(args))
         shown: set[int] = set()
         for look in itertools.count(1):

@@ -887,6 +887,7 @@ FRAMES = st.builds(dump.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-
 THREADS = st.builds(dump.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
 
 
+@pytest.mark.long
 @given(st.lists(THREADS, max_size=5))
 def test_parsing_finds_what_was_written(threads: list[dump.Thread]) -> None:
     text = "\n".join(

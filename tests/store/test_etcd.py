@@ -386,6 +386,7 @@ def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
     return prefix
 
 
+@pytest.mark.long
 def test_three_members_without_their_leader_and_without_a_quorum(prefix: str) -> None:
     with Etcd(3) as own, client(own.endpoints, prefix, timeout=1.0) as one:
         one.next(Back)

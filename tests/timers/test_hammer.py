@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.hammer import NAMES
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_table_that_is_hammered_kills_and_misses_nobody() -> None:
     command = [
         sys.executable,

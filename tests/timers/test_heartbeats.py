@@ -66,7 +66,7 @@ def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Event
     assert failure.message == f"Hang: no heartbeat for {HANG_TIMEOUT:g} s (the last at step 3)"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready, gate: Gate) -> None:
     count = 72
     args = (ready.address, gate.address, count)

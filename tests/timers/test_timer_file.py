@@ -1183,6 +1183,7 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
     return line
 
 
+@pytest.mark.long
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(

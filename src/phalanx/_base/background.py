@@ -95,7 +95,7 @@ class SerialExecutor:
                 try:
                     action()
                 except BaseException:
-                    with suppress(Exception):  # no descriptor is left to import it, or a handler of the host's raises
+                    with suppress(BaseException):  # no descriptor is left to import it; a handler of the host's raises
                         from logging import getLogger
 
                         getLogger("phalanx").exception("%s", self._name)

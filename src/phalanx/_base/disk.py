@@ -60,6 +60,7 @@ def check(folder: str, inodes: int = 0) -> None:
 def shortage(folder: str) -> int:
     """Return the errno with which a write to a folder would fail, as far as the disk says it; 0: none, or not known.
 
+    A file system without a size (ramfs, some of FUSE) says nothing. Root may use the blocks that are kept for root.
     Nothing is written: that would wait for a disk that does not answer (fsfreeze(8)). Of a quota this knows nothing.
     """
     try:
@@ -68,7 +69,10 @@ def shortage(folder: str) -> int:
         return 0
     if found.f_flag & os.ST_RDONLY:
         return errno.EROFS
-    is_full = found.f_bavail * found.f_frsize < ROOM or (found.f_files and not found.f_favail)
+    free, inodes = found.f_bavail, found.f_favail
+    if os.geteuid() == files.ROOT:
+        free, inodes = found.f_bfree, found.f_ffree
+    is_full = (found.f_blocks and free * found.f_frsize < ROOM) or (found.f_files and not inodes)
     return errno.ENOSPC if is_full else 0
 
 

@@ -86,6 +86,8 @@ def lives(pid: int, start: int) -> bool:
             return False
         except PermissionError:
             pass
+        except OverflowError:  # no pid
+            return False
         return True
     return found.start == start and not found.has_exited
 

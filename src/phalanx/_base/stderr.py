@@ -131,7 +131,9 @@ def warn(text: str, level: str = "WARNING") -> None:
         if logger.hasHandlers() or not logger.isEnabledFor(number):
             try:
                 logger.log(number, "%s", text)
-            except Exception as error:  # noqa: BLE001 - the handler is the host's
+            except BaseException as error:  # the handler is the host's
                 tell(f"phalanx: a handler of the log has raised {error!r} at: {text}")
+                if not isinstance(error, Exception):  # to end this thread, or on the main thread the program
+                    raise
             return
     tell(f"phalanx: {text}")

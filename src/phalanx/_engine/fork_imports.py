@@ -12,6 +12,7 @@ import sys
 _LIGHT = (
     *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
     "traceback",
+    *(f"multiprocessing.{name}" for name in ("context", "popen_fork", "reduction", "resource_tracker", "util")),
     *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.recording",
     *("phalanx._timers.escalation", "phalanx._timers.table"),
@@ -21,8 +22,6 @@ _LIGHT = (
     "phalanx._engine.worker.forked",
 )
 _HEAVY = ("cloudpickle", "linecache", "phalanx._engine.pickling.pack", "tokenize")
-_OF_MULTIPROCESSING = ("multiprocessing.popen_fork", "multiprocessing.reduction", "multiprocessing.util")
-_ASKED = ("logging", "multiprocessing.resource_tracker")  # `worker.mp_child` changes both in a fork
 
 
 def load() -> None:
@@ -32,11 +31,8 @@ def load() -> None:
     names = [*_LIGHT]
     if _threads() != 1:
         names += _HEAVY
-    if "multiprocessing" in sys.modules:
-        names += _OF_MULTIPROCESSING
     if "torch" in sys.modules:
         names.append("phalanx._engine.pickling.tensors")
-    names += filter(sys.modules.__contains__, _ASKED)
     for name in names:  # an import that another thread has begun is waited for
         import_module(name)
 

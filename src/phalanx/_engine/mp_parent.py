@@ -58,7 +58,8 @@ class ChildIdentities:
 def resource_tracker() -> int | None:
     """The descriptor on which this process's resource tracker listens, if it has one."""
     module = loaded("multiprocessing.resource_tracker")
-    return None if module is None else module._resource_tracker._fd  # as multiprocessing.spawn does
+    # As multiprocessing.spawn does; but a worker's tracker, asked for the attribute, would request its launcher's.
+    return None if module is None else vars(module._resource_tracker).get("_fd")
 
 
 def send_tracker(fd: int) -> None:

@@ -7,6 +7,7 @@ script runs (3.8 or later).
 from __future__ import annotations
 
 import os
+import stat
 
 _MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both
 _MOMENT, _INT = 8, 4
@@ -46,14 +47,17 @@ def pack(message: bytes, stack: bytes, moment: int, number: int = 0) -> bytes:
 
 
 class Report:
-    """A worker's end of the report socket, by its descriptor.
+    """A worker's end of the report socket, by its descriptor. If that is no socket, nothing is sent.
 
-    It stays open: otherwise a file of the user's would get its number, and later packets would go there.
+    It stays open: otherwise a file of the user's would get its number, and later packets would go there. Programs that
+    the user's code starts do not have it.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._file = _file(fd)
+        if self._file is not None:
+            os.set_inheritable(fd, False)  # execve(2) had to keep it
 
     def number(self) -> int | None:
         """Return the descriptor; None once the user's code has closed it: a file of theirs may have its number."""
@@ -77,12 +81,12 @@ class Report:
 
 
 def _file(fd: int) -> tuple[int, int] | None:
-    """The device and inode of an open file; None if the descriptor is not open."""
+    """The device and inode of an open socket; None if the descriptor is not one."""
     try:
         status = os.fstat(fd)
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _cut(text: str, size: int) -> bytes:

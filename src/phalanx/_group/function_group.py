@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx._placement.placement import WorkerBounds
 
 _FORK_MODULES = [
+    "multiprocessing.resource_tracker",
     "phalanx._engine.worker.forked",
     *(f"phalanx._engine.pickling.{name}" for name in ("payload", "picklers", "results")),
 ]

@@ -10,7 +10,7 @@ from itertools import islice
 from operator import itemgetter
 
 from phalanx._logs.rotated import MODULO, NEWEST
-from phalanx._logs.timeline_format import FIRST, GREW, ROTATED
+from phalanx._logs.timeline_format import GREW, ROTATED
 from phalanx._logs.timeline_reader import TimelineReader
 
 TYPE_CHECKING = False
@@ -58,10 +58,6 @@ class _Timelines:
         if len(paths) > _MOST_OPEN:
             for reader in self._readers.values():
                 reader.rest()
-
-    def crosses(self, attempt: int) -> bool:
-        """Whether its timeline is of the first version."""
-        return self._readers[attempt].version == FIRST
 
     def records(self) -> Iterator[tuple[float, int, Stream, int]]:
         """Yield the records of all, in the order of time."""
@@ -119,10 +115,8 @@ def _replays(content: _Timelines, followers: Mapping[Stream, Follower]) -> tuple
                 continue
             replays[stream] = _Replay(followers[stream])
         replays[stream].learn(kind, value)
-    for (attempt, _number), replay in replays.items():
-        replay.crosses = content.crosses(attempt)
-        if not replay.crosses:
-            replay.follower.rotates &= replay.rotated
+    for replay in replays.values():
+        replay.follower.rotates &= replay.rotated
     return replays, known
 
 
@@ -134,8 +128,6 @@ class _Replay:
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
-        self.crosses = False
-        """Whether a part may go on in the next file: the first version of timelines notes no rotation."""
         self.rotated = False
         self._parts: deque[tuple[int, int]] = deque()  # the file and the bytes of each part that has ended
         self._bytes = 0  # those of the part that has not ended
@@ -170,7 +162,7 @@ class _Replay:
         if number not in (_VOID, NEWEST):
             yield from self._to_end(buffer, number - 1)
         self._in = number
-        if not self.crosses and number != _VOID and self._is_shorter(noted):  # cut since, which is not noted
+        if number != _VOID and self._is_shorter(noted):  # cut since, which is not noted
             self._in = _VOID
 
     def _is_shorter(self, noted: int) -> bool:
@@ -184,8 +176,6 @@ class _Replay:
     def _read_of_part(self, buffer: memoryview) -> int:
         follower = self.follower
         try:
-            if self.crosses:
-                return follower.read(buffer)
             if self._in == _VOID:
                 return 0
             follower.open()

@@ -19,8 +19,7 @@ So a time is that of the pump's look at the file, within 0.02 s: that much is sh
 and as much may the clocks be apart. A cut is seen by the file's size: one after which the file has grown beyond its
 former size before the next look is not seen.
 
-The versions before, `phalanx1` and `phalanx2`, had records of 8 bytes for each growth; the first had nothing but
-growths, and they are those of all the log's files, one after the other.
+The formats `phalanx1` and `phalanx2`, which no release has written, are not read any more.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ NAME = "timeline"
 """The name of the file in an attempt's folder."""
 
 MAGIC = b"phalanx3"
-SECOND = b"phalanx2"
-FIRST = b"phalanx1"
 HEAD = struct.Struct("<8sQ")
-RECORD = struct.Struct("<HHI")  # of the versions before: milliseconds, stream, bytes
-NUMBER = struct.Struct("<Q")
 
 GREW, CUT, ROTATED, CLOCK = range(4)
 KINDS = 4
@@ -47,7 +42,6 @@ KINDS = 4
 APART = 0.01
 """Seconds by which a time may be wrong, because wall clock and monotonic clock have come apart."""
 
-_KIND = 0xFFFF  # the stream, in the versions before, of a record that is no growth
 _MOST_DIGITS = 9  # groups of 7 bits
 _BITS, _MORE = 7, 0x80
 
@@ -99,25 +93,3 @@ def unpack(data: bytes) -> tuple[list[tuple[int, int, int]], int, bool]:
             used = offset
     except IndexError:
         return found, used, True
-
-
-def unpack_old(data: bytes) -> tuple[list[tuple[int, int, int]], int, bool]:
-    """Unpack records of the versions before as those of this one. Returns as `unpack`."""
-    found: list[tuple[int, int, int]] = []
-    used = 0
-    each = RECORD.iter_unpack(memoryview(data)[: len(data) // RECORD.size * RECORD.size])
-    for pause, stream, grown in each:
-        if stream != _KIND:
-            if not (pause or stream or grown):
-                return found, used, False
-            found.append((pause, stream * KINDS + GREW, grown))
-        else:
-            number = next(each, None)
-            if number is None:
-                break
-            low, middle, high = number
-            key = (grown & 0xFFFF) * KINDS + (grown >> 16) % KINDS
-            found.append((pause, key, low | middle << 16 | high << 32))
-            used += RECORD.size
-        used += RECORD.size
-    return found, used, True

@@ -7,19 +7,7 @@ import os
 
 from phalanx._base import clock, files
 from phalanx._logs.rotated import MOST_NUMBER, identity
-from phalanx._logs.timeline_format import (
-    CLOCK,
-    CUT,
-    FIRST,
-    GREW,
-    HEAD,
-    KINDS,
-    MAGIC,
-    ROTATED,
-    SECOND,
-    unpack,
-    unpack_old,
-)
+from phalanx._logs.timeline_format import CLOCK, CUT, GREW, HEAD, KINDS, MAGIC, ROTATED, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +18,7 @@ if TYPE_CHECKING:
 MOST_PARTS = 1 << 18
 """Cuts and rotations, all of which a reader keeps in memory. Records after so many are ignored."""
 
+_ANY = b"phalanx"  # what the magic number of every format begins with
 _BLOCK = 64 * 1024
 _LATEST = float(1 << 37)  # seconds since the epoch: a later time has no date in a calendar
 
@@ -37,8 +26,8 @@ _LATEST = float(1 << 37)  # seconds since the epoch: a later time has no date in
 class TimelineReader:
     """A timeline as it is now. It can be read more than once; what is written to it or replaces it later is not read.
 
-    A missing file, or one that is no timeline, has no records. A damaged one has those before the damage. It is read in
-    pieces: a long one takes no more memory.
+    A missing file, or one that is no timeline of this format, has no records. A damaged one has those before the
+    damage. It is read in pieces: a long one takes no more memory.
     """
 
     def __init__(self, path: str) -> None:
@@ -46,17 +35,15 @@ class TimelineReader:
         self._fd = -1
         self._file: tuple[int, int] | None = None  # whose descriptor has been given back
         self._size = 0
-        self.version = b""
-        self._started = 0.0
+        self._started: float | None = None  # seconds since the epoch; None: it has no records
         try:
             self._fd = files.opened(path)
             self._size = os.fstat(self._fd).st_size
             head = os.pread(self._fd, HEAD.size, 0)
         except OSError:
             return
-        if len(head) == HEAD.size and head[:8] in (MAGIC, SECOND, FIRST):
-            self.version, started = HEAD.unpack(head)
-            self._started = started / clock.NS
+        if len(head) == HEAD.size and head.startswith(MAGIC):
+            self._started = HEAD.unpack(head)[1] / clock.NS
 
     def rest(self) -> None:
         """Give the descriptor back, and open the file for each piece: there may be many timelines."""
@@ -72,7 +59,7 @@ class TimelineReader:
 
     def records(self) -> Iterator[Record]:
         """Yield its records: see `Record`."""
-        if not self.version:
+        if self._started is None:
             return
         time, parts = self._started, 0
         for pause, key, value in self._triples():
@@ -97,7 +84,6 @@ class TimelineReader:
             os.close(fd)
 
     def _triples(self) -> Iterator[tuple[int, int, int]]:
-        unpack_ = unpack if self.version == MAGIC else unpack_old
         offset, left = HEAD.size, b""
         while offset < self._size:
             try:
@@ -105,7 +91,7 @@ class TimelineReader:
             except OSError:
                 return
             offset += len(block)
-            triples, used, whole = unpack_(left + block)
+            triples, used, whole = unpack(left + block)
             yield from triples
             if not whole or not block:
                 return
@@ -119,3 +105,16 @@ def read(path: str) -> Iterator[Record]:
         yield from timeline.records()
     finally:
         timeline.close()
+
+
+def is_foreign(path: str) -> bool:
+    """Whether another version of Phalanx has written the timeline in ``path``, in a format that is not read."""
+    try:
+        fd = files.opened(path)
+        try:
+            head = os.pread(fd, len(MAGIC), 0)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return head.startswith(_ANY) and not MAGIC.startswith(head)

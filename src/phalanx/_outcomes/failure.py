@@ -184,7 +184,7 @@ class ProcessFailure(Value):
     def __repr__(self) -> str:
         rank = self.local_rank if self.rank is None else self.rank
         how = f"signal {self.signal_name()}" if self.exitcode < 0 else f"exit code {self.exitcode}"
-        text = one_line(self.message, SHORT)
+        text = one_line(plain(self.message), SHORT)
         return f"<{type(self).__name__} of rank {rank}, pid {self.pid}, {how}: {text}>"
 
     @property

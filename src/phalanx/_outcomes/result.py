@@ -10,6 +10,7 @@ import os
 import signal
 
 from phalanx._base import clock, disk
+from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._engine.host_signals import SignalException
@@ -115,7 +116,7 @@ class RunProcsResult(Value):
     def __repr__(self) -> str:
         name = f" {one_line(self.name, SHORT)!r}" if self.name else ""
         ranks = f"{len(self.outcomes)} rank{'s' * (len(self.outcomes) != 1)}"
-        cause = one_line(verdict(self)[1], SHORT)
+        cause = one_line(plain(verdict(self)[1]), SHORT)
         return f"<{type(self).__name__}{name}: {self.state}, {'; '.join(filter(None, (ranks, cause)))}>"
 
     @property

@@ -108,6 +108,7 @@ class Recorder:
         self._config = config
         self.report = ""
         self._has_report = False  # that is to be written
+        self._has_begun = False  # an attempt, of which that is not seen to
         self._folder = ""
         self._run: Record | None = None
         self._ranks: dict[int, Record] = {}  # of the latest attempt, by local rank
@@ -142,20 +143,28 @@ class Recorder:
 
         Returns why one could not be written, and which.
         """
-        name = record_writer.CONFIG
-        try:
-            if self._config:
-                config, self._config = self._config, ""
-                write_text(self._folder, name, config)
-            name = record_writer.REPORT
-            if self._has_report:
-                self._has_report = False
-                from phalanx._runs.run_report import describe_run  # for which no start is to wait
+        refused = None
+        for name, due in ((record_writer.CONFIG, self._due_config), (record_writer.REPORT, self._due_report)):
+            try:
+                if text := due():
+                    write_text(self._folder, name, text)
+            except Exception as error:  # noqa: BLE001 - as above
+                refused = error, name
+        return refused
 
-                write_text(self._folder, name, self.report or describe_run(self._record(), self._folder))
-        except Exception as error:  # noqa: BLE001 - as above
-            return error, name
-        return None
+    def _due_config(self) -> str:
+        """Return the job file, where an attempt has begun in a folder without one: logs may go elsewhere meanwhile."""
+        due, self._has_begun = self._has_begun, False
+        is_there = due and os.path.lexists(os.path.join(self._folder, record_writer.CONFIG))
+        return self._config if due and not is_there else ""
+
+    def _due_report(self) -> str:
+        due, self._has_report = self._has_report, False
+        if not due:
+            return ""
+        from phalanx._runs.run_report import describe_run  # for which no start is to wait
+
+        return self.report or describe_run(self._record(), self._folder)
 
     def _note(self, event: Event) -> None:
         note = _NOTES.get(type(event))
@@ -189,6 +198,7 @@ class Recorder:
                 os.unlink(os.path.join(self._folder, record_writer.REPORT))
         self._ranks, self._outcomes, self._leftovers = {}, {}, []
         self._is_over = False
+        self._has_begun = True
         self._run = record_writer.begin(
             run_id=self._run_id,
             name=self._name,

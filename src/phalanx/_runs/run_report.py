@@ -44,7 +44,7 @@ def describe_run(
     if failures:
         outcomes = {rank: _outcome(facts) for rank, (_, facts) in ranks.items() if facts["state"] in STATES}
         return format_report(run["name"], failures, outcomes=outcomes, log_dir=folder, earlier=earlier)
-    unknown = "running" if state == "running" else "its end was not seen"
+    unknown = "running" if state == "running" else "the end was not seen"
     endings = {
         rank: _outcome(facts).describe() if facts["state"] in STATES else unknown for rank, (_, facts) in ranks.items()
     }

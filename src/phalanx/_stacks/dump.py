@@ -38,7 +38,7 @@ _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")
 _STARTERS = tuple(
     os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("forked", "keeper", "worker")
 )
-_CALLED = "mp_child.py"  # the one file there that may be, too: by an import, for instance
+_CALLED = "mp_child.py"  # the one file there that may be, too: it requests the resource tracker for the program
 _IMPORTED = "<module>"  # the frame of a file that is being imported, as by a program that starts a group of its own
 _SHOWN = 4  # locations that `sum_up` names one by one
 

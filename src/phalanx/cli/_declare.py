@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         script: str | None
         args: tuple[str, ...]
         env: dict[str, str]
+        left_out: list[str]
 
         def where(self, *path: str) -> str: ...
 

@@ -19,6 +19,7 @@ from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
 from phalanx.cli._command import meant
 from phalanx.cli._declare import declarations
+from phalanx.cli._print_config import LEFT_OUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class JobFile:
         self.script: str | None = None
         self.args: tuple[str, ...] = ()
         self.env: dict[str, str] = {}
+        self.left_out: list[str] = []
+        """Variables of which the values were left out when the file was made. They are in the environment."""
         self._text = text
         self._keys: dict[str, str] = {}
         self._absent = absent
@@ -79,6 +82,10 @@ class JobFile:
             self._take(key, value)
         if "args" in document and "script" not in document:
             self._fail(("args",), 'there is no script that they are for; add script = "train.py"')
+        named = re.findall(rf"^{re.escape(LEFT_OUT)}(\w+)$", text, re.MULTILINE)
+        self.left_out = [name for name in named if name not in self.env]
+        if missing := [name for name in self.left_out if name not in os.environ]:
+            self._refuse(f"there was a secret in {' and in '.join(missing)}, which is left out: set it again")
 
     def where(self, *path: str) -> str:
         """Return the path and the line of an option, by the name of its declaration; or of another key, by its path."""
@@ -221,16 +228,6 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
         msg = f"{path}, line {line}: expected UTF-8, found the byte 0x{data[error.start]:02x}"
         raise click.UsageError(msg) from None
     return JobFile(path, text.replace("\r\n", "\n"), kind, absent)
-
-
-def quoted_path(path: str) -> str:
-    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
-
-    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
-    ('./~/a$$b', 'worker_${local_rank}.py')
-    """
-    text = path.replace("$", "$$").replace(f"$${{{_LOCAL_RANK}}}", f"${{{_LOCAL_RANK}}}")
-    return f"./{text}" if text.startswith("~") else text
 
 
 def statements(text: str) -> Iterator[tuple[int, str]]:

@@ -12,14 +12,16 @@ import signal
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 
 from phalanx._agent.attempts import NoAttemptError
-from phalanx._base import clock, interrupts
+from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
+from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.outcome import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -87,10 +89,10 @@ class NodeCheck:
             self._wakes, self._is_told, self._when = [wake], False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
-            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL)
+            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
             self._group = SubprocessContext(
                 "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
-                grace=_GRACE, announces=False,
+                grace=_GRACE, announces=False, speak=_speak,
             )  # fmt: skip
         self._group.start()
 
@@ -157,20 +159,20 @@ class NodeCheck:
             text = "".join(self._kept)
             self._kept.clear()
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(os.path.join(folder, FILE), flags, 0o666), "w", encoding="utf-8") as file:
-                file.write(text)
+            fd = files.opened(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(fd, "wb") as file:
+                file.write(text.encode())
         except OSError as error:
             say(f"--node-check: its output is lost: {os.path.join(folder, FILE)}: {error.strerror}")
 
     def close(self) -> None:
         """End what is left, and remove its files. Idempotent."""
-        group, files = self._group, self._files
+        group, temporary = self._group, self._files
         if group is not None:
             group.close(signal.SIGKILL)
             self._group = None
-        if files is not None:
-            files.cleanup()
+        if temporary is not None:
+            temporary.cleanup()
             self._files = None
 
     def __enter__(self) -> Self:
@@ -183,7 +185,7 @@ class NodeCheck:
         """Show the last lines of the latest check, if the one that its verdict has is not all of it."""
         lines = self._kept[-1].splitlines()[1:] if self._kept else []
         for line in lines[-_MOST_SHOWN:] if len(lines) > 1 else []:
-            say(f"[node-check] {sanitise(line)}")
+            _speak(sanitise(line))
 
     def _tell_output(self) -> str:
         """Return where the output of the latest check is; or show it, where there is no folder for it."""
@@ -237,6 +239,11 @@ def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = 
     return ""
 
 
+def _speak(text: str) -> None:
+    """Show a line of the check, or on its processes: no rank is meant."""
+    say(f"[node-check] {text}")
+
+
 def _failure(result: RunProcsResult) -> str:
     failure = next(iter(result.failures.values()), None)
     if failure is None:
@@ -258,9 +265,8 @@ def _last(text: str) -> str:
 
 
 def _tail(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            return file.read(_TAIL).decode("utf-8", "replace")
-    except OSError:
-        return ""
+    data = b""
+    for name in (*rotated_files(path), path):
+        with suppress(OSError):
+            data += last_bytes(name, _TAIL)[1]
+    return data[-_TAIL:].decode("utf-8", "replace")

@@ -8,7 +8,6 @@ import click
 from click.core import ParameterSource
 
 from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
-from phalanx.cli._job_file import quoted_path
 from phalanx.cli._run_config import RunConfig
 
 TYPE_CHECKING = False
@@ -18,37 +17,49 @@ if TYPE_CHECKING:
 
     from phalanx.cli._declare import Option
 
+LEFT_OUT = "# left out, a secret: "
+"""What stands before the name of a variable in a job file that was made without its value."""
+
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _WIDTH = 40
 _LINE = "command line"
 _SECRET = re.compile(
-    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)PWD$", re.IGNORECASE
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|_(?:PWD|PASS|PAT)$",
+    re.IGNORECASE,
 )
 _NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
-_LEFT_OUT = "# left out, a secret: "
+_PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:[^/?#\s@]+@")
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's value is a secret, by its name.
+def quoted_path(path: str) -> str:
+    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
+
+    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
+    ('./~/a$$b', 'worker_${local_rank}.py')
+    """
+    text = path.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
+    return f"./{text}" if text.startswith("~") else text
+
+
+def is_secret(name: str, text: str = "") -> bool:
+    """Whether a variable's value is a secret, by its name; or has one, as a URL with a password.
 
     >>> [name for name in ("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY") if not is_secret(name)]
     []
     >>> [name for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "TLS_KEY_FILE") if is_secret(name)]
     []
+    >>> is_secret("STORE", "redis://:hunter2@store:6379/0"), is_secret("STORE", "http://store:80/a@b")
+    (True, False)
     """
-    return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
-
-
-def left_out(text: str) -> list[str]:
-    """Return the variables that `as_job_file` has left out of a job file."""
-    return re.findall(rf"^{re.escape(_LEFT_OUT)}(\w+)$", text, re.MULTILINE)
+    is_named = _SECRET.search(name) and not _NO_SECRET.search(name)
+    return bool(is_named or _PASSWORD_IN_URL.search(text))
 
 
 def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | None = None) -> str:
     """Return a job file that says what the options say, and in comments who has said it. Raises UsageError.
 
     ``secrets``: None: all is there. Else variables of ``[env]`` that are secrets are left out, and a comment names each
-    of them, and these.
+    of them, and these. So it does in any case with those that the job file itself has left out.
     """
     lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
     lines += _program(ctx, config)
@@ -61,10 +72,11 @@ def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | 
         unset = [declared.long[2:] for declared in every if _text(ctx, declared) is None]
         lines += [f"# not set: {', '.join(unset)}"] if unset else []
     job = job_of(ctx)
-    hidden = [] if secrets is None else [name for name in config.env if is_secret(name)]
+    hidden = [] if secrets is None else [name for name, text in config.env.items() if is_secret(name, text)]
     shown = {name: text for name, text in config.env.items() if name not in hidden}
-    if secrets is not None and (left := [*secrets, *hidden]):
-        lines += ["", *(f"{_LEFT_OUT}{name}" for name in left)]
+    before = [] if job is None else job.left_out
+    if left := dict.fromkeys([*(secrets or []), *hidden, *before]):
+        lines += ["", *(f"{LEFT_OUT}{name}" for name in left)]
     if shown and job is not None:
         lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
                                  for name, text in shown.items())]  # fmt: skip

@@ -24,6 +24,7 @@ from phalanx._logs.rotated import rotated_files
 from phalanx._logs.stream import Stream
 from phalanx._logs.tail_sink import TailSink
 from phalanx._logs.timeline_format import NAME
+from phalanx._logs.timeline_reader import is_foreign
 from phalanx._logs.timeline_reader import read as read_timeline
 from phalanx.cli._following import Following
 
@@ -90,6 +91,13 @@ class Reader:
             tell(f"phalanx: {printable(path)} is not shown: {why}")
         if len(self._unfit) > _MOST_NAMED:
             tell(f"phalanx: and {len(self._unfit) - _MOST_NAMED} other files are not shown")
+        foreign = [path for path in self._timelines.values() if is_foreign(path)]
+        if foreign:
+            more = f", and {len(foreign) - 1} more," if foreign[1:] else ""
+            tell(
+                f"phalanx: {printable(foreign[0])}{more} cannot be read by this version of Phalanx: "
+                "lines come file by file, not in the order of time"
+            )
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
         if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")

@@ -75,8 +75,9 @@ def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[
 
 _OURS = {
     *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL"),
-    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS"),  # a worker has them
-    *("PHALANX_DESCRIPTORS", "PHALANX_TRACEBACKS"),
+    # A worker has them.
+    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
+    "PHALANX_TRACEBACKS",
 }
 """Variables of ours that set no option."""
 

@@ -214,8 +214,8 @@ class _Recording:
         if isinstance(exc, (KeyboardInterrupt, GeneratorExit, cancelled)):
             return False
         if trace is not None:
-            # The first entry is the wrapper's frame.
-            exc.__traceback__ = trace.tb_next
+            # The first entry is the wrapper's frame. The class may let no attribute be set: a frozen dataclass.
+            BaseException.with_traceback(exc, trace.tb_next)
         try:
             if not self._passed_on(exc):
                 self._handler.record_exception(exc)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 
-from phalanx._base.control_chars import sanitise
+from phalanx._base.control_chars import plain, sanitise
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._outcomes.outcome import signal_name
 
@@ -40,7 +40,7 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
         self.error_pid = error_pid
 
     def __repr__(self) -> str:
-        last = one_line(self.msg.rstrip().rpartition("\n")[2], SHORT)
+        last = one_line(plain(self.msg.rstrip()).rpartition("\n")[2], SHORT)
         return f"<{type(self).__name__} of process {self.error_index}, pid {self.error_pid}: {last}>"
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -49,8 +49,6 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
             os.ftruncate(memfd, 0)
             os.lseek(memfd, 0, os.SEEK_SET)
             _close(fds)
-            if "socket" in sys.modules:
-                from multiprocessing import reduction  # noqa: F401 - it registers the reducer of sockets
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=True)
         _check_number(fds)

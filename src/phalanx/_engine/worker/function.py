@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SIGINT = 2
 REPORT, PAYLOAD = 0, 1  # indices among the descriptors that a function worker inherits
 
+_UNSHARED = ("", "all", "none")  # values of `ThisWorker.prints` where no other worker has its stderr
 _SMALL = 16 * 1024  # bytes up to which a pickled value is sent in the packet itself
 _CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
 _SHUT = "the value cannot be returned: the socket on which the launcher hears its workers has been shut down"
@@ -43,6 +44,7 @@ class ThisWorker:
     """The settings of this worker, read at its start: the user's code may change the environment afterwards."""
 
     child: Child | None = None  # None until the worker has begun
+    pid = 0
     error_file = ""
     prints = ""
     """Which tracebacks are printed: "all", as by an interpreter; or "none", because the launcher raises them. Where all
@@ -73,9 +75,10 @@ def run_payload(rank: int, fds: list[int], *, forked: bool) -> int:
 
     payload = Payload(fds[PAYLOAD], fds[2:])
     index = payload.index
+    # Before `sys.path` is the program's, whose folder may hold a signal.py: it imports `multiprocessing`.
+    child = Child(index["children"][rank], rank, fds[REPORT], forked=forked)
     sys.path[:] = index["path"]
     sys.argv[:] = index["argv"]
-    child = Child(index["children"][rank], rank, fds[REPORT], forked=forked)
     child.tracker = payload.take(rank)
     child.environment = index["envs"].get(rank, {})
 
@@ -173,7 +176,7 @@ def _unpickled(payload: Payload, rank: int) -> Call:
 
 def _begin(child: Child) -> None:
     """Read the settings of this worker, and install the handlers of fatal signals and of requests for stacks."""
-    ThisWorker.child = child
+    ThisWorker.child, ThisWorker.pid = child, os.getpid()
     ThisWorker.error_file = os.environ.get(ERROR_FILE_ENV, "")
     # Removed: groups that the worker starts must not inherit it.
     ThisWorker.prints = os.environ.pop("PHALANX_TRACEBACKS", "")
@@ -215,10 +218,11 @@ def _record(error: BaseException) -> None:
     # Leave out our own frames, which are above the user's.
     trace = skip_own_frames(error.__traceback__)
     if trace is not None or main_module.says_it_all(error):
-        error.__traceback__ = trace
+        BaseException.with_traceback(error, trace)  # its class may let no attribute be set: a frozen dataclass
     written = recording.record(error, ThisWorker.error_file, left=True)
     child = ThisWorker.child  # None: it failed before the worker began, and is printed as by any interpreter
-    prints, is_shared = ThisWorker.prints, ThisWorker.prints not in ("", "all", "none")
+    prints = ThisWorker.prints if ThisWorker.pid == os.getpid() else "all"  # a fork of the worker is not its rank
+    is_shared = prints not in _UNSHARED
     if written and (prints == "none" or (is_shared and isinstance(error, KeyboardInterrupt))):
         return
     message, stack = describe(error)
@@ -227,9 +231,12 @@ def _record(error: BaseException) -> None:
     if not is_shared:
         std_streams.write_stderr(stack)
         return
-    text = f"phalanx: {prints} failed:\n{stack}"
+    _write_last(f"phalanx: {prints} failed:\n{stack}")
+
+
+def _write_last(text: str) -> None:
+    """Write to a stderr that may be a console that nobody reads: others wait for this process's end, to be stopped."""
     try:
-        # A console that nobody reads must not keep this failure from being seen, and the others from being stopped.
         from phalanx._base import stderr
 
         written = stderr.write_last(text.removesuffix("\n"))
@@ -246,7 +253,8 @@ def shown_exit_code(leave: SystemExit) -> int:
             text = str(leave.code)
         except Exception:  # noqa: BLE001 - the user's code may raise anything
             text = ""
-        std_streams.write_stderr(text + "\n")
+        write = std_streams.write_stderr if ThisWorker.prints in _UNSHARED else _write_last
+        write(text + "\n")
     return exit_code(leave)
 
 

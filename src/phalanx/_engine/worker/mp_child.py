@@ -1,7 +1,6 @@
 """Makes a worker a child of `multiprocessing`: its name, identity, parent, authentication key and resource tracker.
 
-To import `multiprocessing` takes 10 of a worker's 25 ms. So its attributes are set when the program imports it, and
-programs see no difference. Knows nothing of what a worker does. `mp_parent` has the launcher's side.
+Knows nothing of what a worker does. `mp_parent` has the launcher's side.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from phalanx._evidence.sent import Report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from importlib.machinery import ModuleSpec
     from typing import Any
 
     from phalanx._engine.mp_parent import State
@@ -49,57 +46,63 @@ class Child:
         self.socket = Report(report)
         """The report socket."""
         self._forked = forked
-        self._inheriting = False
         self._process: Any = None
         self._server_of_others = _fork_server()
         self.tracker: int | None = None
         """The resource tracker's descriptor, if the launcher had one."""
         self.environment: dict[str, str] = {}
         """The variables that the caller has given this rank."""
+        # Takes some 10 ms, and so is not imported with this module, which processes have that run no function.
+        from multiprocessing import context, process, resource_tracker, util
+
+        self._context: Any = context
+        self._module: Any = process
+        self._trackers: Any = resource_tracker
+        self._util: Any = util
 
     def begin(self) -> None:
-        """Set the attributes of `multiprocessing`, at once where it is loaded, else as soon as it is."""
+        """Become the current process: set what `multiprocessing.process.BaseProcess._bootstrap` sets."""
         global _this_child  # noqa: PLW0603 - a process is one child
         _this_child = self
-        todo: dict[str, Callable[[Any], None]] = {}
-        for name, complete in (
-            ("multiprocessing.context", self._enter),
-            ("multiprocessing.resource_tracker", self._share),
-            ("logging", _name_records),
-        ):
-            if name in sys.modules:
-                complete(sys.modules[name])
-            else:
-                todo[name] = complete
-        _Watch.install(todo)
-        if self._level is not None or self._to_stderr:
-            from multiprocessing import util
-
-            if self._to_stderr and not util._log_to_stderr:  # type: ignore[attr-defined]  # the stubs lack it
-                util.log_to_stderr()
-            if self._level is not None:
-                util.get_logger().setLevel(self._level)
+        process = self._module
+        child = self._context._concrete_contexts[self._method].Process(name=self.name)
+        child._identity = self.identity
+        child._parent_name, child._parent_pid = self._parent, self._launcher
+        child._config.update(authkey=process.AuthenticationString(self.key), daemon=self._daemon)
+        try:  # a pidfd serves as the parent's sentinel: readable once it has ended
+            sentinel = os.pidfd_open(self._launcher)
+        except OSError:  # it has ended
+            sentinel = os.eventfd(1, os.EFD_CLOEXEC)
+        process._process_counter = self.counter
+        process._children = set()
+        process._current_process = self._process = child
+        process._parent_process = process._ParentProcess(self._parent, self._launcher, sentinel)
+        self._context._force_start_method(self._method)
+        self._share_tracker()
+        if self._to_stderr and not self._util._log_to_stderr:
+            self._util.log_to_stderr()
+        if self._level is not None:
+            self._util.get_logger().setLevel(self._level)
 
     def inherit(self, *, begins: bool) -> None:
         """Set or clear the flag of `multiprocessing` that objects are unpickled from the parent.
 
         While it is set, `multiprocessing` refuses to start children.
         """
-        self._inheriting = begins
-        if self._process is not None:
-            self._mark()
+        if begins:
+            self._process._inheriting = True
+        else:
+            vars(self._process).pop("_inheriting", None)
 
     def settle(self) -> None:
         """Restore the current process after the call was unpickled, which may have changed it; run the fork hooks.
 
         The hooks run only now, so that `multiprocessing` objects among the arguments are included.
         """
-        if self._process is None:
-            return
-        sys.modules["multiprocessing.context"]._force_start_method(self._method)
-        sys.modules["multiprocessing.process"]._current_process = self._process  # type: ignore[attr-defined]  # as above
+        self._context._force_start_method(self._method)
+        self._module._current_process = self._process
         self._process._name = self.name
-        if self._forked and "multiprocessing.util" in sys.modules:
+        if self._forked:
             self._process._after_fork()
 
     def end(self) -> None:
@@ -110,9 +113,7 @@ class Child:
         """
         import atexit
 
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None:
-            util._exit_function()
+        self._util._exit_function()
         atexit.register(self._stop_fork_server)
 
     def _stop_fork_server(self) -> None:
@@ -125,39 +126,9 @@ class Child:
             except OSError:  # it has ended, and somebody has reaped it; its folder has been removed
                 pass
 
-    def _mark(self) -> None:
-        # The flag under which multiprocessing's own children unpickle, and may not start others.
-        if self._inheriting:
-            self._process._inheriting = True
-        elif hasattr(self._process, "_inheriting"):
-            del self._process._inheriting
-
-    def _enter(self, context: Any) -> None:
-        """Become the current process: set what `multiprocessing.process.BaseProcess._bootstrap` sets."""
-        process: Any = sys.modules["multiprocessing.process"]
-        child = context._concrete_contexts[self._method].Process(name=self.name)
-        child._identity = self.identity
-        child._parent_name, child._parent_pid = self._parent, self._launcher
-        child._config.update(authkey=process.AuthenticationString(self.key), daemon=self._daemon)
-        try:  # a pidfd serves as the parent's sentinel: readable once it has ended
-            sentinel = os.pidfd_open(self._launcher)
-        except OSError:  # it has ended
-            sentinel = os.eventfd(1, os.EFD_CLOEXEC)
-        process._process_counter = self.counter
-        process._children = set()
-        process._current_process = self._process = child
-        process._parent_process = process._ParentProcess(self._parent, self._launcher, sentinel)
-        context._force_start_method(self._method)
-        self._mark()
-
-    @property
-    def entered(self) -> bool:
-        """Whether this is the current process of `multiprocessing`, which has been loaded."""
-        return self._process is not None
-
-    def _share(self, module: Any) -> None:
+    def _share_tracker(self) -> None:
         """Use the launcher's resource tracker: a worker's own would unlink what it has made as soon as it ends."""
-        tracker = module._resource_tracker
+        tracker = self._trackers._resource_tracker
         if self._forked:
             import threading
 
@@ -232,79 +203,3 @@ def _asking(kind: type, child: Child) -> type:
 
     Asking.__name__ = Asking.__qualname__ = kind.__name__
     return Asking
-
-
-def _name_records(logging: Any) -> None:
-    """Give log records the worker's name where `multiprocessing`, from which they take it, is not loaded."""
-    kind = logging.LogRecord
-    original = kind.__init__
-    if hasattr(original, "_by_phalanx"):  # in the launcher, of which this is a fork
-        return
-
-    def __init__(record: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it replaces one
-        original(record, *args, **kwargs)
-        if record.processName == "MainProcess" and _this_child is not None and not _this_child.entered:
-            record.processName = _this_child.name
-
-    __init__.__wrapped__ = original  # type: ignore[attr-defined]  # for its signature
-    __init__._by_phalanx = True  # type: ignore[attr-defined]  # see above
-    kind.__init__ = __init__
-
-
-class _Watch:
-    """A finder on `sys.meta_path` that calls a function for certain modules when they have been loaded.
-
-    It stays on the list afterwards: another thread may be iterating over the list, and would skip the next finder.
-    """
-
-    def __init__(self, todo: dict[str, Callable[[Any], None]]) -> None:
-        self._todo = todo
-
-    @classmethod
-    def install(cls, todo: dict[str, Callable[[Any], None]]) -> None:
-        """Install the finder for the modules in ``todo``, in place of one that a fork has inherited."""
-        for finder in [finder for finder in sys.meta_path if isinstance(finder, cls)]:
-            sys.meta_path.remove(finder)
-        if todo:
-            sys.meta_path.insert(0, cls(todo))
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find what the finders after this one find. Those before it have been tried."""
-        if name not in self._todo:
-            return None
-        finders: list[Any] = list(sys.meta_path)
-        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
-            find = getattr(finder, "find_spec", None)
-            spec: Any = None if find is None else find(name, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Completing(spec.loader, self)
-                return spec  # type: ignore[no-any-return]  # as find_spec has it
-        return None
-
-    def complete(self, module: Any) -> None:
-        """Call the function for a loaded module, unless it is a copy that is not in `sys.modules`."""
-        name = module.__name__
-        if name in self._todo and sys.modules.get(name) is module:
-            self._todo[name](module)
-            del self._todo[name]
-
-
-class _Completing:
-    """Wraps a loader. Sets the real one in the module, and passes every other attribute on to it."""
-
-    def __init__(self, loader: Any, watch: _Watch) -> None:
-        self._loader = loader
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_watch"):  # it is being copied
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: Any) -> None:
-        for holder, name in ((module, "__loader__"), (module.__spec__, "loader")):
-            if getattr(holder, name, None) is self:
-                setattr(holder, name, self._loader)
-        self._loader.exec_module(module)
-        self._watch.complete(module)

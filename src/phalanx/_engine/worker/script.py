@@ -52,9 +52,8 @@ def main() -> None:
     linux.die_with_parent(os.getppid())
     linux.allow_ptrace()
     del sys.argv[0]
-    report = int(os.environ.pop(DESCRIPTORS_ENV))
-    os.set_inheritable(report, False)  # execve(2) had to keep it; programs that the script starts must not have it
-    run(report)
+    # What stands before the interpreter (PYTHON_EXEC) may clear the environment, or close all descriptors: sudo(8).
+    run(int(os.environ.pop(DESCRIPTORS_ENV, "-1")))
 
 
 def run(fd: int) -> None:
@@ -186,7 +185,7 @@ def _strip(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    error.__traceback__ = trace
+    BaseException.with_traceback(error, trace)  # its class may let no attribute be set: a frozen dataclass
 
 
 def _show(error: BaseException) -> None:
