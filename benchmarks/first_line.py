@@ -10,7 +10,7 @@ import sys
 from time import monotonic, sleep
 
 RUNS = 2.0
-"""Seconds for which all ranks run before rank 0 fails, as in the midst of a job: who prepares for that has done so."""
+"""Seconds for which all ranks run before rank 0 fails, as in the midst of a job."""
 
 LOOKS = 0.1
 """Seconds between the looks of a launcher that polls: rank 0 fails at moments that are spread over them."""

@@ -54,29 +54,19 @@ def logs(folder: Path) -> dict[tuple[int, int], Path]:
     return {(int(log.parts[-3].partition("_")[2]), int(log.parts[-2])): log for log in found}
 
 
-def places(folder: Path) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the attempts and ranks that there have been, by device and inode of the file of their output.
+def place(pid: int) -> tuple[int, int] | None:
+    """Return attempt and rank of a process that writes to a worker's log, else nothing.
 
-    Nothing else tells who a process is under both launchers: the environment of one that was forked from a preloaded
-    one is not in /proc/PID/environ, and a file that had no name yet when it was opened has none in /proc/PID/fd.
+    The environment of one that was forked from a preloaded one is not in /proc/PID/environ.
     """
-    found = {}
-    for where, log in logs(folder).items():
-        status = log.stat()
-        found[status.st_dev, status.st_ino] = where
-    return found
-
-
-def place(pid: int, known: dict[tuple[int, int], tuple[int, int]]) -> tuple[int, int] | None:
-    """Return attempt and rank of a process that writes to a worker's log, else nothing."""
     try:
-        status = os.stat(f"/proc/{pid}/fd/1")
+        found = re.search(r"/attempt_(\d+)/(\d+)/stdout\.log$", os.readlink(f"/proc/{pid}/fd/1"))
     except OSError:  # it has gone, or it is of another user
         return None
-    return known.get((status.st_dev, status.st_ino))
+    return (int(found[1]), int(found[2])) if found else None
 
 
-def workers(launcher: int, known: dict[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], int]:
+def workers(launcher: int) -> dict[tuple[int, int], int]:
     """Return the pids of the workers below a launcher, by attempt and rank."""
     parents = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -89,20 +79,20 @@ def workers(launcher: int, known: dict[tuple[int, int], tuple[int, int]]) -> dic
         above = pid
         while above in parents and above != launcher:
             above = parents[above]
-        where = place(pid, known) if above == launcher else None
-        if where and place(parent, known) != where:  # else it is a process that a worker has started
+        where = place(pid) if above == launcher else None
+        if where and place(parent) != where:  # else it is a process that a worker has started
             found[where] = pid
     return found
 
 
-def kill(pid: int, where: tuple[int, int], name: str, known: dict[tuple[int, int], tuple[int, int]]) -> bool:
+def kill(pid: int, where: tuple[int, int], name: str) -> bool:
     """Send a signal, and tell whether it was sent: not to a process that has got the pid since (pidfd_open(2))."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     try:
-        if place(pid, known) != where:
+        if place(pid) != where:
             return False
         signal.pidfd_send_signal(handle, signal.Signals[f"SIG{name}"])
     except ProcessLookupError:
@@ -139,8 +129,7 @@ def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, ranks
     """Kill a rank of each attempt until there have been so many restarts; stop when the launcher has ended."""
     attempt, signalled = 0, 0.0
     while program.poll() is None:
-        known = places(folder)
-        found = workers(program.pid, known)
+        found = workers(program.pid)
         latest = max((number for number, _ in found), default=-1)
         if latest >= restarts:
             return
@@ -152,7 +141,7 @@ def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, ranks
         moment = wait(program, Saves(checkpoint(folder)), interval)
         where = CHANCE.choice(sorted(there))
         name = CHANCE.choice(SIGNALS)
-        if kill(there[where], where, name, known):
+        if kill(there[where], where, name):
             print(f"attempt {latest}: SIG{name} to rank {where[1]}, {moment}", flush=True)
         attempt, signalled = latest + 1, time.monotonic()
 

@@ -54,6 +54,12 @@ def test_none_is_allowed_and_there_is_nothing_to_say_of_it() -> None:
     assert decided(RestartPolicy(), {}) == refused("")
 
 
+def test_whether_anything_is_ever_restarted() -> None:
+    assert [RestartPolicy(most).may_restart for most in (0, 1)] == [False, True]
+    assert [RestartPolicy(most, window=60).may_restart for most in (0, 1)] == [False, True]
+    assert RestartPolicy(0, always_on=[75]).may_restart
+
+
 def test_so_many_in_all() -> None:
     policy = RestartPolicy(2)
     assert decided(policy, {}) == Decision(retries=True)

@@ -196,7 +196,7 @@ def test_a_run_that_fills_its_disk_and_writes_no_more_succeeds(place: Place, hom
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--no-standby",), ("--restart", "worker")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=str)
 def test_the_next_attempt_is_kept_elsewhere(
     place: Place, home: Path, tmp_path: Path, options: tuple[object, ...]
 ) -> None:

@@ -95,6 +95,12 @@ def test_variables_of_workers(place: Place) -> None:
     assert "OMP_NUM_THREADS" not in done.err
 
 
+def test_a_flag_that_is_gone_may_be_false(job: Path) -> None:
+    """As in the files of older runs, for `phalanx rerun`."""
+    job.write_text("no-standby = false")
+    assert parsed("-f", job, "x.py")["script"] == "x.py"
+
+
 # --- each option
 
 
@@ -163,6 +169,7 @@ def test_other_line_ends_and_a_byte_order_mark(job: Path) -> None:
         ("\ngrase = 3", "job.toml, line 2: grase: there is no such option; did you mean 'grace'?"),
         ("nproc_per_nod = 3", "line 1: nproc_per_nod: there is no such option; did you mean 'nproc-per-node'?"),
         ("xyz = 3", "job.toml, line 1: xyz: there is no such option"),
+        ("no-standby = true", "job.toml, line 1: no-standby: restarts have no standby any more; leave it out"),
         ("use_env = true", "job.toml, line 1: use_env: the rank is in LOCAL_RANK, as with torchrun; leave it out"),
         ("rdzv_id = true", "job.toml, line 1: rdzv_id: expected a string"),
         ("nprocs = 3", "job.toml, line 1: nprocs: it is --nproc-per-node here"),

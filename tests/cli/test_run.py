@@ -476,7 +476,6 @@ FLAGS = (
     "log_compress",
     "raw",
     "virtual_local_rank",
-    "no_standby",
 )
 
 

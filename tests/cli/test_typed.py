@@ -282,6 +282,7 @@ def test_a_port_that_is_taken_is_named_as_it_was_typed(place: Place, option: str
         ("--env", "--env: workers inherit the environment of phalanx run"),
         ("--quiet", "--quiet: -r 3 keeps the output of the workers in files alone"),
         ("--keep-going", "--keep-going: --restart worker lets the others go on"),
+        ("--no-standby", "--no-standby: restarts have no standby any more; leave it out"),
     ],
 )
 def test_options_of_others_are_answered_with_ours(option: str, answer: str) -> None:
@@ -348,7 +349,7 @@ def test_every_variable_of_ours_is_known(place: Place) -> None:
         for path in (ROOT / folder).rglob("*.py"):
             read = r"environ(?:\.get\(|\.pop\(|\[)\"(PHALANX_[A-Z_]+)\""
             names |= set(re.findall(read, path.read_text(encoding="utf-8")))
-    assert {"PHALANX_STANDBY", "PHALANX_STEP", "PHALANX_CUTS", "PHALANX_ROUNDS"} <= names
+    assert {"PHALANX_TRACEBACKS", "PHALANX_STEP", "PHALANX_CUTS", "PHALANX_ROUNDS"} <= names
     options = {name for param in run.params for name in param.envvar or ()}
     place.env |= dict.fromkeys(names - options - {"PHALANX_GROUP"}, "1")
     done = place.run("--dry-run", place.write(""))

@@ -20,8 +20,6 @@ KILL = ("KILL", "SWEEP")
 SWEEP = ("ARM_PATIENCE", "SWEEP")
 
 STARTED: Script = [("START", "STARTING", ("START_WORKERS",)), ("STARTED", "RUNNING", ("REPORT_STARTED",))]
-PARKED: Script = [*STARTED[:1], ("PARK", "PARKED", ("REPORT_PARKED",))]
-RELEASED: Script = [*PARKED, ("RELEASE", "RUNNING", ("RELEASE_WORKERS", "REPORT_STARTED"))]
 FAILED: Script = [*STARTED, ("ONE_FAILED", "SETTLING", ("ARM_SETTLE",))]
 STOPPING: Script = [*FAILED, ("SETTLED", "STOPPING", STOP)]
 CLOSED: Script = [*STARTED, ("STOP", "STOPPING", STOP)]
@@ -66,31 +64,6 @@ SCRIPTS: dict[str, Script] = {
         ("ALL_ENDED", "SWEEPING", SWEEP),
         *EMPTY,
     ],
-    "a standby that is released, and succeeds": [
-        *RELEASED,
-        ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "SWEEP")),
-        *EMPTY,
-    ],
-    "a standby that is closed": [*PARKED, ("STOP", "KILLING", KILL), ("ALL_ENDED", "KILLING", ()), *EMPTY],
-    "a standby that is killed, and released too late": [
-        *PARKED,
-        ("KILL", "KILLING", KILL),
-        ("RELEASE", "KILLING", ()),
-        ("EMPTY", "DRAINING", ("DRAIN",)),
-        ("RELEASE", "DRAINING", ()),
-        ("DRAINED", "ENDED", ("REPORT_END",)),
-        ("RELEASE", "ENDED", ()),
-        ("REPORTED", "GONE", ("LEAVE",)),
-    ],
-    "a standby whose launcher goes, and would have given time": [
-        *PARKED,
-        ("ORPHANED_WITH_GRACE", "KILLING", KILL),
-        *EMPTY,
-    ],
-    **{
-        f"a standby that loses workers: {event}": [*PARKED, (event, "KILLING", KILL), *EMPTY]
-        for event in ("ONE_ENDED", "ONE_FAILED", "ALL_SUCCEEDED", "ALL_ENDED")
-    },
     "closed in the settle window": [*FAILED, ("STOP", "STOPPING", STOP), ("ALL_ENDED", "SWEEPING", SWEEP), *EMPTY],
     "killed in the settle window": [*FAILED, ("KILL", "KILLING", KILL), ("ALL_ENDED", "KILLING", ()), *EMPTY],
     "closed, and one ignores it": [
@@ -271,7 +244,6 @@ SCRIPTS: dict[str, Script] = {
         for when, before in (
             ("before anything is started", []),
             ("in the midst of the start", STARTED[:1]),
-            ("while it is parked", PARKED),
             ("while it runs", STARTED),
             ("in the settle window", FAILED),
             ("during a notice", NOTICED),
@@ -366,7 +338,7 @@ def test_whatever_comes_a_stop_is_never_taken_back(history: list[int]) -> None:
         state, actions = step(state, event)
         asked |= event.startswith(("STOP", "KILL", "ORPHANED", "HELPER_LOST"))
         notices += "GIVE_NOTICE" in actions
-        assert not asked or state not in ("WAITING", "STARTING", "PARKED", "RUNNING", "SETTLING", "LINGERING")
+        assert not asked or state not in ("WAITING", "STARTING", "RUNNING", "SETTLING", "LINGERING")
         assert notices == 1 if state == "NOTICED" else notices <= 1
         if event in ("ORPHANED", "HELPER_LOST", "KILL"):
             assert state in ("KILLING", "DRAINING", "ENDED", "GONE")
@@ -386,7 +358,7 @@ def ends_by_itself(state: str) -> str:
 
 def test_time_alone_ends_a_group_unless_it_runs() -> None:
     assert {state: ends_by_itself(state) for state in STATES} == {
-        state: state if state in ("WAITING", "STARTING", "PARKED", "RUNNING") else "GONE" for state in STATES
+        state: state if state in ("WAITING", "STARTING", "RUNNING") else "GONE" for state in STATES
     }
 
 

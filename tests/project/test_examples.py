@@ -111,7 +111,7 @@ def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
     "ranks, restarts, options",
     [
         pytest.param(4, 5, ("--preload", "torch,torch._dynamo,sklearn.datasets"), id="preload"),
-        pytest.param(2, 2, (), id="standby"),
+        pytest.param(2, 2, (), id="cold"),
     ],
 )
 def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed(

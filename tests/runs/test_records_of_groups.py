@@ -338,8 +338,8 @@ def test_who_did_not_end(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_an_attempt_that_is_prepared_ahead_is_recorded_when_it_begins(tmp_path: Path) -> None:
-    """And one that ends without a failure, because another was asked for, is kept."""
+def test_an_attempt_that_ends_without_a_failure_is_kept(tmp_path: Path) -> None:
+    """As one that ends because another was asked for."""
     facts: dict[str, Any] = {"run_id": "r", "command": ["x"], "warn": print}
     write = recorder.Recorder("x", {0: {}}, **facts)
 
@@ -354,11 +354,11 @@ def test_an_attempt_that_is_prepared_ahead_is_recorded_when_it_begins(tmp_path: 
             kinds.GroupRunning(attempt, 3),
         ]
 
-    write([agent_kinds.AgentState(0, 0, state="STARTING"), *group(0), *group(1)])
+    write([agent_kinds.AgentState(0, 0, state="STARTING"), *group(0)])
     assert attempts() == [(0, [(100, "running")])]
     exited: dict[str, Any] = dict.fromkeys(kinds.WorkerExited.__match_args__[4:])
     exited |= {"rank": 0, "pid": 100, "state": "stopped", "exitcode": -15, "signal_sent": 15}
-    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, state="STARTING")])
+    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, state="STARTING"), *group(1)])
     assert attempts() == [(0, [(100, "stopped")]), (1, [(101, "running")])]
 
 

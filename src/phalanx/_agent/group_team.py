@@ -9,7 +9,7 @@ from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx._engine.host_signals import SignalException
-from phalanx._engine.start_errors import KeeperLostError, NotReleasedError
+from phalanx._engine.start_errors import KeeperLostError
 from phalanx._outcomes.result import RunProcsResult, verdict
 
 TYPE_CHECKING = False
@@ -104,14 +104,8 @@ class GroupTeam(Team):
 
     def _start_group(self, attempt: int) -> None:
         before = self._before[-1] if self._before else None
-        with interrupts.deferred():  # it may be there already, made ready ahead
-            group = self.group = self._make(attempt, before)
-        try:
-            group.start()
-        except NotReleasedError:  # it was, and has broken since
-            group.close(9)
-            group = self.group = self._make(attempt, before)
-            group.start()
+        group = self.group = self._make(attempt, before)
+        group.start()
         self._wake_at_end(group)
         self._close_before(MOST_SHOWN)  # after the start: it waits until the guard has ended, which takes 5 to 10 ms
 

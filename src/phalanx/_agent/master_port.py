@@ -69,12 +69,6 @@ class ReservedPort:
                 self.number, self._holder = number, holder
         return self.number
 
-    def replace(self, other: ReservedPort) -> None:
-        """Take over the reservation of ``other``, which is closed, in place of this one."""
-        mine = self._holder
-        self.number, self._holder, other._holder = other.number, other._holder, mine
-        other.close()
-
     def close(self) -> None:
         """End the reservation. Idempotent."""
         self._holder.close()

@@ -118,11 +118,10 @@ class RestartPolicy(Value):
         within = "" if self.window is None else f" within {format_duration(self.window)}"
         return f"restart {used} of at most {self.max_restarts}{within}"
 
-    def may_follow(self, attempt: int) -> bool:
-        """Whether a failure of the attempt, from 0 on, may be followed by another attempt."""
-        return (
-            attempt < self.max_restarts or (self.window is not None and self.max_restarts > 0) or bool(self.always_on)
-        )
+    @property
+    def may_restart(self) -> bool:
+        """Whether any failure may be followed by another attempt."""
+        return self.max_restarts > 0 or bool(self.always_on)
 
 
 class Decision(Value):

@@ -7,7 +7,6 @@ its exit is known.
 
 from __future__ import annotations
 
-from _thread import allocate_lock
 from functools import partial
 
 from phalanx._base import clock
@@ -34,7 +33,6 @@ class GroupEvents:
         attempt: The number of its attempt.
         is_own: Whether the stream is this group's alone.
         worker: See `Event`.
-        nprocs, folder: See `GroupStarting`.
     """
 
     def __init__(
@@ -44,33 +42,12 @@ class GroupEvents:
         *,
         is_own: bool = False,
         worker: int | None = None,
-        nprocs: int = 0,
-        folder: str = "",
     ) -> None:
         self.stream = stream
         self.attempt = attempt
         self._is_own = is_own
         self._late: tuple[str, ...] = ()  # who is waited for no longer
         self._worker = worker
-        self._starting: dict[str, Any] = {"nprocs": nprocs, "folder": folder}
-        self._held: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None = None
-        self._one = allocate_lock()
-
-    def starting(self) -> None:
-        """Emit that the group starts."""
-        self.emit(kinds.GroupStarting, **self._starting)
-
-    def hold(self) -> None:
-        """Keep what happens until `release`: the group is started ahead, and may never begin."""
-        self._held = []
-
-    def release(self) -> None:
-        """Emit that the group starts, and then what has happened since `hold`."""
-        with self._one:
-            held, self._held = self._held or [], None
-            self.starting()
-            for make, args, fields in held:
-                self.stream.emit(make, *args, **fields)
 
     def emit(self, kind: type[Event], **fields: Any) -> None:
         """Emit an event that happens now."""
@@ -80,11 +57,6 @@ class GroupEvents:
         args = (self.attempt, clock.now_ns(), *more)
         if self._worker is not None:
             make = partial(_assigned, self._worker, make)
-        if self._held is not None:
-            with self._one:
-                if self._held is not None:
-                    self._held.append((make, args, fields))
-                    return
         self.stream.emit(make, *args, **fields)
 
     def heard(self, verb: str, fields: list[Any], mirror: Mirror) -> None:

@@ -28,8 +28,6 @@ class GroupLines:
         self._pump: Pump | PartDisplay | None = None
         self._shown: GroupDisplay | None = None
         self._after: Latch | None = None
-        self.muted = False
-        """Whether lines of ours are dropped."""
         self.shown = Latch()
         """Opened when all is shown."""
 
@@ -80,7 +78,7 @@ class GroupLines:
 
     def announce(self, text: str, *, possible: bool = True) -> None:
         """Show a line of ours, among the workers' if that is ``possible``."""
-        write_line = None if self.muted else self._write_line
+        write_line = self._write_line
         if not (possible and self.say(f"phalanx: {text}")) and write_line is not None:
             self._writing.submit(lambda: write_line(text))
 

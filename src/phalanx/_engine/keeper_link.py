@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from phalanx._base import channels, clock, procfs
+from phalanx._base import channels, clock
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE
 from phalanx._base.process import Process
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror, WorkerRecord
-    from phalanx._logs.display import PartDisplay
-    from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
 
@@ -50,7 +48,6 @@ class KeeperLink:
         stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
             asks. It is called by ``on_thread``.
         failing: Called once, when the settle window after the first failure is over.
-        parked: Whether the group is a standby, from the order to start until it is released.
         events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
         ended: Whether the last message has come, or none will.
@@ -75,7 +72,6 @@ class KeeperLink:
         self.stands_alone: Callable[[WorkerRecord], bool] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.failing: Callable[[], object] | None = None
-        self.parked = False
         self.events: GroupEvents | None = None
         self.up = Latch()
         self.ended = False
@@ -91,7 +87,6 @@ class KeeperLink:
         self._running = running
         self._received = 0  # messages
         self._was_up = False
-        self._waits = False  # the workers are there, and wait
         self._killed_by_loss = False  # a helper was lost before anything else had ended the group
 
     @property
@@ -150,7 +145,7 @@ class KeeperLink:
             self.watchdog.watch(self._client.guard)
 
     def _start_over(self) -> None:
-        if not (self.up or self._waits):
+        if not self.up:
             self.watchdog.over(clock.now())
 
     def _receive_now(self) -> int:
@@ -167,23 +162,6 @@ class KeeperLink:
 
     def _on_started(self, pids: list[tuple[int, int]], moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
         self._mirror.started(pids)
-
-    def _on_parked(self) -> None:
-        self._waits = True
-        self._release()
-
-    def release(self, make_pump: Callable[[], Pump | PartDisplay | None], after: Latch | None) -> None:
-        """Let the workers of a standby begin, as soon as they are there, and show lines from now on."""
-        if self.parked and not self.ended:
-            self._display.muted = self.parked = False
-            self._release()  # first: the workers begin while the display is made
-            self._display.open(make_pump(), after)
-
-    def _release(self) -> None:
-        if self._waits and not self.parked:
-            self._waits = False
-            self.send(protocol.release(procfs.find_oom_counter()))
-            self.watchdog.expect(0)
 
     def _on_running(self, moment: int, log_writer: int) -> None:
         self._was_up = True
@@ -346,7 +324,6 @@ class KeeperLink:
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "up": KeeperLink._on_up,
     "started": KeeperLink._on_started,
-    "parked": KeeperLink._on_parked,
     "running": KeeperLink._on_running,
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,

@@ -3,8 +3,7 @@
 A group starts together, lives together and falls together: the first failure opens a short window in which peers may
 leave evidence of their own, then all are asked to stop, then all are killed, and whatever any of them left behind is
 swept away. A planned stop may begin with a notice, and time to save. A failure has no notice; one that comes during a
-notice takes nothing of the time that the others have. The group of a next attempt can be started ahead, and is parked
-until it is released: nothing of its program has run, so whatever happens to it ends it at once.
+notice takes nothing of the time that the others have.
 
 `TABLE` is the whole of it. A pair that is absent is a mistake in the keeper: `step` raises, the keeper ends, and the
 guard, which takes over by the same table, kills the group.
@@ -17,7 +16,6 @@ from __future__ import annotations
 STATES = {
     "WAITING": "the keeper is up, and waits for the order to start",
     "STARTING": "the workers are being started",
-    "PARKED": "a standby: every worker is up, and waits before its program, until the group is released",
     "RUNNING": "every worker is up, and none has failed",
     "SETTLING": "a worker has failed; the others may leave evidence of their own",
     "NOTICED": "a planned stop: the workers have notice of it, and some time until the death signal",
@@ -34,8 +32,6 @@ STATES = {
 EVENTS = {
     "START": "the order to start arrives",
     "STARTED": "every worker is up",
-    "PARK": "every worker is up, and is to wait until the group is released",
-    "RELEASE": "the launcher lets the workers begin",
     "START_FAILED": "a worker could not be started",
     "ONE_ENDED": "a worker ended well, or the group does not fall together; others live",
     "ONE_FAILED": "a worker failed by itself, others live, and the group falls together",
@@ -63,8 +59,6 @@ EVENTS = {
 ACTIONS = {
     "START_WORKERS": "start the workers",
     "REFUSE": "start nothing, and close the descriptors that came with the order",
-    "REPORT_PARKED": "report that the workers wait",
-    "RELEASE_WORKERS": "let the workers begin",
     "REPORT_STARTED": "report the workers' pids",
     "ARM_SETTLE": "open the settle window",
     "GIVE_NOTICE": "send the notice's signal to the live workers that handle it, and start its time",
@@ -100,23 +94,12 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("WAITING", "ORPHANED"): _KILL,
     ("WAITING", "HELPER_LOST"): _KILL,
     ("STARTING", "STARTED"): ("RUNNING", ("REPORT_STARTED",)),
-    ("STARTING", "PARK"): ("PARKED", ("REPORT_PARKED",)),
     ("STARTING", "START_FAILED"): _KILL,
     ("STARTING", "STOP"): _KILL,
     ("STARTING", "KILL"): _KILL,
     ("STARTING", "ORPHANED"): _KILL,
     ("STARTING", "ORPHANED_WITH_GRACE"): _KILL,
     ("STARTING", "HELPER_LOST"): _KILL,
-    ("PARKED", "RELEASE"): ("RUNNING", ("RELEASE_WORKERS", "REPORT_STARTED")),
-    ("PARKED", "ONE_ENDED"): _KILL,
-    ("PARKED", "ONE_FAILED"): _KILL,
-    ("PARKED", "ALL_SUCCEEDED"): _KILL,
-    ("PARKED", "ALL_ENDED"): _KILL,
-    ("PARKED", "STOP"): _KILL,
-    ("PARKED", "KILL"): _KILL,
-    ("PARKED", "ORPHANED"): _KILL,
-    ("PARKED", "ORPHANED_WITH_GRACE"): _KILL,
-    ("PARKED", "HELPER_LOST"): _KILL,
     ("RUNNING", "ONE_ENDED"): ("RUNNING", ()),
     ("RUNNING", "ONE_FAILED"): ("SETTLING", ("ARM_SETTLE",)),
     ("RUNNING", "ALL_SUCCEEDED"): ("LINGERING", ("ARM_LINGER", "SWEEP")),
@@ -180,7 +163,6 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("PURGING", "ORPHANED_WITH_GRACE"): ("PURGING", ("ARM_GRACE",)),
     ("PURGING", "HELPER_LOST"): _KILL,
     ("KILLING", "START"): ("KILLING", ("REFUSE",)),
-    ("KILLING", "RELEASE"): ("KILLING", ()),
     ("KILLING", "ONE_ENDED"): ("KILLING", ()),
     ("KILLING", "ONE_FAILED"): ("KILLING", ()),
     ("KILLING", "ALL_SUCCEEDED"): ("KILLING", ()),
@@ -193,7 +175,6 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("KILLING", "ORPHANED_WITH_GRACE"): ("KILLING", ()),
     ("KILLING", "HELPER_LOST"): ("KILLING", ()),
     ("DRAINING", "START"): ("DRAINING", ("REFUSE",)),
-    ("DRAINING", "RELEASE"): ("DRAINING", ()),
     ("DRAINING", "STOP"): ("DRAINING", ()),
     ("DRAINING", "KILL"): ("DRAINING", ()),
     ("DRAINING", "DRAINED"): _END,
@@ -202,7 +183,6 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("DRAINING", "ORPHANED_WITH_GRACE"): _GO,
     ("DRAINING", "HELPER_LOST"): ("DRAINING", ()),
     ("ENDED", "START"): ("ENDED", ("REFUSE",)),
-    ("ENDED", "RELEASE"): ("ENDED", ()),
     ("ENDED", "STOP"): ("ENDED", ()),
     ("ENDED", "KILL"): ("ENDED", ()),
     ("ENDED", "REPORTED"): _GO,

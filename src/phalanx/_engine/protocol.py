@@ -64,8 +64,7 @@ class Spec(Record):
         argv: Its arguments. Where ``fds`` is not empty, the numbers of the inherited descriptors follow them.
         env: Environment variables on top of the group's.
         stdin: What it reads, by index among the descriptors beside `start`; None: /dev/null.
-        stdout, stderr: The paths of its log files, or of an open one the index among the descriptors beside `start`;
-            None: the launcher's stream.
+        stdout, stderr: The paths of its log files; None: the launcher's stream.
         fds: Which of the descriptors beside `start` it inherits, by index.
         bounds: How its log files are rotated.
         placement: Its CPUs, nice value and limits; None: the launcher's.
@@ -80,8 +79,8 @@ class Spec(Record):
         argv: list[bytes],
         env: dict[bytes, bytes],
         stdin: int | None,
-        stdout: str | int | None,
-        stderr: str | int | None,
+        stdout: str | None,
+        stderr: str | None,
         fds: list[int],
         bounds: Bounds,
         placement: WorkerBounds | None,
@@ -176,7 +175,6 @@ def start(
     policy: tuple[float, float, float, bool, float],
     timers: tuple[Any, ...] | None,
     notice: tuple[int, float, int] | None,
-    parked: bool,  # noqa: FBT001 - as above
 ) -> Message:
     """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
 
@@ -184,14 +182,9 @@ def start(
     ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds,
     whether the group falls together, and the orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
     heartbeat, steps; None: no timers; ``notice``: what precedes a planned stop: a signal, seconds, and the index of the
-    descriptor of the page with the stop flag; None: nothing does; ``parked``: the workers wait for `release`.
+    descriptor of the page with the stop flag; None: nothing does.
     """
-    return "start", forked, modules, environment, specs, oom_counter, policy, timers, notice, parked
-
-
-def release(oom_counter: tuple[str, int]) -> Message:
-    """Let the workers of a parked group begin. ``oom_counter``: as of now, see `start`."""
-    return "release", oom_counter
+    return "start", forked, modules, environment, specs, oom_counter, policy, timers, notice
 
 
 def stop(number: int, grace: float) -> Message:
@@ -224,7 +217,7 @@ def conclusive(rank: int) -> Message:
     return "conclusive", rank
 
 
-TO_KEEPER = (start, release, stop, kill, set_grace, signal_worker, evidence_taken, conclusive)
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, conclusive)
 
 # --- keeper to launcher; from the guard, where it has taken over
 
@@ -237,11 +230,6 @@ def up(pid: int) -> Message:
 def started(pids: list[tuple[int, int]], moment: int) -> Message:
     """These workers have been started: rank and pid. Comes before any other message that names their ranks."""
     return "started", pids, moment
-
-
-def parked() -> Message:
-    """All workers are there, and wait."""
-    return ("parked",)
 
 
 def running(moment: int, log_writer: int) -> Message:
@@ -314,7 +302,7 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, parked, running, state, exits, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
+    *(up, started, running, state, exits, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
     *(start_failed, ended, ended_by_loss),
 )
 

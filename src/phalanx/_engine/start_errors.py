@@ -99,7 +99,3 @@ def of_survivors(left: list[tuple[int, str, str]]) -> str:
         else "perhaps some that could not be found, for /proc does not show them"
         for pid, name, state in left
     )
-
-
-class NotReleasedError(RuntimeError):
-    """A group could not be parked, or a parked one could not be released: it is to be started in the ordinary way."""

@@ -136,7 +136,6 @@ class Supervisor:
         after: Latch | None = None,
         notice: StopFlag | None = None,
         stands_alone: Callable[[WorkerRecord], bool] | None = None,
-        parked: bool = False,
         events: GroupEvents | None = None,
         failed: Callable[[], None] | None = None,
     ) -> None:
@@ -153,7 +152,6 @@ class Supervisor:
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
             notice: What precedes a planned stop, if anything does. It is closed with the group.
             stands_alone: See `KeeperLink`.
-            parked: Whether the workers wait for `release`. There is no ``pump`` before that.
             events: Emits what happens, if anybody observes it.
             failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
                 process of the group is left, or before that if it takes long.
@@ -166,9 +164,7 @@ class Supervisor:
         self.hang_report = self._link.hang_report = report
         self._chores = chores
         try:
-            self._display.muted = self._link.parked = parked
-            if not parked:
-                self._display.open(pump, after)
+            self._display.open(pump, after)
             self._send_order(specs, fds, fork=fork, modules=modules)
             self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             self._thread.start()
@@ -209,15 +205,10 @@ class Supervisor:
                 self._policy,
                 timers,
                 notice,
-                self._link.parked,
             )
             self._link.open(order, given)
         finally:
             theirs.close()
-
-    def release(self, make_pump: Callable[[], Pump | PartDisplay | None], after: Latch | None) -> None:
-        """Let the workers of a parked group begin: `wait_until_up` waits for that. ``after``: see `start`."""
-        self._loop.call(partial(self._link.release, make_pump, after))
 
     def wait_until_up(self) -> None:
         """Return when every worker runs, or raise, with none left, what went wrong: `not_started`."""
@@ -351,7 +342,7 @@ class Supervisor:
             events = self._link.events
             if events is not None:
                 events.gone(self.mirror, self.not_started, None if self.result_stands else self.keeper_error)
-            if self.not_started is None and not self._link.parked:
+            if self.not_started is None:
                 guarded(partial(self._report_failure, is_over=True))
             self.gone.open()
             guarded(self._display.finish)

@@ -134,7 +134,7 @@ class ScriptContext(SubprocessContext):
     def _plan(self, held: ExitStack) -> Plan:
         if self._warm is None:
             commands = super()._plan(held).commands
-            return Plan({rank: (path, argv, [0]) for rank, (path, argv, _fds) in commands.items()}, can_wait=True)
+            return Plan({rank: (path, argv, [0]) for rank, (path, argv, _fds) in commands.items()})
         forks: dict[int, tuple[str, list[bytes], list[int]]] = {
             rank: ("", [os.fsencode(str(value)) for value in values], [0]) for rank, values in self.args.items()
         }

@@ -264,9 +264,6 @@ class PContext(GroupStart):
             host_signals.release(supervisor)
             with self._one:
                 self._is_closed, end_fd = True, self._end_fd
-                unnamed, self._unnamed = self._unnamed, None
-            if unnamed is not None:
-                unnamed.close()
             if end_fd is not None:
                 end_fd.close()
 

@@ -54,12 +54,12 @@ def attempt_of(envs: Mapping[int, Mapping[str, str]]) -> int:
 
 def begin(
     name: str, envs: Mapping[int, Mapping[str, str]], logs: LogsDest, specs: LogsSpecs, supervisor: Supervisor, *,
-    stream: EventStream | None, record: bool, timers: TimerSpecs | None, on_event: Function | None, parked: bool,
+    stream: EventStream | None, record: bool, timers: TimerSpecs | None, on_event: Function | None,
     is_one_of_many: bool,
 ) -> GroupEvents | None:  # fmt: skip
     """Emit that a group starts: into ``stream``; without one, into one of the group's own, if anybody observes it.
 
-    If it is ``parked``, nothing is emitted before its release. ``is_one_of_many``: each event names its one worker.
+    ``is_one_of_many``: each event names its one worker.
     """
     is_own = stream is None
     if stream is None:
@@ -77,9 +77,6 @@ def begin(
             return None
     folder = logs.timeline and (getattr(specs, "run_log_dir", None) or os.path.dirname(logs.timeline))
     worker = next(int(env.get("RANK") or rank) for rank, env in envs.items()) if is_one_of_many else None
-    events = GroupEvents(stream, attempt_of(envs), is_own=is_own, worker=worker, nprocs=len(envs), folder=folder)
-    if parked:
-        events.hold()
-    else:
-        events.starting()
+    events = GroupEvents(stream, attempt_of(envs), is_own=is_own, worker=worker)
+    events.emit(kinds.GroupStarting, nprocs=len(envs), folder=folder)
     return events

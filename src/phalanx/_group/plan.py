@@ -23,7 +23,6 @@ class Plan:
         modules: The modules that the keeper imports before it forks.
         fds: Descriptors for the workers.
         warm: The process that forks the keeper, and has imported already what the workers need.
-        can_wait: Whether a worker can be started ahead, and waits before its program begins.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class Plan:
         modules: Sequence[str] = (),
         fds: Sequence[int] = (),
         warm: Warm | None = None,
-        can_wait: bool = False,
     ) -> None:
         self.commands = commands
         self.flags = flags
@@ -45,7 +43,6 @@ class Plan:
         self.modules = modules
         self.fds = fds
         self.warm = warm
-        self.can_wait = can_wait
 
 
 def find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:

@@ -16,7 +16,6 @@ from functools import partial
 from phalanx._base import interrupts, linux
 from phalanx._base.stderr import warn
 from phalanx._engine import host_signals, main_module, protocol
-from phalanx._engine.start_errors import NotReleasedError
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
@@ -26,7 +25,6 @@ from phalanx._group.first_failure import FirstFailure
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
-from phalanx._logs.specs import DefaultLogsSpecs
 from phalanx._outcomes.result import stands_alone
 
 TYPE_CHECKING = False
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._logs.specs import LogsSpecs
-    from phalanx._logs.unnamed import UnnamedLogs
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement, WorkerBounds
     from phalanx._timers.hang_reporter import HangReporter
@@ -136,7 +133,6 @@ class GroupStart(ABC):
         self._first_failure: FirstFailure | None = None
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
-        self._unnamed: UnnamedLogs | None = None  # while the group is parked
         self._result: RunProcsResult | None = None
         self._values: dict[int, Any] = {}
         self._starting = self._closed = self._is_closed = False
@@ -168,16 +164,12 @@ class GroupStart(ABC):
             with host_signals.delivering():  # raises for a signal that came earlier and was not raised
                 pass
         with self._one:
-            unnamed, self._unnamed = self._unnamed, None
-            if (self._supervisor is not None and unnamed is None) or self._starting:
+            if self._supervisor is not None or self._starting:
                 msg = f"the group {self.name!r} has been started before"
                 raise RuntimeError(msg)
-            self._starting, self._closed = unnamed is None, False
+            self._starting, self._closed = True, False
         try:
-            if unnamed is None:
-                self._start()
-            else:
-                self._release(unnamed)
+            self._start()
         finally:
             self._starting = False
 
@@ -191,41 +183,7 @@ class GroupStart(ABC):
             self._wait_until_up(supervisor)
         return bool(supervisor.up)
 
-    def park(self) -> None:
-        """Start everything but the workers' program. Their interpreters wait for `start`, or for `close`.
-
-        Until then nothing is in its log folder. Returns before they are there. Raises as `start`; RuntimeError if
-        that cannot be: the group is no Python script's, forks its workers, or its logs cannot wait.
-        """
-        self._starting, self._closed = True, False
-        try:
-            self._start(parked=True)
-        finally:
-            self._starting = False
-
-    def _release(self, unnamed: UnnamedLogs) -> None:
-        """Let the workers of a parked group begin. Raises NotReleasedError, and the group is closed."""
-        supervisor, made = self._supervisor, None
-        assert supervisor is not None and isinstance(self._logs_specs, DefaultLogsSpecs)  # noqa: PT018 - of `_start`
-        try:
-            with interrupts.deferred() if self._signals else host_signals.postpone(), unnamed:
-                if not supervisor.gone:
-                    made = self._logs_specs.reify(self.envs)
-                if made != self.logs:
-                    raise NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as others
-                unnamed.name()
-                if self._events is not None:
-                    self._events.release()
-                supervisor.release(self._make_pump, self._after)
-            self._wait_until_up(supervisor)
-        except host_signals.SignalException:
-            raise
-        except Exception as error:
-            self._logs_specs.unmake(self.logs, made=made is not None)
-            supervisor.abort()
-            raise NotReleasedError(str(error)) from error
-
-    def _start(self, *, parked: bool = False) -> None:
+    def _start(self) -> None:
         template_or_default(self.console.template)  # refuses a bad template before anything is made
         if self._placement is not None:
             placed, warning = self._placement.resolve(self.nprocs)
@@ -254,28 +212,21 @@ class GroupStart(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            unnamed: UnnamedLogs | None = None
-            if parked:
-                from phalanx._group import parking
-
-                self.logs, unnamed = parking.foresee(self._logs_specs, self.envs, plan, record=self._record)
-                undo.enter_context(unnamed)
-            else:
-                self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
-                remove_old(self.logs.error_files.values())
-            events = self._events = self._begin_events(supervisor, undo, parked=parked)
+            self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
+            remove_old(self.logs.error_files.values())
+            events = self._events = self._begin_events(supervisor, undo)
             first = self._first_failure = FirstFailure(
                 self.name, supervisor, self.logs, self._logs_specs, self.envs, announces=self._announces
             )
             report = self._watch(supervisor, undo)
             stop_flag = self._make_stop_flag(undo)
-            specs, files = self._specs(plan, unnamed)
+            specs, files = self._specs(plan)
             fork_server = self._warmed(plan.warm)
             with hold():  # no signal handler runs between the start of a process and its recording
                 if fork_server is not None:
                     supervisor.boot(fork_server=fork_server)
                 undo.callback(self._can_be_closed(supervisor))
-                pump = None if parked else self._make_pump()
+                pump = self._make_pump()
                 supervisor.start(
                     specs,
                     [*plan.fds, *files],
@@ -287,7 +238,6 @@ class GroupStart(ABC):
                     after=self._after,
                     notice=stop_flag,
                     stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
-                    parked=parked,
                     events=events,
                     failed=first.announce if first.announces else None,
                 )
@@ -295,7 +245,6 @@ class GroupStart(ABC):
                 self._tidy = weakref.finalize(
                     self, release, supervisor, self.logs, self._logs_specs, self._own_warm, events, first
                 )
-                self._unnamed = unnamed
                 undo.pop_all()
 
     def _preview_placement(self) -> tuple[dict[int, WorkerBounds | None], dict[int, dict[str, str]]]:
@@ -324,7 +273,7 @@ class GroupStart(ABC):
                 self._supervisor = None
             raise
 
-    def _begin_events(self, supervisor: Supervisor, undo: ExitStack, *, parked: bool) -> GroupEvents | None:
+    def _begin_events(self, supervisor: Supervisor, undo: ExitStack) -> GroupEvents | None:
         """Begin to emit events, if anybody observes them."""
         if self._stream is None and not self._record and self._timers is None and self._on_event is None:
             return None
@@ -333,7 +282,7 @@ class GroupStart(ABC):
         events = observers.begin(
             self.name, self.envs, self.logs, self._logs_specs, supervisor,
             stream=self._stream, record=self._record, timers=self._timers, on_event=self._on_event,
-            parked=parked, is_one_of_many=self._run_lines is not None,
+            is_one_of_many=self._run_lines is not None,
         )  # fmt: skip
         if events is not None:
             undo.callback(events.end)
@@ -373,23 +322,22 @@ class GroupStart(ABC):
         env[ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
 
-    def _specs(self, plan: Plan, unnamed: UnnamedLogs | None) -> tuple[list[protocol.Spec], list[int]]:
-        """What to start for each rank, and the descriptors of log files that are open already, and of what is read."""
-        files: dict[str | int, int] = {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
-        files.update({} if unnamed is None else unnamed.descriptors())
-        places = {key: number for number, key in enumerate(files, 1 + len(plan.fds))}
+    def _specs(self, plan: Plan) -> tuple[list[protocol.Spec], list[int]]:
+        """What to start for each rank, and the descriptors of what is read."""
+        files = {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
+        places = {rank: number for number, rank in enumerate(files, 1 + len(plan.fds))}
         return [self._spec(rank, *command, places) for rank, command in plan.commands.items()], [*files.values()]
 
     def _spec(
-        self, rank: int, path: str, argv: list[bytes], fds: list[int], places: Mapping[str | int, int]
+        self, rank: int, path: str, argv: list[bytes], fds: list[int], places: Mapping[int, int]
     ) -> protocol.Spec:
-        """What to start for a rank. ``places``: the indexes of open log files by path, and of its stdin by its rank."""
+        """What to start for a rank. ``places``: the index of its stdin, by its rank."""
         logs = self.logs
         env = self._environment(rank)
         if not isinstance(self.entrypoint, str):
             whose = f"rank {self.envs[rank].get('RANK') or rank}" if self._prints_failures else "none"
             env[b"PHALANX_TRACEBACKS"] = os.fsencode("all" if logs.stderrs[rank] else whose)
-        stdout, stderr = (places.get(log, log or None) for log in (logs.stdouts[rank], logs.stderrs[rank]))
+        stdout, stderr = logs.stdouts[rank] or None, logs.stderrs[rank] or None
         bounds = (logs.max_size, logs.keep, logs.compress)
         stdin, placed = places.get(rank), self._placed.get(rank)
         return protocol.Spec(rank, os.fsencode(path), argv, env, stdin, stdout, stderr, fds, bounds, placed)

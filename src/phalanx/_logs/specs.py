@@ -210,27 +210,6 @@ class DefaultLogsSpecs(LogsSpecs):
         logs = lay_out(folder, envs, self._redirects, self._tee, self._local_ranks_filter, can_wait)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
         self._set_mode(reversed(made))  # the outermost last: until then, nobody else can reach those in it
-        return self._described(folder, logs)
-
-    def foresee(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest | None:
-        """Return what `reify` will return for ``envs`` of a further attempt, and make nothing; None: not known."""
-        attempt = envs[min(envs)].get("TORCHELASTIC_RESTART_COUNT") or "0"
-        if not self.is_kept or self._run_log_dir is None or attempt in self._attempts:
-            return None
-        folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
-        named = name_files(folder, envs, self._redirects, self._tee, self._local_ranks_filter)
-        return self._described(folder, named)
-
-    def unmake(self, logs: LogsDest, *, made: bool) -> None:
-        """Forget the attempt of ``logs``, which never began, and remove its folder if it was ``made``."""
-        folder = os.path.dirname(logs.timeline)
-        if made:
-            import shutil
-
-            shutil.rmtree(folder, ignore_errors=True)
-        self._attempts.discard(os.path.basename(folder).removeprefix("attempt_"))
-
-    def _described(self, folder: str, logs: LogsDest) -> LogsDest:
         bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
         return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
 

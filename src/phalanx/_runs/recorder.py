@@ -116,8 +116,6 @@ class Recorder:
         self._leftovers: list[Record] = []
         self._earlier: list[Record] = []
         self._cause = ""
-        self._attempt = -1  # that the agent has begun
-        self._ahead: list[Event] = []  # of later ones
         self._has_changed = self._is_over = False
         self._pruned = False
         self._failed = False
@@ -169,15 +167,6 @@ class Recorder:
         return self.report or describe_run(self._record(), self._folder)
 
     def _note(self, event: Event) -> None:
-        """Note an event; one of an attempt that the agent has not begun, when it has: its group is prepared ahead."""
-        if not self._is_one_group and event.attempt > self._attempt:
-            if not (isinstance(event, agent_kinds.AgentState) and event.state == "STARTING"):
-                self._ahead.append(event)
-                return
-            self._attempt = event.attempt
-            ahead, self._ahead = self._ahead, []
-            for each in ahead:
-                self._note(each)
         note = _NOTES.get(type(event))
         if note is not None:
             note(self, event)

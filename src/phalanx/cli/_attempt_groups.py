@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
-    from phalanx._agent.standby import Standby
     from phalanx._events.stream import EventStream
     from phalanx.cli._run_logs import RunLogs
 
 
 class AttemptGroups:
-    """Makes groups. What preloads outlives them, and what is made ready for the next attempt; `close` ends both.
+    """Makes groups. What preloads outlives them; `close` ends it.
 
     Args:
         script: The script, the module or the binary.
@@ -41,7 +40,6 @@ class AttemptGroups:
         run_path: How workers are started that run the script by `runpy.run_path`, see `MultiprocessContext`; "": each
             runs it as an interpreter of its own does.
         port: The reserved MASTER_PORT; None: the user has given one.
-        standby: Whether the next attempt may be made ready while one runs.
         stdin: Returns the descriptors that workers with these environments read, see `PContext`.
         options: The options of `PContext`.
     """
@@ -60,7 +58,6 @@ class AttemptGroups:
         preload_env: Mapping[str, str],
         run_path: str,
         port: ReservedPort | None,
-        standby: bool,
         stdin: Callable[[Mapping[int, Mapping[str, str]]], dict[int, int]],
         options: Mapping[str, Any],
     ) -> None:
@@ -76,13 +73,6 @@ class AttemptGroups:
         self._port = port
         self._stdin = stdin
         self.options = dict(options)
-        self.standby: Standby | None = None
-        """The group of the next attempt; None: nothing is made ready, or there would be nothing to gain."""
-        if standby and not no_python and not preload and not run_path:
-            from phalanx._agent.standby import Standby
-
-            self.standby = Standby(self._make_ahead)
-        self._port_ahead: ReservedPort | None = None  # of the standby
         self.warm: Warm | None = None
         """The process that preloads; None: there is nothing to be preloaded."""
         self._held = ExitStack()
@@ -104,23 +94,9 @@ class AttemptGroups:
 
     def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
-        ready = None if self.standby is None else self.standby.take(attempt)
-        ahead, self._port_ahead = self._port_ahead, None
-        if ahead is not None:
-            if ready is not None and self._port is not None:
-                self._port.replace(ahead)
-            ahead.close()
-        if ready is not None:
-            assert isinstance(ready, SubprocessContext)  # as `_make` makes them
-            return ready
         if attempt and self._port is not None:
             self._port.renew()
         return self._make(attempt, before, self.envs, self._port)
-
-    def _make_ahead(self, attempt: int, before: PContext) -> PContext:
-        """Make the group of an attempt while another runs, which has the present port. Raises OSError: none is free."""
-        self._port_ahead = None if self._port is None else master_port.reserve()
-        return self._make(attempt, before, self.envs, self._port_ahead)
 
     def make_one(self, rank: int, attempt: int, before: PContext | None, **options: Any) -> PContext:
         """Make the group of an attempt of one worker, by its local rank, with some ``options`` of its own.
@@ -163,11 +139,7 @@ class AttemptGroups:
         return [self._scripts[rank], *self._args[rank]]
 
     def close(self) -> None:
-        """End the process that preloads, and the standby."""
-        if self.standby is not None:
-            self.standby.close()
-        if self._port_ahead is not None:
-            self._port_ahead.close()
+        """End the process that preloads."""
         self._held.close()
         if self.warm is not None:
             self.warm.close()

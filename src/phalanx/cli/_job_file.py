@@ -104,7 +104,7 @@ class JobFile:
                 self.env[variable] = self._variable(variable, text)
         elif name in self._known:
             self._take_option(key, self._known[name], value)
-        else:
+        elif value is not False or f"--{name}" not in self._absent:  # the files of older runs have every flag
             self._refuse_key(key, value)
 
     def _take_option(self, key: str, declared: Option[Any], value: Any) -> None:

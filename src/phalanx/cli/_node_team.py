@@ -169,7 +169,6 @@ class MachineTeam(RunTeam, NodeTeam):
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
         self._held.clear()  # it was said why they end
-        self.drop_standby()
         if self._look.puts_off(clock.now()):
             self.poll_seconds = LOOK
         else:

@@ -13,7 +13,7 @@ import click
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import durations
-from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Flag, Maybe, Option
+from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Whole, time_of
 
 TYPE_CHECKING = False
@@ -228,10 +228,6 @@ class RestartOptions(Declared):
         written=LIST,
         sentence="Those after which all are restarted, whatever --max-restarts says: 75.",
     )
-    no_standby = Flag(
-        section=RESTARTS,
-        sentence="Do not boot the interpreters of the next attempt while one runs: a restart starts them.",
-    )
     monitor_interval = Maybe(
         time_of(),
         section="",
@@ -278,7 +274,7 @@ def check_heeded(chosen: RestartOptions, policy: RestartPolicy, typed: Collectio
 
     Job files and the environment may hold for several runs, of which some have no restarts.
     """
-    if policy.may_follow(0):
+    if policy.may_restart:
         return []
     given = [each for each in _OF_RESTARTS if getattr(chosen, each.name) != each.default_value()]
     for each in given:

@@ -92,7 +92,6 @@ class RunTeam(GroupTeam):
         """Why the last attempt could not be started; None: it was."""
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
-        self._standby = groups.standby
         self.check: NodeCheck | None = check
 
     def warn(self, text: str) -> None:
@@ -143,8 +142,6 @@ class RunTeam(GroupTeam):
         super()._start_group(attempt)
         if self.check is not None:
             self.check.write(self._groups.log_dir)
-        if self._standby is not None and self.group is not None and self.policy.may_follow(attempt):
-            self._standby.expect(attempt + 1, self.group)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
@@ -156,32 +153,17 @@ class RunTeam(GroupTeam):
         if self.check is not None and self.check.is_under_way:
             self.poll_seconds = self.check.seconds_left
             return None
-        end = super().ended()
-        if self._standby is not None:
-            if end is None:
-                self.poll_seconds = self.poll_seconds if self.is_put_off else self._standby.tend()
-            elif not end.failed:
-                self._standby.drop()
-        return end
+        return super().ended()
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
-        self.drop_standby()
         if self.check is not None:
             self.check.stop(death_signal, grace)
         super().stop(death_signal, grace)
 
-    def drop_standby(self) -> None:
-        """Order the end of what is ready for a next attempt: there is none."""
-        if self._standby is not None:
-            self._standby.drop()
-
     def close(self) -> None:
         """See `GroupTeam`."""
-        self.drop_standby()  # before the waits for consoles
         super().close()
-        if self._standby is not None:
-            self._standby.close()
         if self.check is not None:
             self.check.close()
 
@@ -209,7 +191,6 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             team.record_end("failed", 2, text := in_our_words(error, team.group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
-            team.drop_standby()
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.

@@ -78,7 +78,7 @@ _OURS = {
     *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL"),
     # A worker has them.
     *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
-    *("PHALANX_STANDBY", "PHALANX_TRACEBACKS"),
+    "PHALANX_TRACEBACKS",
 }
 """Variables of ours that set no option."""
 
@@ -114,10 +114,11 @@ ELSEWHERE = {
     "--env": "workers inherit the environment of phalanx run (A=1 phalanx run ...); a job file (-f) has [env]",
     "--quiet": "-r 3 keeps the output of the workers in files alone; the report of a failure stays",
     "--keep-going": "--restart worker lets the others go on when one fails; see Many commands in the guide",
+    "--no-standby": "restarts have no standby any more; leave it out (--preload makes them fast)",
     "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
     **dict.fromkeys(
         ("-n", "--nprocs", "--num-processes", "--num-procs", "--num-workers", "--workers", "--num-gpus", "--gpus"),
         "it is --nproc-per-node here",
     ),
 }
-"""Options of other launchers, and what they are here."""
+"""Options of other launchers and of earlier versions, and what they are here."""

@@ -150,13 +150,6 @@ class RunPlan:
         options |= {"timers": self._timers, "speak": say, "announces": False}
         options["console"] = self.console
         options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
-        stands_by = (
-            self.meeting.machines is None
-            and config.restart != "worker"
-            and not config.no_standby
-            and not self.stdin.is_terminal
-            and self.policy.may_follow(0)
-        )
         envs = self._envs(port, variables)
         # What preloads finds what is the same for all workers: those of one attempt, or of any part in a job of many.
         unknown = () if self.meeting.machines is None else OF_PART
@@ -164,7 +157,7 @@ class RunPlan:
         return AttemptGroups(
             config.script, config.args, envs, self.specs, module=self._module, no_python=self._no_python,
             python=self.python, preload=config.preload, preload_env=preload_env, run_path=self._run_path, port=port,
-            standby=stands_by, stdin=self.stdin.of, options=options,
+            stdin=self.stdin.of, options=options,
         )  # fmt: skip
 
     def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:

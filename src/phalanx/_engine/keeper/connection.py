@@ -163,11 +163,6 @@ class Connection:
         for first in range(0, len(fresh), BATCH):
             self.send(protocol.started(fresh[first : first + BATCH], clock.now_ns()))
 
-    def parked(self, pids: list[tuple[int, int]]) -> None:
-        """Send that all workers are there, and wait. ``pids``: see `started`."""
-        self.started(pids)
-        self.send(protocol.parked())
-
     def exits(self, reports: list[protocol.ExitReport]) -> None:
         """Send how workers have ended."""
         for first in range(0, len(reports), BATCH):

@@ -67,7 +67,6 @@ class Keeper:
         self._death_signal: int = signal.SIGTERM
         self._notice: Notice | None = None
         self._order: tuple[Any, ...] = ()
-        self._started: Start  # from the end of the start on
         self._children = Children(self.loop, self._on_worker_exit, self._on_reaped)
         self._settling = Settling(
             self._children, self.loop, self._waits, lambda: self._state == "SETTLING", lambda: self._see("QUIET")
@@ -165,7 +164,7 @@ class Keeper:
 
     def _lose(self, who: str, returncode: int) -> None:
         """Kill all. If a failure or a stop came first, or no worker is left, that stays how the group ended."""
-        decided = self._state not in ("WAITING", "STARTING", "PARKED", "RUNNING")
+        decided = self._state not in ("WAITING", "STARTING", "RUNNING")
         if not decided:
             self._last_message = self._last_message or protocol.ended_by_loss(who, returncode)
         if self._state != "ENDED":
@@ -203,13 +202,10 @@ class Keeper:
             self._children.unwatch()  # descriptors may have run out, and killing takes some
             self._see("START_FAILED")
             return
-        self._started = start
-        self._see("STARTED" if start.parking is None else "PARK")
+        self._see("STARTED")
         start_group.load_procfs()
-
-    def _on_release(self, oom_counter: tuple[str, int]) -> None:
-        self._children.oom_counter = oom_counter
-        self._see("RELEASE")
+        if start.table:
+            self.loop.when_idle(lambda: self._watch_timers(start))
 
     def _may_go_on(self, receive: bool) -> bool:  # noqa: FBT001 - as it is called by `start_group`
         self._connection.poll(lambda: self._state == "STARTING", receive=receive)
@@ -223,12 +219,10 @@ class Keeper:
     def _report_started(self) -> None:
         self._connection.started(self._children.started)
         self._connection.send(protocol.running(clock.now_ns(), self.log_writer))
-        if self._started.table:
-            self.loop.when_idle(self._watch_timers)
 
-    def _watch_timers(self) -> None:
+    def _watch_timers(self, start: Start) -> None:
         send, strike = self._connection.send, self._children.strike
-        self._escalation = self._started.watch_timers(self.loop, self._in_charge, strike, send)
+        self._escalation = start.watch_timers(self.loop, self._in_charge, strike, send)
 
     def _in_charge(self) -> dict[int, int]:
         """The pids of the live workers by rank; none once they are being stopped."""
@@ -371,8 +365,6 @@ class Keeper:
 _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "START_WORKERS": Keeper._start_workers,
     "REFUSE": Keeper._refuse,
-    "REPORT_PARKED": lambda keeper: keeper._connection.parked(keeper._children.started),
-    "RELEASE_WORKERS": lambda keeper: keeper._started.release(len(keeper._children.workers)),
     "REPORT_STARTED": Keeper._report_started,
     "ARM_SETTLE": lambda keeper: keeper._settling.begin(),
     "GIVE_NOTICE": Keeper._give_notice,
@@ -391,7 +383,6 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
 
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "start": Keeper._on_start,
-    "release": Keeper._on_release,
     "stop": Keeper._on_stop,
     "kill": lambda keeper: keeper._see("KILL"),
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),

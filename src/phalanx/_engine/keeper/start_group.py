@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from phalanx._base.loop import Loop
     from phalanx._engine.keeper.children import Children
     from phalanx._engine.keeper.notice import Notice
-    from phalanx._engine.keeper.parking import Parking
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._timers.escalation import Escalation
 else:
@@ -42,7 +41,6 @@ class Start:
         oom_counter: See `Children`.
         table: The descriptors of the timers' table; (): no timers.
         notice: What precedes a planned stop: a signal, seconds, and the descriptor of the page with the stop flag.
-        parking: What the workers of a standby wait on, from `run` on; None: they do not.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Start:
         policy: tuple[float, float, float, bool, float],
         timers: tuple[Any, ...] | None,
         notice: tuple[int, float, int] | None,
-        parked: bool,  # noqa: FBT001 - as above
         fds: list[int],
     ) -> None:
         self.policy = policy
@@ -66,8 +63,6 @@ class Start:
         self._forked = forked
         self._modules = modules
         self._environment = environment
-        self._parked = parked
-        self.parking: Parking | None = None  # while they wait
         self._specs = [protocol.Spec(*spec) for spec in specs]
         self._fds = fds
         self._doing = -1, ""  # the rank, and the step
@@ -129,7 +124,6 @@ class Start:
             needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
             self._import_fork()
-            self._open_parking()
             for number, spec in enumerate(self._specs):
                 if not opened:
                     if not may_go_on(number > 0):
@@ -161,19 +155,6 @@ class Start:
                 outputs.close()
         return ()
 
-    def release(self, count: int) -> None:
-        """Let the workers of a standby begin, ``count`` of them."""
-        assert self.parking is not None
-        self.parking.release(count)
-
-    def _open_parking(self) -> None:
-        if self._parked:
-            self._doing = -1, "making what they wait on"
-            from phalanx._engine.keeper.parking import Parking
-
-            self.parking = Parking()
-            self._environment = {**self._environment, **self.parking.environment()}
-
     def _open_ahead(
         self,
         specs: list[protocol.Spec],
@@ -184,9 +165,8 @@ class Start:
         """Add what is opened for the first of these workers, one at least, to ``opened``. Raises OSError."""
         for spec in specs:
             self._doing = spec.rank, "opening its log files"
-            stdout, stderr = (self._fds[log] if isinstance(log, int) else log for log in (spec.stdout, spec.stderr))
             stdin = null if spec.stdin is None else self._fds[spec.stdin]
-            opened.append(start_process.Outputs(stdin, stdout, stderr, spec.bounds))
+            opened.append(start_process.Outputs(stdin, spec.stdout, spec.stderr, spec.bounds))
             if not limit.leaves_room(opened[-1].descriptors()):
                 return
 
@@ -232,8 +212,6 @@ class Start:
         for fd in self._fds:
             if fd not in kept:
                 os.close(fd)
-        if self.parking is not None:
-            self.parking.all_started()
 
     def _load_notice(self) -> tuple[Notice | None, protocol.Message]:
         if self.notice is None:

@@ -72,22 +72,18 @@ class Outputs:
 
     Args:
         stdin: A descriptor, which stays open.
-        stdout, stderr: The paths of its log files, or descriptors of open ones, which stay open; None: the keeper's own
-            stream.
+        stdout, stderr: The paths of its log files; None: the keeper's own stream.
         bounds: With a bound on its size, a regular file is filled by the log writer, and the worker writes to a pipe. A
             terminal or a FIFO does not rotate; and one that nobody reads would hold up all logs.
     """
 
-    def __init__(self, stdin: int, stdout: str | int | None, stderr: str | int | None, bounds: Bounds) -> None:
+    def __init__(self, stdin: int, stdout: str | None, stderr: str | None, bounds: Bounds) -> None:
         self.fds = [(0, stdin)]
         self._bounds = bounds
         self._opened: list[int] = []
         self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read
         try:
             for target, path in ((1, stdout), (2, stderr)):
-                if isinstance(path, int):
-                    self.fds.append((target, path))
-                    continue
                 if path is None:
                     continue
                 # Appending, so that a file that is cut short while it is written grows from its new end.

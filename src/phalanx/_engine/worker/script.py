@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
-_STANDBY_ENV = "PHALANX_STANDBY"  # the descriptor to wait on, as `keeper.parking` has it
-
 _theirs = {}  # what this interpreter knows already by the name of our package
 if not __package__:  # run by its path: empty modules stand for our package and its wings, so that no `__init__` runs
     if not getattr(sys.flags, "safe_path", False):
@@ -53,45 +51,9 @@ def main() -> None:
     """Run the program that ``sys.argv`` names, in a process that the keeper has just started."""
     linux.die_with_parent(os.getppid())
     linux.allow_ptrace()
-    if _STANDBY_ENV in os.environ:
-        _wait_for_release(int(os.environ.pop(_STANDBY_ENV)))
     del sys.argv[0]
     # What stands before the interpreter (PYTHON_EXEC) may clear the environment, or close all descriptors: sudo(8).
     run(int(os.environ.pop(DESCRIPTORS_ENV, "-1")))
-
-
-def _wait_for_release(gate: int) -> None:
-    """Wait, as part of a standby, until the group is released. Ends the process if it never will be: EOF.
-
-    Nothing of the program has been read by now, and no file of the attempt is written. Meanwhile, the process has
-    another name (proc_pid_comm(5)): `ps -o comm` and `top` tell it from a worker that runs.
-    """
-    import _signal  # type: ignore[import-not-found]  # the C half: `signal` itself takes 1 ms
-    import faulthandler  # noqa: F401 - needed at once, then
-
-    known = "select" in sys.modules
-    import select
-
-    compile("", "", "exec")  # the first one makes the types of `_ast`, in 1 ms
-    if sys.argv[1] == "-m":
-        import runpy  # noqa: F401 - it takes some milliseconds
-    name = linux.set_comm(b"phalanx-standby")
-    interrupted = _signal.getsignal(_signal.SIGINT)
-    if interrupted is _signal.default_int_handler:  # Ctrl-C in a terminal: no traceback of this file
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    waiting = select.poll()
-    waiting.register(gate, select.POLLIN)
-    waiting.poll()  # wakes all at once; of those that wait in a read(2), each would wake the next one, on its own CPU
-    if not os.read(gate, 1):
-        os._exit(0)
-    os.close(gate)
-    linux.set_comm(name)
-    if not known:  # the program may have a module of that name in its folder
-        del sys.modules["select"]
-    for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
-        del sys.path_importer_cache[path]  # a folder of PYTHONPATH that was not there may be there by now
-    if interrupted is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, interrupted)
 
 
 def run(fd: int) -> None:
