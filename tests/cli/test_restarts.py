@@ -464,7 +464,7 @@ def test_long_messages_are_one_short_line_each(place: Place) -> None:
     assert len(first) < 700
     assert "rank 0, ValueError: xxxxx" in first
     assert first.endswith("xxxxx…; attempt 1 follows (restart 1 of at most 1)")
-    assert ": rank 0, ValueError:; giving up" in second
+    assert ": rank 0, ValueError: below; giving up" in second
     (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 0, "))
     assert earlier.endswith("…")
 

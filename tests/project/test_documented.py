@@ -101,6 +101,7 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_declare.py: name": set[str](),  # those of options
+    "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below
     "placement.py: name": {
         *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
         *("MUSA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"),
