@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -198,7 +199,7 @@ def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) 
 @pytest.mark.parametrize("text", ["prompt> ", "\\r bar 10", ""])
 def test_an_interrupt_leaves_a_terminal_tidy(place: Place, ready: Ready, gate: Gate, text: str) -> None:
     place.env["TERM"] = "xterm"
-    code = f"printf 'one\n{text}'; {PYTHON} -c \"$TELL\"; read x <{gate.address}"
+    code = f"printf 'one\n{text}'; {shlex.quote(PYTHON)} -c \"$TELL\"; read x <{gate.address}"
     place.env["TELL"] = ready.python("1")
     with start_sh(place, code, "-r", 3) as launcher, terminal() as (ours, theirs):
         ready.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import pytest
 from phalanx.cli import _node_check
 from phalanx.cli._node_check import NodeCheck, pass_check
 from tests.cli.test_run import Place
-from tests.support.helpers import wait_gone
+from tests.support.helpers import PYTHON, wait_gone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,7 +193,7 @@ def test_a_signal_during_a_check_stops_the_run(
 ) -> None:
     path = place.folder / "checks"
     say = place.write(f"import os\n{ready.python('os.getppid()')}", "say.py")
-    hangs = f"echo >> {path}; test $(wc -l < {path}) -le {attempt} || {{ {sys.executable} {say}; sleep 600; }}"
+    hangs = f"echo >> {path}; test $(wc -l < {path}) -le {attempt} || {{ {PYTHON} {say}; sleep 600; }}"
     script = place.write("raise SystemExit(3)")
     with place.start("--max-restarts", 9, *options, "--node-check", hangs, script) as launcher:
         pids = ready.pids()

@@ -6,7 +6,6 @@ import os
 import pty
 import shlex
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -15,7 +14,7 @@ import pytest
 from phalanx._base import procfs
 from tests.cli.test_run import RUN, read_until, refused
 from tests.support.disks import until
-from tests.support.helpers import Ready, wait_gone
+from tests.support.helpers import PYTHON, Ready, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -309,7 +308,7 @@ def test_the_terminal_has_its_modes_again_when_a_worker_was_killed(shell: Shell,
     shell.run(place.write("import os, signal, tty; tty.setraw(0); os.kill(os.getpid(), signal.SIGKILL)"))
     shell.until("code 137")
     place.write("import termios; print('canonical:', bool(termios.tcgetattr(0)[3] & termios.ICANON))", "modes.py")
-    shell.type(f"{sys.executable} modes.py\n")
+    shell.type(f"{PYTHON} modes.py\n")
     shell.until("canonical: True")
 
 
