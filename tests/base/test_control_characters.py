@@ -97,6 +97,7 @@ def check_rest(chunks: list[bytes]) -> None:
     assert not obeyed(escape_json(quoted).encode())
 
 
+@pytest.mark.long
 @few
 @given(CHUNKS)
 def test_pieces(chunks: list[bytes]) -> None:
@@ -104,6 +105,7 @@ def test_pieces(chunks: list[bytes]) -> None:
     check_rest(chunks)
 
 
+@pytest.mark.long
 def test_very_many_pieces() -> None:
     """Hypothesis takes a millisecond to think of one, and makes it small; this takes some microseconds."""
     seed = os.environ.get("PHALANX_TEST_SEED") or os.urandom(8).hex()
@@ -125,6 +127,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
         yield time
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("screen", [False, True], ids=["paper", "screen"])
 def test_what_ranks_write_in_turns(screen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unfinished lines, progress bars and their ends included; each rank's colours are its own."""
@@ -235,6 +238,7 @@ def phalanx_on_a_terminal(place: Place, *argv: object, **env: str) -> bytes:
     return on_a_terminal(place, "-m", "phalanx", *argv, **env)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_a_run_and_its_logs(place: Place, term: str) -> None:
     os.mkfifo(place.folder / "met")
@@ -257,6 +261,7 @@ def test_a_run_and_its_logs(place: Place, term: str) -> None:
         assert not obeyed(phalanx_on_a_terminal(place, *command.split(), "--log-dir", place.logs, TERM=term))
 
 
+@pytest.mark.long
 def test_raw_and_whatever_is_no_terminal_get_all(place: Place) -> None:
     script = place.write(WRITES)
     sent = phalanx_on_a_terminal(place, "run", "--log-dir", place.logs, "--raw", script)
@@ -300,6 +305,7 @@ def raise_(_rank: int, text: str) -> None:
     raise ValueError(text)
 
 
+@pytest.mark.long
 def test_errors_that_python_prints() -> None:
     nasty = "".join(NASTY).replace("\udc9b", "\x9b")
     failure = ProcessFailure(0, 1, 1, "<N/A>", told=(nasty, nasty, 0))

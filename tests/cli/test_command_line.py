@@ -256,6 +256,7 @@ def test_a_script_in_a_folder_that_is_shut(place: Place) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long
 def test_a_run_id_longer_than_names_can_be(place: Place) -> None:
     for run_id in ("x" * 300, "\u00fc" * 300):
         done = place.run("--run-id", run_id, "--no-python", "sh", "-c", "echo $TORCHELASTIC_RUN_ID")
@@ -298,6 +299,7 @@ def test_a_list_with_a_comma_too_many(place: Place) -> None:
     assert [path.read_text() for path in place.logs.glob("*/attempt_0/filtered_stdout.log")] == ["[0] loss\n"]
 
 
+@pytest.mark.long
 def test_no_logs(place: Place, tmp_path: Path) -> None:
     """As with torchrun: streams are the launcher's own. What is redirected is dropped; a failure is told whole."""
     place.env["TMPDIR"] = str(tmp_path)

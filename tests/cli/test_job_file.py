@@ -71,7 +71,7 @@ def test_a_run_from_a_file(place: Place) -> None:
     assert len(list(place.folder.glob("by file/*/attempt_0/*/stdout.log"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_on_the_command_line_takes_the_place_of_that_of_the_file(place: Place) -> None:
     place.write(SHOW)
     place.write('script = "no_such.py"\nargs = ["a"]\n[env]\nNAME = "x"', "job.toml")
@@ -231,7 +231,7 @@ def test_an_environment_that_is_wrong_beside_the_file(place: Place) -> None:
     refused(place.run("-f", "job.toml", "script.py"), "'--settle' (PET_SETTLE in the environment)")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_files_that_are_none(place: Place) -> None:
     place.write(SHOW)
     os.mkfifo(place.folder / "fifo")
@@ -251,7 +251,7 @@ def test_files_that_are_none(place: Place) -> None:
     refused(place.run("-f", "a", "--job-file", "b", "script.py"), "there can be one job file, and there are 2: a, b")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_as_large_as_it_can_be(job: Path) -> None:
     """The line of a mistake at its end is found in a moment."""
     lines = (MOST_BYTES - 100) // 6

@@ -264,6 +264,7 @@ def test_context_in_json_is_lines_like_the_others(place: Place) -> None:
     assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["A2", "b1", "noise", "b2"]
 
 
+@pytest.mark.long
 def test_colours_are_shown_and_not_searched(place: Place) -> None:
     code = "printf '\\033[1mlo\\033[0mss\\r\\n\\033[31mred\\033[0m\\n\\n'"
     assert sh(place, code, "--grep", "^loss$").out == "[0] \033[1mlo\033[0mss\r\n"
@@ -518,6 +519,7 @@ def test_json_cannot_be_folded(place: Place) -> None:
 TEMPLATE = "${role_name}|$rank|${local_rank}|${host}|$$|"
 
 
+@pytest.mark.long
 def test_a_template(place: Place) -> None:
     host = os.uname().nodename
     done = sh(place, "echo x", "--role", "eval", "--log-line-prefix-template", TEMPLATE, "--color", "always", n=2)
@@ -528,6 +530,7 @@ def test_a_template(place: Place) -> None:
     assert sh(place, "echo x", "--log-line-prefix-template", "").out == "x\n"
 
 
+@pytest.mark.long
 def test_the_time_in_a_template(place: Place) -> None:
     done = sh(place, "echo x", "--log-line-prefix-template", "${time}/$rank ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d/0 x\n", done.out)
@@ -886,6 +889,7 @@ def grows_until(fd: int, text: str) -> str:
 # --- the environment
 
 
+@pytest.mark.long
 def test_options_by_the_environment(place: Place) -> None:
     fold_patiently(place)
     code = "echo keep $RANK; echo drop"

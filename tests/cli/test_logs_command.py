@@ -125,6 +125,7 @@ def alternate(place: Place, *options: object) -> list[str]:
 # --- which run
 
 
+@pytest.mark.long
 def test_the_latest_by_default(place: Place) -> None:
     sh(place, "echo older $RANK", n=2)
     assert sorted(lines(place)) == ["[0] older 0", "[1] older 1"]
@@ -132,6 +133,7 @@ def test_the_latest_by_default(place: Place) -> None:
     assert sorted(lines(place)) == ["[0] err", "[0] newer"]
 
 
+@pytest.mark.long
 def test_a_run_by_any_of_its_names(place: Place) -> None:
     folder = sh(place, "echo night", "--run-id", "night")
     sh(place, "echo day", "--run-id", "day")
@@ -142,6 +144,7 @@ def test_a_run_by_any_of_its_names(place: Place) -> None:
     assert place.program(*LOGS).out == "[0] default place\n"
 
 
+@pytest.mark.long
 def test_a_run_that_is_not_there(place: Place) -> None:
     done = logs(place)
     assert (done.status, done.out) == (1, "")
@@ -159,6 +162,7 @@ def test_a_run_that_is_not_there(place: Place) -> None:
     assert "can be any of 2 runs" in done.err
 
 
+@pytest.mark.long
 def test_the_latest_run_is_empty(place: Place) -> None:
     (place.logs / "refused").mkdir(parents=True)
     (place.logs / "refused" / "run.json").write_text("{}")
@@ -237,6 +241,7 @@ def read_until_twice(launcher: Launcher, line: str) -> None:
         shown += launcher.read_until(line, "stdout")
 
 
+@pytest.mark.long
 def test_since(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import os
@@ -264,6 +269,7 @@ def test_since(place: Place, ready: Ready, gate: Gate) -> None:
         refused(logs(place, f"--since={text}"), "--since", "expected how long ago")
 
 
+@pytest.mark.long
 def test_until(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"print('early')\n{ready.python()}\n{gate.python()}\nprint('late')")
     with place.start(script) as launcher:
@@ -283,6 +289,7 @@ def test_until(place: Place, ready: Ready, gate: Gate) -> None:
     refused(logs(place, "--since", "1h", "--until", "2h"), "--since, --until", "--until is the later one")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [": >", "truncate -s 0", "cp $LOG $LOG.1 && : >"])
 def test_a_log_that_is_truncated_while_the_run_goes_on(place: Place, ready: Ready, gate: Gate, how: str) -> None:
     script = place.write(f"""
@@ -315,6 +322,7 @@ def test_a_log_that_is_truncated_while_the_run_goes_on(place: Place, ready: Read
 # --- which lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--fold",), ("--log-format", "json"), ("--grep", "7")])
 def test_the_last_lines(place: Place, options: tuple[str, ...]) -> None:
     sh(place, "for n in $(seq 100); do echo $RANK line $n; done; printf 'no end'", n=2)
@@ -325,6 +333,7 @@ def test_the_last_lines(place: Place, options: tuple[str, ...]) -> None:
     refused(logs(place, "-n", "x"), "--lines")
 
 
+@pytest.mark.long
 def test_ranks_and_streams(place: Place) -> None:
     sh(place, "echo out $RANK; echo err $RANK >&2", n=4)
     assert sorted(lines(place, "--rank", 3)) == ["[3] err 3", "[3] out 3"]
@@ -333,6 +342,7 @@ def test_ranks_and_streams(place: Place) -> None:
     refused(logs(place, "--rank", 4), "--ranks: this run has no rank 4")
 
 
+@pytest.mark.long
 def test_attempts(place: Place) -> None:
     place.logs.mkdir()
     specs = DefaultLogsSpecs(str(place.logs), redirects=Std.ALL)
@@ -347,6 +357,7 @@ def test_attempts(place: Place) -> None:
     refused(logs(place, "--attempt", "last"), "--attempt")
 
 
+@pytest.mark.long
 def test_filters_and_forms(place: Place) -> None:
     at_one_moment(sh(place, "echo same; echo grün $RANK; echo same err >&2", n=3))
     assert sorted(lines(place, "--grep", "gr[ü]n [12]")) == ["[1] grün 1", "[2] grün 2"]
@@ -360,6 +371,7 @@ def test_filters_and_forms(place: Place) -> None:
     refused(logs(place, "--timestamps", "--elapsed"), "exclude each other")
 
 
+@pytest.mark.long
 def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import time
@@ -402,6 +414,7 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
     assert float(around[2][1]) - float(around[1][1]) > 0.25  # context has the time at which it was written
 
 
+@pytest.mark.long
 def test_equal_lines_are_folded_by_the_time_at_which_they_were_written(place: Place) -> None:
     folder = sh(place, "echo same", n=3)
     at_one_moment(folder)
@@ -423,6 +436,7 @@ def test_rotated_logs(place: Place) -> None:
         assert [line for line in found if line.startswith(f"[{rank}]")] == [f"[{rank}] line {n}" for n in range(2000)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("removed", [(1,), (3, 5)])
 def test_rotated_logs_some_of_which_are_gone(place: Place, removed: tuple[int, ...]) -> None:
     script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
@@ -537,6 +551,7 @@ def test_a_folder_of_the_library(place: Place) -> None:
         assert sorted(lines(place, name, "--stdout")) == ["[0] of 0", "[1] of 1"]
 
 
+@pytest.mark.long
 def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
     folder = sh(place, "printf 'a\\n\\377\\nno end'", n=2)
     timeline = folder / "attempt_0" / "timeline"
@@ -573,6 +588,7 @@ def test_a_timeline_of_another_version(place: Place) -> None:
         assert lines(place) == shown
 
 
+@pytest.mark.long
 def test_searches_of_what_was_written(place: Place) -> None:
     sh(place, "for it in a1 A2 b1 c d noise b2 e; do echo $it $RANK; done; printf 'end\\r\\n'", n=3)
     assert sorted(lines(place, "--rank", 0, "--rank", 2, "--grep", "^a", "--grep", "end$")) == [
@@ -593,6 +609,7 @@ def test_a_full_disk_is_said(place: Place) -> None:
         assert launcher.end() == (1, "", "Error: stdout: No space left on device\n")
 
 
+@pytest.mark.long
 def test_head(place: Place) -> None:
     script = place.write("for n in range(100_000): print('line', n)")
     place.run("-r", 3, script)

@@ -29,6 +29,7 @@ def said(place: Place, *options: str) -> str:
     return "".join(line for line in done.err.splitlines(keepends=True) if "workers run" in line)
 
 
+@pytest.mark.long
 def test_another_environment_is_active(place: Place, tmp_path: Path) -> None:
     other = environment(tmp_path / "other")
     script = place.write("")
@@ -58,6 +59,7 @@ def test_what_stands_before_the_interpreter_may_close_and_clear(place: Place, st
     assert (done.status, done.out) == (0, "[0] fine\n"), done.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [".venv", "venv"])
 def test_another_environment_is_beside_the_script(place: Place, name: str) -> None:
     other = environment(place.folder / "project" / name)
@@ -74,6 +76,7 @@ def test_another_environment_is_beside_the_script(place: Place, name: str) -> No
     assert said(place, script) == ""
 
 
+@pytest.mark.long
 def test_what_is_no_other_environment(place: Place, tmp_path: Path) -> None:
     script = place.write("")
     for text in (sys.prefix, str(tmp_path / "gone"), ""):

@@ -63,6 +63,7 @@ def states(run: dict[str, Any]) -> list[dict[int, str]]:
 # --- restarts
 
 
+@pytest.mark.long
 def test_the_worker_that_failed_is_started_again_and_no_other(place: Place, ready: Ready, gate: Gate) -> None:
     """Ranks 0 and 2 wait until rank 1 is in its third attempt."""
     body = f"""
@@ -106,6 +107,7 @@ def test_the_worker_that_failed_is_started_again_and_no_other(place: Place, read
     assert sorted(path.parent.name for path in folder.glob("attempt_1/*/stdout.log")) == ["1"]
 
 
+@pytest.mark.long
 def test_one_gives_up_and_the_others_go_on_to_their_end(place: Place, ready: Ready, gate: Gate) -> None:
     """The exit code is that of the first that gave up, whatever comes after."""
     body = f"""
@@ -142,6 +144,7 @@ def test_one_gives_up_and_the_others_go_on_to_their_end(place: Place, ready: Rea
     assert run["cause"] == "rank 1: attempt 1: ValueError: bad batch"
 
 
+@pytest.mark.long
 def test_equal_restarts_are_told_in_one_line(place: Place) -> None:
     done = place.run(*WORKER, "--nproc-per-node", 3, "--max-restarts", 1, script(place, "sys.exit(not attempt)"))
     assert done.status == 0, done
@@ -223,6 +226,7 @@ def test_what_is_refused(place: Place, options: tuple[object, ...], words: tuple
     refused(place.run(*options, place.write("")), *words)
 
 
+@pytest.mark.long
 def test_more_workers_than_descriptors(place: Place) -> None:
     """The soft limit is raised, for this process alone; the hard one cannot be."""
     code = "import os, sys; from resource import *; hard = getrlimit(RLIMIT_NOFILE)[1] if sys.argv[2] == '-' else 200\n"
@@ -335,6 +339,7 @@ def test_a_launcher_that_is_killed_leaves_nobody(place: Place, ready: Ready, gra
 # --- lines
 
 
+@pytest.mark.long
 def test_lines_of_an_attempt_come_before_those_of_the_next(place: Place) -> None:
     """Also what stands between them, and lines without an end."""
     body = """
@@ -354,6 +359,7 @@ def test_lines_of_an_attempt_come_before_those_of_the_next(place: Place) -> None
         assert lines[: len(expected)] == expected
 
 
+@pytest.mark.long
 def test_filters_are_those_of_one_console(place: Place) -> None:
     body = """
     print("own", rank)
@@ -367,6 +373,7 @@ def test_filters_are_those_of_one_console(place: Place) -> None:
     assert sorted(path.read_text().splitlines()) == sorted(f"{f'[{rank}]':>4} same" for rank in range(11))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [("--fold",), ()], ids=["fold", "tracebacks"])
 def test_equal_lines_of_all_workers_are_one(place: Place, options: tuple[str, ...]) -> None:
     """Of groups that end at different times, in each attempt anew."""
@@ -420,7 +427,7 @@ def test_bars_of_workers_that_start_again_are_live_lines(place: Place, ready: Re
             each.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_console_that_nobody_reads_delays_no_restart(place: Place, ready: Ready) -> None:
     """Rank 1 fills the pipe, and is started again three times; rank 0 is started again, too."""
     body = f"""
@@ -440,7 +447,7 @@ def test_a_console_that_nobody_reads_delays_no_restart(place: Place, ready: Read
     assert done.out.count("-" * 99) == 12000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wait_for_a_console_is_no_part_of_an_attempt(place: Place, ready: Ready) -> None:
     """The fifth attempt waits until lines of the first are shown, or given up; it has failed on start all the same."""
     body = f"""
@@ -465,6 +472,7 @@ def test_the_wait_for_a_console_is_no_part_of_an_attempt(place: Place, ready: Re
 # --- the other commands
 
 
+@pytest.mark.long
 def test_logs_of_all_attempts_in_order(place: Place) -> None:
     body = """
     print("begin", attempt)
@@ -481,7 +489,7 @@ def test_logs_of_all_attempts_in_order(place: Place) -> None:
     assert place.program(*logs, "--ranks", 1, "-n", 2).out.splitlines() == own[-2:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logs_follow_and_stacks_of_the_latest_attempts(place: Place, ready: Ready, gate: Gate) -> None:
     body = f"""
     def waiting():

@@ -90,8 +90,8 @@ def start(place: Place, ready: Ready, gate: Gate, *options: object, n: int = 4, 
     return launcher
 
 
+@pytest.mark.long
 @pytest.mark.each_python
-@pytest.mark.slow
 def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate) as launcher:
         for _ in range(2):
@@ -118,7 +118,7 @@ def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, g
         assert launcher.end().status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, "--run-id", "night") as launcher:
         done = stack(place, "night", "--rank", 3, "--rank", "1")
@@ -138,7 +138,7 @@ def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> No
     assert {path.name for path in (folder / "2").iterdir()} == {"stdout.log", "stderr.log"}  # it was not asked
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"import os\n{ready.python()}\nif os.environ['RANK'] == '1': {gate.python()}")
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -158,7 +158,7 @@ def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
         assert launcher.end().status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) -> None:
     count = 24
     with start(place, ready, gate, n=count) as launcher:
@@ -171,7 +171,7 @@ def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) 
         assert launcher.end().status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_binaries_show_facts_and_live(place: Place) -> None:
     with place.start("--no-python", "sh", "-c", "echo up; exec cat /dev/zero >/dev/null") as run:
         run.read_until("[0] up\n", "stdout")
@@ -257,7 +257,7 @@ def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     assert done.err.startswith("Error: empty cannot be asked: ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_latest_that_runs_is_the_default(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
         place.run("--no-python", "true")

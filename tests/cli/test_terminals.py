@@ -148,6 +148,7 @@ def test_a_terminal_that_does_not_say_its_size_shows_the_bars(place: Place, gate
 # --- names
 
 
+@pytest.mark.long
 def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
     place.logs = place.folder / EVIL
     put(place.logs, f"20260101_{EVIL}a", state="failed", ended=1e9, exit_code=1, cause=EVIL)

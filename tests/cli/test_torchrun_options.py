@@ -440,7 +440,7 @@ def test_an_agent_says_how_it_is(port: int, monkeypatch: pytest.MonkeyPatch) -> 
         LocalElasticAgent(spec, DefaultLogsSpecs()).run()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_log_is_shown_from_a_level_on(place: Place) -> None:
     place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "LOGLEVEL": "info"}
     done = place.run("--no-python", "-r", 1, "sh", "-c", "echo $LOGLEVEL")
@@ -586,7 +586,7 @@ def test_events_go_to_a_plugin(place: Place) -> None:
     assert json.loads(last["metadata"])["entry_point"] == "script.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_events_of_workers_that_are_restarted_singly(place: Place, ready: Ready) -> None:
     install(place)
     script = place.write(f"""
@@ -646,7 +646,7 @@ def test_workers_that_are_restarted_singly_by_run_path(place: Place, how: tuple[
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_events_of_a_failure_and_of_a_stop(place: Place, ready: Ready) -> None:
     install(place)
     script = place.write(f"""

@@ -404,7 +404,7 @@ def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
 # Methods
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_private_methods_by_value_though_multiprocessing_has_a_reducer_for_methods() -> None:
     passes("""
         import functools, multiprocessing.reduction

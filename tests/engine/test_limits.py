@@ -83,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method, nice, max_size",
     [("forkserver", 0, 0), ("spawn", 0, 0), ("spawn", 1, 0), ("fork", 1, 0), ("spawn", 0, 100_000)],
@@ -95,7 +95,7 @@ def test_workers_start_under_a_low_limit_on_open_files(tmp_path: Path, method: s
     assert (done.returncode, done.stdout.strip()) == (0, "12"), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_result_that_is_cut_hides_no_other(tmp_path: Path) -> None:
     """Ranks 1, 3 and 5 return what takes a descriptor, of which there is none; the others what does not."""
     import json
@@ -452,7 +452,7 @@ def test_a_host_without_an_interpreter_is_told_what_to_do(tmp_path: Path, how: s
     assert interpreter.HINT in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_that_is_no_interpreter_is_told_so(tmp_path: Path) -> None:
     """uwsgi's sys.executable is uwsgi."""
     done = workers.run_script(tmp_path, EMBEDDED, sys.executable, "other", "spawn")
@@ -521,7 +521,7 @@ def does_all(what: str) -> Any:
     return (lambda: 3) if what == "lambda" else [what]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fork_of_a_host_with_threads_imports_nothing(tmp_path: Path) -> None:
     """A thread that is not there in the fork may have held the lock of an import."""
     found = tmp_path / "found"

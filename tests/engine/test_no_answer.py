@@ -203,7 +203,7 @@ def ask_for_a_tracker(gate: str) -> int:
     return 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
     gate: Gate, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,8 +163,8 @@ def test_an_array_arrives_as_it_was(
     assert found[4] == expected[4] or copied
 
 
+@pytest.mark.long
 @pytest.mark.each_python
-@pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_large_arrays_are_shared_and_read_only(start_method: str) -> None:
     arrays = [some(), some(3 * MIB, np.float32), some(1000)]
@@ -211,7 +211,7 @@ def in_a_box(array: Any) -> Any:
     return Box([{"deep": (array,)}])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> None:
     array = some()
@@ -224,7 +224,7 @@ def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> 
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str) -> None:
     array = some()
@@ -240,7 +240,7 @@ def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str
         assert one[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
     own = {rank: (some(2 * MIB + rank), some(MIB, np.float64)) for rank in range(3)}
     base = some(5 * MIB)
@@ -409,7 +409,7 @@ def test_what_several_ranks_have_is_one_descriptor() -> None:
     assert [pipes[9][0].recv() for _ in range(3)] == ["common"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_keeps_nothing() -> None:
     for start_method in METHODS:
         run(start_method, does.places, some(), some().tobytes())

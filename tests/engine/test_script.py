@@ -230,7 +230,7 @@ def test_a_script_finds_what_python_gives_it(house: House, given: Callable[[Hous
     assert worker.error is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: House) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
@@ -509,7 +509,7 @@ def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: House, ar
     assert OURS not in worker.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_source_in_another_encoding(house: House) -> None:
     text = "# -*- coding: latin-1 -*-\nprint(len('äöü'), ascii('äöü'))\nraise ValueError('ü')\n"
     (house.folder / "script.py").write_bytes(text.encode("latin-1"))
@@ -548,7 +548,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
 # --- the interpreter's options, and other interpreters
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_options_of_the_launchers_python_stay_with_it_and_the_environments_reach_the_workers(house: House) -> None:
     house.write("script.py", "import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions)")
     worker = house.as_worker("script.py", launcher=("-O", "-W", "error", "-X", "importtime=0", "-X", "dev"))
@@ -572,6 +572,7 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_another_interpreter_by_environment(house: House, version: str) -> None:
     path = interpreter(version)
@@ -630,7 +631,7 @@ WORKERS = """
     """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
 def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str]) -> None:
@@ -645,7 +646,7 @@ def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str])
     assert "(7, '__m" in worker.out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pool_of_the_concurrent_futures_in_a_script(house: House) -> None:
     house.write(
         "script.py",

@@ -335,7 +335,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.each_python), 100])
 def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path, times: int) -> None:
     """Not for a moment: another thread's file would be writable for all."""

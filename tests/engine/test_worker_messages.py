@@ -246,7 +246,7 @@ def test_who_sends_without_end_keeps_others_waiting_for_a_turn_only(end: End) ->
     assert turns >= sent // 11
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_packets_of_chance(end: End) -> None:
     """Nothing that is sent raises, grows, or stays open. Now and then a good value comes, and is still taken."""
     chance = random.Random(5)  # noqa: S311 - what is sent is no secret
@@ -307,7 +307,7 @@ def attacks_and_returns(rank: int, names: Sequence[str]) -> int:
     return 7 + rank
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_get_their_values_through(method: str) -> None:
     arguments = {rank: (rank, sorted(ATTACKS)) for rank in range(3)}

@@ -47,7 +47,7 @@ def drops_and_raises() -> NoReturn:
     raise ValueError("after the drop")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @as_root
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_functions_exception_is_known(method: str) -> None:
@@ -178,6 +178,7 @@ def test_what_somebody_else_has_written_there_is_no_exception(tmp_path: Path, he
 NUMBERS = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NUMBERS, min_size=3, max_size=4), st.binary(max_size=60))
 def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest: bytes) -> None:

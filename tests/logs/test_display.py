@@ -58,7 +58,7 @@ os._exit(3)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [("--log-format", "json"), ("--grep", "^[0-9]+ (s|t)"), ("--fold",), ()])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, options: tuple[str, ...]) -> None:
     """Two ranks write faster than can be rendered; the third fails."""

@@ -432,7 +432,7 @@ def test_ctrl_c(place: Place, ready: Ready) -> None:
         assert place.log(rank, "stderr.log").count("KeyboardInterrupt") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("patient")
 def test_equal_failures(place: Place) -> None:
     """And one that is not equal: that is shown whole, too."""

@@ -114,6 +114,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("home", [None, "", "~", "here"])
 def test_a_user_without_a_home(place: Place, tmp_path: Path, home: str | None) -> None:
     """No folder named ``~`` is made where one happens to be."""
@@ -140,6 +141,7 @@ def test_a_user_without_a_home(place: Place, tmp_path: Path, home: str | None) -
     assert list(place.folder.iterdir()) == []
 
 
+@pytest.mark.long
 def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
     """A home that could be written to, once."""
     place.env |= {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
@@ -162,6 +164,7 @@ def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
     assert f"no run 'none' in {both}" in place.program(*PHALANX, "logs", "none").err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", ["a file", "shut"])
 def test_runs_are_found_while_the_home_is_none(place: Place, tmp_path: Path, why: str) -> None:
     """The home of a service (/dev/null), and one in which root alone has had runs."""

@@ -62,6 +62,7 @@ def test_only_the_ranks_and_streams_that_are_meant(place: Place) -> None:
     assert notes(done.err) == []
 
 
+@pytest.mark.long
 def test_nothing_is_said_where_nothing_was_asked(place: Place) -> None:
     for options in (("-r", 1), ("-r", 1, "--color", "always"), ("-r", 3, "--grep", "x"), ("--grep", "x"), ("-t", 0)):
         assert notes(sh(place, BOTH, *options).err) == []

@@ -466,7 +466,7 @@ sys.exit(result.is_failed())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_console_that_goes_away_does_no_harm(tmp_path: Path, logs: Path) -> None:
     done = run_script(tmp_path, HEAD, str(logs), prefix=("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash"))
     assert re.fullmatch(r"\[[01]\] line 0\n", done.stdout)
@@ -477,6 +477,7 @@ def test_a_console_that_goes_away_does_no_harm(tmp_path: Path, logs: Path) -> No
         assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
 
 
+@pytest.mark.long
 def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path) -> None:
     """The workers end, their files are whole; what the console missed is said, not waited for without end."""
     reader, writer = os.pipe()
@@ -491,6 +492,7 @@ def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path
         assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["file", "append", "null", "socket"])
 def test_kinds_of_consoles(tmp_path: Path, logs: Path, kind: str) -> None:
     import socket

@@ -314,6 +314,7 @@ def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burs
                 assert steps or line.loose or -BOUND <= row["time"] - line.time <= spacing + BOUND, "misdated"
 
 
+@pytest.mark.long
 @settings(
     deadline=None,
     max_examples=max(20, HISTORIES // 5),

@@ -555,6 +555,7 @@ def test_a_fold_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(it.out) == 26
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([b"a\n", b"b\n", b"c\n", b"d\n"])))), st.data())
 def test_folding_keeps_each_ranks_lines_in_their_order(
     said: list[tuple[int, list[bytes]]], data: st.DataObject

@@ -163,6 +163,7 @@ def test_a_cutter_gives_out_what_it_was_given(parts: list[bytes]) -> None:
 # --- a view
 
 
+@pytest.mark.long
 @quick
 @given(turns(barred))
 def test_lines_of_several_ranks_without_their_prefixes_are_the_input(said: list[tuple[int, bytes]]) -> None:
@@ -208,6 +209,7 @@ def test_ranks_that_break_each_others_lines_lose_nothing(
         assert shown[rank].count(b"\n") >= whole.count(b"\n")
 
 
+@pytest.mark.long
 @quick
 @given(chunks(barred), st.data())
 def test_a_progress_bar_that_pauses_ends_as_it_would_without(parts: list[bytes], data: st.DataObject) -> None:
@@ -263,6 +265,7 @@ def feed(
         return file.read()
 
 
+@pytest.mark.long
 @few
 @given(turns(barred), st.sampled_from([1, 2, 7, 64, 16384]), st.sampled_from(["path", "file"]), st.booleans())
 def test_files_through_the_pump(said: list[tuple[int, bytes]], turn: int, console: str, together: bool) -> None:

@@ -71,7 +71,7 @@ def floods_or_fails(rank: int, address: str, gate: str) -> None:
     os._exit(3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, method: str) -> None:
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}

@@ -382,6 +382,7 @@ def grows(it: TimelineWriter, time: FakeClock, sizes: dict[int, int], seconds: f
             it.note(stream, size + grown)
 
 
+@pytest.mark.long
 def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, times: TimelineWriter) -> None:
     """Its times are late by that at most, nothing is lost, and the order of each stream is its own."""
     sizes = dict.fromkeys(range(8), 0)

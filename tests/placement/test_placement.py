@@ -393,7 +393,7 @@ def test_scripts_are_placed(place: Place) -> None:
         assert json.loads(place.log(rank)) == [[cpu], NICER, [[97, 97], [0, 0]]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_part_by_itself() -> None:
     plain = look_around()
     assert finished(look_around, placement=Placement()).return_values == {0: plain, 1: plain}
@@ -603,6 +603,7 @@ def test_options_that_cannot_be(place: Place, options: tuple[str, ...], message:
     refused(place.run(*options, place.write("")), message)
 
 
+@pytest.mark.long
 def test_the_number_of_threads(place: Place) -> None:
     cpus = len(ALLOWED)
     per_rank = max(1, cpus // 2)

@@ -81,6 +81,7 @@ def test_the_table_has_what_a_worker_finds(place: Place, options: tuple[str, ...
     assert {name for name, value in found.items() if place.env.get(name) != value} - {"LC_CTYPE"} == in_environment()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in in_environment():
@@ -148,6 +149,7 @@ def constants(path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_the_table_has_what_phalanx_reads() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     modules = {path.stem: constants(path) for path in paths}

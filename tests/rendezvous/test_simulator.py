@@ -184,6 +184,7 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader.Leader, "decide", decide)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mistake, seen",
     [

@@ -244,6 +244,7 @@ def test_what_runs_by_now_is_kept(place: Place) -> None:
     assert names(place) == ["again"]
 
 
+@pytest.mark.long
 def test_several_at_once(place: Place) -> None:
     """Each run is removed by one of them, and counted by that one."""
     for number in range(40):
@@ -356,6 +357,7 @@ def test_rules_that_are_none(place: Place, options: tuple[str, ...], words: tupl
 # --- the list
 
 
+@pytest.mark.long
 def test_states_and_limits(place: Place) -> None:
     put(place, "a", age=3, state="failed", exit_code=1)
     put(place, "b", age=2)
@@ -416,6 +418,7 @@ def test_a_person_is_asked(place: Place) -> None:
 # --- phalanx run
 
 
+@pytest.mark.long
 def test_so_many_are_kept(place: Place) -> None:
     for age in (3, 2, 1):
         put(place, f"run-{age}", age=age * DAY, size=50_000)
@@ -440,6 +443,7 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
     assert said == ["--keep-runs: [Errno 13] /runs, 3"]
 
 
+@pytest.mark.long
 def test_many_are_hinted_at(place: Place) -> None:
     assert (_runs_folders.MANY, runs_module._LARGE) == (1000, 10 << 30)
     few = place.folder / "few"

@@ -67,7 +67,7 @@ def work(address: str, rank: int, fails: int = -1, ready: str = "") -> int:
     return rank
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) -> None:
     args = {rank: (gate.address, rank, -1, ready.address) for rank in range(2)}
     with start_processes("train", work, args, record=True) as group:
@@ -93,7 +93,7 @@ def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) ->
     assert (completed(place, "stack"), completed(place, "logs")) == ([], [folder.name])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     gate.open(2)
     args = {rank: (gate.address, rank, 1) for rank in range(2)}
@@ -229,7 +229,7 @@ def is_record(thread: threading.Thread) -> bool:
     return thread.name == "phalanx-record"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate: Gate) -> None:
     gate.open()
     specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
@@ -375,7 +375,7 @@ def spawned(index: int, address: str) -> None:
     work(address, index)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_spawn(logs: Path, gate: Gate) -> None:
     gate.open(2)
     phalanx.spawn.spawn(spawned, (gate.address,), nprocs=2, record=True)

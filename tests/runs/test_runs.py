@@ -208,7 +208,7 @@ cli.main()
     assert row(place)["state"] == "stopped"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -403,6 +403,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_record_has_a_bound(tmp_path: Path) -> None:
     """It is neither read nor written beyond that. Several attempts of 4,000 ranks are below."""
     ranks = [record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
@@ -482,6 +483,7 @@ def test_a_zombie_does_not_run() -> None:
 # --- finding them again
 
 
+@pytest.mark.long
 def test_the_newest_comes_first(place: Place) -> None:
     for number in range(3):
         assert place.run("--run-id", f"run{number}", "--no-python", "true").status == 0
@@ -579,6 +581,7 @@ def test_no_runs_is_no_error(place: Place) -> None:
     assert runs(place, "--json") == (0, "", "")
 
 
+@pytest.mark.long
 def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
     place.env["XDG_STATE_HOME"] = str(place.folder / "state")
     assert place.run("--no-python", "true", logs=False).status == 0

@@ -405,7 +405,7 @@ def test_three_members_without_their_leader_and_without_a_quorum(prefix: str) ->
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_member_that_stops_answering_costs_no_lease(prefix: str) -> None:
     with Etcd(3) as own:
         first = next(member for member in own.members if member is not own.leader())
@@ -463,6 +463,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
     files = {name: str(certificates / f"{name}.pem") for name in ("ca", "other", "cert", "key", "expired")}
     secure = ("--cert-file", files["cert"], "--key-file", files["key"], "--trusted-ca-file", files["ca"],
@@ -498,6 +499,7 @@ def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
             assert one.next(Away).why == f"{own.endpoints}: Socket closed, as an etcd does that wants TLS (ca=PATH)"
 
 
+@pytest.mark.long
 def test_an_etcd_whose_certificate_is_not_its_own(prefix: str, etcd: Etcd, certificates: Path) -> None:
     files = {name: str(certificates / f"{name}.pem") for name in ("ca", "foreign", "key", "expired")}
     for cert, said in (
@@ -511,6 +513,7 @@ def test_an_etcd_whose_certificate_is_not_its_own(prefix: str, etcd: Etcd, certi
         assert "as an etcd without TLS does" in one.next(Away).why
 
 
+@pytest.mark.long
 def test_tls_files_that_cannot_be_used_are_named_at_once(prefix: str, certificates: Path) -> None:
     """Grpc would abort the process, where there is a key without a certificate, or say nothing of use."""
     names = ("ca.pem", "cert.pem", "key.pem", "other.key", "encrypted.key")
@@ -548,6 +551,7 @@ def want_passwords(own: Etcd) -> str:
     return str(call(own, "auth/authenticate", name="root", password=SECRET)["token"])
 
 
+@pytest.mark.long
 def test_user_and_password(prefix: str) -> None:
     with Etcd() as own:
         with client(own.endpoints, prefix) as nobody:
@@ -576,6 +580,7 @@ def test_user_and_password(prefix: str) -> None:
             assert "permission denied" in one.next(Refused).why
 
 
+@pytest.mark.long
 def test_a_token_that_has_expired_interrupts_nothing(prefix: str) -> None:
     def age() -> None:
         assert one.store._session is not None
@@ -644,6 +649,7 @@ def test_watches_that_are_ended_do_not_add_up(etcd: Etcd, prefix: str) -> None:
         assert (len(one.store._session.followers), len(one.store._watched)) == (0, 0)
 
 
+@pytest.mark.long
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
     before = len(_grpcs())
     for _ in range(20):
@@ -652,6 +658,7 @@ def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
     assert len(_grpcs()) - before < 10
 
 
+@pytest.mark.long
 def test_one_store_after_another(etcd: Etcd, prefix: str) -> None:
     """What grpc has for the loop of the first finds it closed, and asyncio prints that: of 120 it were 8."""
     script = (
@@ -683,6 +690,7 @@ def test_closing_twice_or_before_it_was_reached() -> None:
     EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
 
 
+@pytest.mark.long
 def test_close_again_after_a_signal_between_its_lines(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
@@ -699,6 +707,7 @@ def test_close_again_after_a_signal_between_its_lines(etcd: Etcd, prefix: str, m
         assert other.next(Changed).deleted == ("mine",)
 
 
+@pytest.mark.long
 def test_the_environment_is_left_as_it_was() -> None:
     """But for what another thread has changed meanwhile: the import of grpc takes its time."""
     script = (

@@ -261,6 +261,7 @@ def first_of(report: str) -> tuple[str, str]:
     return found[1], error[1] + "\n" + "\n".join(line.strip() for line in error[2].splitlines())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stuck, where",
     [
@@ -287,6 +288,7 @@ def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: 
         assert re.search(rf"^process \d+ of the same rank is in {other} \(train\.py:\d+\)$", text, re.MULTILINE), text
 
 
+@pytest.mark.long
 def test_of_two_children_that_hang_it_is_said_of_each_where_it_is(place: Place, ready: Ready, gate: Gate) -> None:
     rank, text = told(place, ready, gate, CHILDREN)
     assert rank == "3"
@@ -307,6 +309,7 @@ def test_a_rank_that_waits_for_a_disk_is_named_and_where(place: Place, ready: Re
     assert re.search(rf"3 of 4 ranks wait in wait \(train\.py:\d+\); {where}$", text, re.MULTILINE), text
 
 
+@pytest.mark.long
 def test_a_rank_that_has_returned_is_what_the_others_wait_for(place: Place, ready: Ready, gate: Gate) -> None:
     rank, text = told(place, ready, gate, FINISHED)
     assert rank in "012"

@@ -480,7 +480,7 @@ def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: T
 # --- a client dies
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
     """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
     table = TimerTable(1)
@@ -855,6 +855,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 # --- garbage
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
@@ -1101,7 +1102,7 @@ class WatchingOneRank(Watching):
     by_rank = True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
 def test_the_scheduler_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
     run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))

@@ -388,7 +388,7 @@ def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> None:
     group = start(hang_workers.chat_and_hang, (gate.address,), events, nprocs=2, on_expiry="report", tee=Std.ALL)
     for rank in range(2):

@@ -292,7 +292,7 @@ def test_a_bounded_queue_keeps_count() -> None:
     bounded._writer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_flood_is_taken_without_an_error(mp_queue: Any, ready: Ready) -> None:
     with (
         LocalTimerServer(mp_queue) as server,
