@@ -152,7 +152,7 @@ def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
     latch.wait(TIMEOUT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_at_any_moment_of_a_wait_is_neither_lost_nor_leaves_anything() -> None:
     """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
 

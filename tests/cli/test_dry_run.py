@@ -33,6 +33,7 @@ def told(place: Place, *argv: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.out.splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -127,6 +128,7 @@ def test_what_a_person_reads(place: Place) -> None:
     assert done.out.splitlines()[:2] == ["1 worker would be started", "rank 0:"]
 
 
+@pytest.mark.long
 def test_no_folder_is_made_and_one_that_cannot_be_is_refused(place: Place) -> None:
     script = place.write("")
     place.env["HOME"] = str(place.folder / "home")

@@ -195,6 +195,7 @@ def test_streams_that_are_only_redirected_stay_hidden(place: Place) -> None:
 # --- which lines
 
 
+@pytest.mark.long
 def test_grep(place: Place) -> None:
     code = "printf 'grün 1\\ngrau\\ngr\\303 \\nrun\\ngrön'; printf 'grün\\nnot\\n' >&2"
     done = sh(place, code, "--grep", "gr[äöü]n")
@@ -204,6 +205,7 @@ def test_grep(place: Place) -> None:
     assert sh(place, code, "--grep", r"^gr.\ngrau", n=2).out == ""  # lines, not text
 
 
+@pytest.mark.long
 def test_grep_with_the_ends_of_lines(place: Place) -> None:
     done = sh(place, "printf 'ab\\nb\\nbc\\n\\n'", "--grep", "^b$|^$")
     assert done.out == "[0] b\n[0] \n"
@@ -447,6 +449,7 @@ def test_json(place: Place) -> None:
     assert len(rows) == 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--log-max-size", "64k")])
 def test_a_long_line_in_json_is_whole_again_when_its_parts_are_joined(place: Place, options: tuple[str, ...]) -> None:
     script = place.write("""
@@ -540,6 +543,7 @@ def test_the_time_in_a_template(place: Place) -> None:
     assert re.fullmatch(r"\d+\.\d{3} x\n", done.out)
 
 
+@pytest.mark.long
 def test_a_template_with_what_there_is_not(place: Place) -> None:
     words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${hostname}, ${time}"
     refused(sh(place, "echo", "--log-line-prefix-template", "$rank ${rang}"), "--log-line-prefix-template: " + words)
@@ -604,6 +608,7 @@ def test_given_prefixes_of_a_line_of_several_ranks(
     assert capfd.readouterr().out == line + "\n"
 
 
+@pytest.mark.long
 def test_a_template_of_a_line_of_several_ranks(place: Place) -> None:
     fold_patiently(place)
     template = "${role_name}|$rank|${local_rank}|"
@@ -1009,6 +1014,7 @@ def feed_until(screen: Emulator, fd: int, seen: Any) -> None:
         screen.feed(os.read(fd, 65536).decode())
 
 
+@pytest.mark.long
 def test_more_live_lines_than_a_screen_takes(place: Place, ready: Ready, gate: Gate) -> None:
     says = f"{shlex.quote(PYTHON)} -c '{ready.python('1').replace(chr(39), chr(34))}'"
     code = f"printf 'bar %s' $RANK; {says}; read x <{gate.address}"

@@ -193,6 +193,7 @@ def test_a_folder_that_is_not_ours_to_read(place: Place, below: str) -> None:
 # --- in which order
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [("-t", "3"), ("-r", "3"), ("-t", "3", "--log-max-size", "10"), ("-t", "3", "--ranks", "0")]
 )
@@ -427,6 +428,7 @@ def test_equal_lines_are_folded_by_the_time_at_which_they_were_written(place: Pl
     assert round(float(late[1]) - float(both[1]), 2) == 0.3
 
 
+@pytest.mark.long
 def test_rotated_logs(place: Place) -> None:
     script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
     place.run("--nproc-per-node", 2, "--log-max-size", "1k", script)
@@ -639,6 +641,7 @@ def test_a_slow_reader_gets_everything(place: Place) -> None:
 # --- following
 
 
+@pytest.mark.long
 def test_following_a_run_to_its_end(place: Place, ready: Ready, gate: Gate) -> None:
     second = Gate(place.folder / "second gate")
     script = place.write(f"""
@@ -693,6 +696,7 @@ def test_following_a_run_that_is_just_starting(place: Place, ready: Ready, gate:
             assert follower.end() == (0, "[0] y\n", "")
 
 
+@pytest.mark.long
 def test_following_with_filters_and_rotation(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import os
@@ -724,6 +728,7 @@ def test_following_after_the_last_lines(place: Place, ready: Ready, gate: Gate) 
             assert follower.end() == (0, "[0] live\n", "")
 
 
+@pytest.mark.long
 def test_following_ends_with_the_folder(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"print('x')\n{ready.python()}\n{gate.python()}")
     with place.start("-r", 3, script) as launcher:
@@ -896,6 +901,7 @@ def test_help_says_what_it_does(place: Place) -> None:
     assert "Usage: phalanx logs [OPTIONS] [RUN]" in done.out
 
 
+@pytest.mark.long
 def test_the_options_of_the_console_mean_the_same_in_the_environment(place: Place) -> None:
     sh(place, "echo keep; echo drop")
     place.env["PHALANX_GREP"] = "keep"

@@ -78,7 +78,7 @@ def script(place: Place, ready: Ready, gate: Gate) -> str:
         """)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pager_goes_on_after_an_interrupt(
     place: Place,
     script: str,
@@ -102,7 +102,7 @@ def test_a_pager_goes_on_after_an_interrupt(
     assert codes(place) == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_that_ends_the_reader_ends_all(place: Place, script: str, ready: Ready, gate: Gate) -> None:
     with place.start("-r", 3, script) as launcher:
         ready.wait()
@@ -115,7 +115,7 @@ def test_an_interrupt_that_ends_the_reader_ends_all(place: Place, script: str, r
     assert codes(place) == [128 + signal.SIGPIPE, -signal.SIGINT]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_reads_a_little_and_then_the_rest_gets_everything(
     place: Place,
     script: str,

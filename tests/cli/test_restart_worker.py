@@ -171,6 +171,7 @@ def test_what_the_first_start_raises_ends_all(place: Place) -> None:
     assert record(place)["state"] == "failed"
 
 
+@pytest.mark.long
 def test_a_hang_is_that_of_one_worker(place: Place) -> None:
     body = """
     from phalanx.timer import beat
@@ -198,7 +199,7 @@ def test_what_preloads_serves_all_workers_and_attempts(place: Place) -> None:
     assert done.out.count("forked True True") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_are_placed_as_of_the_whole_run(place: Place) -> None:
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
@@ -244,6 +245,7 @@ def test_more_workers_than_descriptors(place: Place) -> None:
 # --- signals
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_those_that_run_and_those_in_a_delay(place: Place, ready: Ready, number: signal.Signals) -> None:
     body = f"""
@@ -268,6 +270,7 @@ def test_a_signal_stops_those_that_run_and_those_in_a_delay(place: Place, ready:
     assert states(run) == [{0: "stopped", 1: "failed", 2: "stopped"}]
 
 
+@pytest.mark.long
 def test_a_second_signal_kills_all(place: Place, ready: Ready) -> None:
     body = f"""
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"no\\n"))
@@ -288,6 +291,7 @@ def test_a_second_signal_kills_all(place: Place, ready: Ready) -> None:
     assert "phalanx: SIGKILL: killing the workers\n" in done.err
 
 
+@pytest.mark.long
 def test_a_notice_and_forwarded_signals_reach_all(place: Place, ready: Ready) -> None:
     body = f"""
     import phalanx
@@ -389,6 +393,7 @@ def test_equal_lines_of_all_workers_are_one(place: Place, options: tuple[str, ..
     assert sum(" follows (restart " in line for line in shown) == 4
 
 
+@pytest.mark.long
 def test_bars_of_workers_that_start_again_are_live_lines(place: Place, ready: Ready, gate: Gate) -> None:
     body = f"""
     sys.stdout.write(f"bar {{rank}} {{attempt}}")

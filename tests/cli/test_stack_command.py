@@ -104,7 +104,7 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
     assert not list(place.logs.glob("*/attempt_0/*/*.stacks"))  # nobody was sent a signal
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"\n{ready.python()}; {gate.python()}", "train.py")  # in one line: it is there when it is up
     shell = place.write(f"{PYTHON} {script}\ntrue\n", "run.sh")
@@ -205,7 +205,7 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
     assert not list(place.logs.glob("*/attempt_0/0/*.stacks"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
         place.env.pop("NO_COLOR", None)
@@ -229,7 +229,7 @@ def test_no_runs(place: Place) -> None:
     assert (done.status, done.out, done.err) == (1, "", f"Error: there are no runs in {place.logs}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_that_have_ended(place: Place) -> None:
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()

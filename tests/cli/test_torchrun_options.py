@@ -331,7 +331,7 @@ def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
 # --- what the environment asks for
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_timer_server_for_the_workers(place: Place) -> None:
     script = place.write("""
         import os, signal
@@ -390,7 +390,7 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
     assert place.log(0) == "''\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, gate: Gate, port: int) -> None:
     script = place.write(f"""
         import os, sys
@@ -415,7 +415,7 @@ def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, ga
         assert launcher.end().status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_health_port_that_is_none_or_taken(place: Place, port: int) -> None:
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "eighty"
     for asked in ((), ("--dry-run",)):
@@ -567,7 +567,7 @@ def test_logs_of_a_plugin_that_is_wrong(place: Place, name: str, status: int, wo
     assert not (place.folder / "started").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_events_go_to_a_plugin(place: Place) -> None:
     install(place)
     script = place.write("""
@@ -628,7 +628,7 @@ def test_events_of_workers_that_are_restarted_singly(place: Place, ready: Ready)
     assert [one[0] for one in told(None)] == [*begin, "FAILED"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", [("fork",), ("spawn",), ("forkserver", "--preload", "decimal")])
 def test_workers_that_are_restarted_singly_by_run_path(place: Place, how: tuple[str, ...]) -> None:
     script = place.write("""

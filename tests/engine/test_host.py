@@ -304,7 +304,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["low", "free"])
 def test_a_launcher_whose_standard_streams_are_closed(tmp_path: Path, how: str) -> None:
     """Also when it has opened a file since, which has become its stdin by number."""
@@ -316,7 +316,7 @@ def test_a_launcher_whose_standard_streams_are_closed(tmp_path: Path, how: str) 
     assert (logs / "0/stderr.log").read_text() == "x\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_launcher_started_with_closed_streams(tmp_path: Path) -> None:
     """As by a shell's <&- >&- 2>&-: Python itself has no sys.stdout then."""
     out, logs = tmp_path / "out", tmp_path / "logs"

@@ -160,7 +160,7 @@ def busy(launcher: subprocess.Popen[str], _ready: Ready) -> None:
     assert launcher.poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", [stopped, busy])
 def test_a_hung_rank_is_killed_at_its_deadline(
     tmp_path: Path, ready: Ready, gate: Gate, how: Callable[[subprocess.Popen[str], Ready], None]

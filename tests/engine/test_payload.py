@@ -199,7 +199,7 @@ def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: G
     assert array[-1] == last
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_array_that_nobody_may_write_to_stays_so_for_workers_that_may() -> None:
     assert run("spawn", does.write_to, read_only(some()), some(), writable=True) == [[REFUSED, "written"]] * 2
 
@@ -273,8 +273,8 @@ def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
     assert counter.array[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.each_python
-@pytest.mark.slow
 def test_the_same_array_twice_is_one_array() -> None:
     array = some()
     array[0] = 7
@@ -311,8 +311,8 @@ def test_bytearrays_may_be_written_to() -> None:
     assert data[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.each_python
-@pytest.mark.slow
 def test_objects_with_buffers_of_their_own() -> None:
     def length(pager: Pager) -> tuple[int, int]:
         view = memoryview(pager.data)
@@ -363,7 +363,7 @@ def pss_kb(pid: int) -> int:
         return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", SENT)
 def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate) -> None:
     array = np.ones(8 * MIB)  # 64 MB
@@ -463,7 +463,7 @@ def test_arrays_come_back(name: str, come_back: dict[str, Any], arrays: dict[str
     assert found.dtype == arrays[name].dtype
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_results_in_everything(method: str) -> None:
     def make(n: int) -> Any:
         return {"a": Box([np.full(n, 3.0)]), "b": bytes(n)}

@@ -664,7 +664,7 @@ def test_a_pool_of_the_concurrent_futures_in_a_script(house: House) -> None:
     assert house.alike("script.py").out == "[1, 2, 3]\nValueError(1)\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
     house.write(
         "script.py",
@@ -733,7 +733,7 @@ def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
     assert OURS not in worker.stack
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_that_enables_faulthandler_itself_has_its_stack_where_it_wants_it(house: House) -> None:
     house.write("script.py", "import faulthandler, os; faulthandler.enable(); os.abort()")
     worker = house.as_worker("script.py")
@@ -754,7 +754,7 @@ def test_a_killed_script_leaves_no_error_file_and_is_reported(house: House) -> N
     assert "SIGKILL, not sent by us" in worker.report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_rank_leaves_its_own_evidence(house: House, ready: Ready, gate: Gate) -> None:
     house.write(
         "script.py",

@@ -83,6 +83,7 @@ def test_who_sleeps_is_stopped_early_when_the_first_has_recorded_an_exception(
     assert cause(result) == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_does_something_has_the_whole_window() -> None:
     with start_processes("busy", "/bin/sh", shells("exit 3", "while :; do :; done"), settle=WINDOW) as group:
         result = ended(group)
@@ -90,6 +91,7 @@ def test_a_worker_that_does_something_has_the_whole_window() -> None:
     assert cause(result) == 0
 
 
+@pytest.mark.long
 def test_one_that_is_busy_keeps_the_window_open_for_those_that_sleep() -> None:
     scripts = shells("exit 3", "exec sleep 600", "while :; do :; done")
     with start_processes("busy", "/bin/sh", scripts, settle=WINDOW) as group:

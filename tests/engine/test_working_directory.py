@@ -80,7 +80,7 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method, preload", [("spawn", ""), ("forkserver", ""), ("fork", ""), ("forkserver", "fractions")]
 )
@@ -92,7 +92,7 @@ def test_function_workers_and_their_helpers(method: str, preload: str, marks: Pa
     assert not os.listdir(marks)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--preload", "fractions"), ("--log-max-size", "1M"), ("--no-python",)])
 def test_the_command(options: tuple[str, ...], marks: Path, tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "tool.py"  # as the console script that pip makes
@@ -174,7 +174,7 @@ def not_installed(folder: Path) -> tuple[str, dict[str, str]]:
     return str(folder / PYTHON), {"LD_LIBRARY_PATH": f"{sys.base_prefix}/lib"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("made", [named_like_packages, told_where, not_installed])
 @pytest.mark.skipif(not os.path.exists(f"{sys.base_prefix}/bin/{PYTHON}"), reason="needs an installed Python")
 def test_helpers_have_the_standard_library_wherever_it_is(

@@ -353,7 +353,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is this machine's")
 @pytest.mark.parametrize(
     "call,error,why",

@@ -410,7 +410,7 @@ def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None
     assert shown.splitlines() == ["[0] retry", "[0] Traceback (most recent call last):", "[0] next?"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("patient")
 def test_ctrl_c(place: Place, ready: Ready) -> None:
     script = place.write(f"""

@@ -240,6 +240,7 @@ def test_a_file_with_another_name_is_left_alone(path: Path) -> None:
     assert names(path.parent) == ["log", "log.1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closes", [False, True])
 def test_who_reads_meanwhile_misses_nothing_and_sees_nothing_twice(path: Path, closes: bool) -> None:
     compressor = Compressor()
@@ -290,6 +291,7 @@ def test_an_inode_that_a_newer_file_has_by_now(path: Path) -> None:
 FLOOD = "n=0; while [ $n -lt 1500 ]; do n=$((n+1)); echo line $n; done"
 
 
+@pytest.mark.long
 def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the fixture
     compressed = "until ls $LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
     place.env["LOGS"] = str(place.logs)

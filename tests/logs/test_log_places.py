@@ -66,6 +66,7 @@ def test_a_run_for_colleagues(place: Place, umask: str, options: tuple[object, .
     assert (note in said) is (umask == "077")
 
 
+@pytest.mark.long
 def test_a_folder_of_a_group_stays_one(place: Place) -> None:
     place.logs.mkdir()
     place.logs.chmod(0o2775)

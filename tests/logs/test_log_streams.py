@@ -29,6 +29,7 @@ def notes(err: str) -> list[str]:
     return [line.removeprefix("phalanx: ") for line in lines if "logs in" not in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options,named",
     [
@@ -52,6 +53,7 @@ def test_a_stream_that_does_not_heed_an_option_is_named_once(
     assert notes(heeded.err) == []
 
 
+@pytest.mark.long
 def test_only_the_ranks_and_streams_that_are_meant(place: Place) -> None:
     done = sh(place, BOTH, "-t", "0:3,1:1", "--timestamps", n=3)
     assert notes(done.err) == [

@@ -296,6 +296,7 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
         assert looks == sorted(looks), "out of order"
 
 
+@pytest.mark.long
 @settings(histories, max_examples=max(20, HISTORIES // 5))
 @given(st.lists(EVENTS, min_size=20, max_size=80), st.integers(1, 3), st.sampled_from([0.003, 0.05, 10.0]))
 def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:

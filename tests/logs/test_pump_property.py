@@ -145,6 +145,7 @@ def stopped_clock(longest: int = lines.LONGEST, start: float = 100.0) -> Iterato
 # --- the cutter, by itself
 
 
+@pytest.mark.long
 @quick
 @given(chunks(barred))
 def test_a_cutter_gives_out_what_it_was_given(parts: list[bytes]) -> None:
@@ -176,6 +177,7 @@ def test_lines_of_several_ranks_without_their_prefixes_are_the_input(said: list[
         assert shown[rank] == seen(of_rank(rank, said))
 
 
+@pytest.mark.long
 @quick
 @given(chunks(plain), st.data(), st.sampled_from([4, 16, lines.LONGEST]), st.sampled_from(["", "> "]))
 def test_a_rank_that_pauses_is_shown_whole(parts: list[bytes], data: st.DataObject, longest: int, prefix: str) -> None:
@@ -275,6 +277,7 @@ def test_files_through_the_pump(said: list[tuple[int, bytes]], turn: int, consol
         assert shown[rank] == seen(of_rank(rank, said))
 
 
+@pytest.mark.long
 @few
 @given(turns(plain), st.sampled_from([3, 16384]))
 def test_files_through_the_pump_with_long_lines(said: list[tuple[int, bytes]], turn: int) -> None:

@@ -235,7 +235,7 @@ print(len(rotated_files(result.stdouts[0])), file=sys.stderr)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
 def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
     """The files are renamed. Nothing is refused, nothing is lost, and what is shown is in order."""
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
     assert [(folder / name).read_text() for name in ("log.2", "log")] == ["five six\n", "seven\n"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_as_many_ranks_as_the_hard_limit_on_open_files_allows(tmp_path: Path) -> None:
     """The soft limit is raised for the start, and in the log writer, and is what it was in the workers."""
     os.mkfifo(tmp_path / "gate")

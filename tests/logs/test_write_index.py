@@ -463,6 +463,7 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
 # --- what rotation has removed
 
 
+@pytest.mark.long
 def test_what_is_said_of_removed_files_goes_with_them(
     tmp_path: Path, time: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -433,7 +433,7 @@ def _without(signals: int, line: str) -> str:
     return f"{rank}SigIgn: {int(mask, 16) & ~signals:016x}" if rank else line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["", "trap '' HUP INT TERM USR1;"])
 def test_a_placed_worker_starts_as_others_do(place: Place, before: str) -> None:
     place.env["GIVEN"] = "x"

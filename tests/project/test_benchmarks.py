@@ -62,6 +62,7 @@ def test_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such case: no_such_case (there are true64" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "memory", "--rounds", "1", "--no-peer", "--json", str(out)]
@@ -271,6 +272,7 @@ def test_load_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures[f"{kind}, timers"][0] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_report_of_a_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_report, "TIMES", 1)

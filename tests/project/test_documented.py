@@ -236,6 +236,7 @@ def test_every_public_module_is_in_the_table() -> None:
 # --- the shell, and buffers
 
 
+@pytest.mark.long
 def test_bash_completes(place: Place) -> None:
     command = place.folder / "phalanx"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m phalanx "$@"\n')

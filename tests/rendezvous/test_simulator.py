@@ -68,6 +68,7 @@ def test_who_asks_where_the_ranks_are_is_told_whatever_happens(first: int) -> No
     assert count > 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", [4, 64, 256])
 def test_a_look_at_all_ranks_costs_one_write_of_each_node(nodes: int) -> None:
     simulation = Simulation(Setting(nodes, nodes, nodes, lasts=400.0), 1)

@@ -119,6 +119,7 @@ def test_which_states_can_go(state: str) -> None:
 # --- the command
 
 
+@pytest.mark.long
 def test_it_says_what_it_would_free_before(place: Place) -> None:
     put(place, "new")
     put(place, "old", age=40 * DAY, size=100_000, state="failed")
@@ -157,6 +158,7 @@ def test_the_age_is_that_of_the_last_change(place: Place, path: str) -> None:
     assert prune(place, "--older", "30d", "-y").out.startswith("nothing to remove: 1 run, ")
 
 
+@pytest.mark.long
 def test_a_run_that_runs_is_kept(place: Place, ready: Ready, gate: Gate) -> None:
     with place.start(place.write(f"{ready.python()}; {gate.python()}")) as launcher:
         ready.wait()

@@ -104,7 +104,7 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("failed", ["succeeded", "failed"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nobody_has_to_wait_for_it(logs: Path, gate: Gate) -> None:
     """The record says how a group has ended as soon as it has."""
     args = {0: (gate.address, 0, 0)}
@@ -122,7 +122,7 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("stopped", ["stopped"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     write = record_writer.write
 
@@ -138,7 +138,7 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
     assert states(logs) == ("succeeded", ["succeeded"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         lose_both(group)
@@ -206,7 +206,7 @@ def test_what_was_said_last_is_written_where_the_program_ends(logs: Path, place:
         assert json.loads(row)["state"] == "lost"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0, 0)}, record=True) as group:
         gate.open()

@@ -84,7 +84,7 @@ def test_what_is_written_has_each_field_that_is_read_and_no_other() -> None:
         assert record.to_object(msgspec.convert(made, record.Run)) == made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
     before = time.time()
@@ -122,7 +122,7 @@ def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
     assert not list(record.parent.glob(".run.json*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
     script = place.write(f"""
         import os
@@ -146,7 +146,7 @@ def test_a_run_that_dies_of_a_signal(place: Place) -> None:
     assert run["command"] == ["sh", "-c", "kill -9 $$$$"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_interrupted(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
     with place.start("--nproc-per-node", 2, script) as launcher:

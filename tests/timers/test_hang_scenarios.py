@@ -296,6 +296,7 @@ def test_of_two_children_that_hang_it_is_said_of_each_where_it_is(place: Place, 
     assert re.search(rf"rank 3 is in {scope} \(<string>:\d+\)$", text, re.MULTILINE), text
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_a_disk_is_named_and_where(place: Place, ready: Ready, gate: Gate, disk: Disk) -> None:
     place.env["DISK"] = str(disk.folder)
     disk.freeze()

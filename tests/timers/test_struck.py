@@ -64,7 +64,7 @@ def test_who_exits_with_0_by_sigterm_has_failed(method: str, events: Events) -> 
     assert result.outcomes[0].describe() == "failed: exited with code 0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
     group = start(
         hang_workers.one_ends_well, (gate.address, "done"), events, 2, on_expiry="terminate", start_method="fork"

@@ -146,7 +146,7 @@ def line_of(text: str, program: str) -> int:
     return next(number for number, line in enumerate(program.splitlines(), 1) if text in line)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     program = DEMO.format(gate=gate.python(), ready=ready.python())
     script = tmp_path / "train.py"
@@ -960,7 +960,7 @@ def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypat
     assert re.fullmatch(HANG, failure.message)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_cannot_be_looked_up_is_looked_up_again(
     events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
