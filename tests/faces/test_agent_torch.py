@@ -15,7 +15,7 @@ import pytest
 import phalanx.agent
 import phalanx.rendezvous
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]  # torch's may hang, see `run`
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "agents.py"
 

@@ -13,7 +13,7 @@ import pytest
 
 import phalanx
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]  # torch's may hang, see `run`
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "launchers.py"
 

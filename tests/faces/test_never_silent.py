@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 METHODS = ("spawn", "forkserver", "fork")
 LAST = "ValueError: loss is nan"
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 def train(rank: int) -> None:
