@@ -11,7 +11,7 @@ import os
 import re
 import stat
 
-from phalanx._base import clock, files, procfs
+from phalanx._base import clock, files, interrupts, procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ def mark(folder: str) -> None:
         own = procfs.Stat(os.getpid())
         host = os.uname().nodename
         lines = (str(own.pid), str(own.start), host, procfs.boot_id(), procfs.pid_namespace())
-        fd = os.open(os.path.join(folder, MARKER), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            files.write_all(fd, "\n".join(lines).encode())
-        finally:
-            os.close(fd)
+        with interrupts.deferred():  # else what a signal raises could leave the descriptor open
+            fd = os.open(os.path.join(folder, MARKER), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                files.write_all(fd, "\n".join(lines).encode())
+            finally:
+                os.close(fd)
 
 
 def remove_empty(folder: str) -> None:
