@@ -193,7 +193,8 @@ def stopped_while_ending(
         launcher.read_until(f"phalanx: {number.name}: stopping the workers")
         if settles:
             assert ready.wait() == ["asked to end"]
-        os.kill(pids[1], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # of SIGHUP and SIGINT, it dies by itself
+            os.kill(pids[1], signal.SIGKILL)
         return launcher.end()
 
 

@@ -85,6 +85,8 @@ class NodeCheck:
         with interrupts.deferred():
             if self._group is not None:
                 self._wakes.append(wake)
+                if self._is_told:  # the others may have been woken by now
+                    self._group.when_gone(wake)
                 return
             self._wakes, self._is_told, self._when = [wake], False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
@@ -136,7 +138,7 @@ class NodeCheck:
 
     def stop(self, death_signal: int, grace: float) -> None:
         """Order the end of what is under way, within 5 s."""
-        if self._group is not None:
+        if self.verdict() is None:  # which also sees to it that its end is told
             # A shell that is sent SIGINT waits for the command that it runs, which was not sent it.
             number = signal.SIGKILL if death_signal == signal.SIGKILL else signal.SIGTERM
             self._end_early("it was stopped", number, min(grace, _GRACE))
