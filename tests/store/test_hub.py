@@ -239,6 +239,7 @@ def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> No
         other.make(Put("nodes/b", b"", OWN))
         one.next(Changed)
         hub.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, hub.process.pid, os.WSTOPPED | os.WNOWAIT)  # until then, it may answer
         stopped = time.monotonic()
         other.store.submit(77, Transaction((), (Put("nodes/c", b"", OWN),)))
         assert "no answer within 0.6 s" in one.next(Away).why
