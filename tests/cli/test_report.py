@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import tomllib
 from typing import TYPE_CHECKING, Any
@@ -272,6 +273,9 @@ def test_a_report_that_cannot_be_made_fails_no_agent(place: Place, capfd: pytest
     spec = WorkerSpec("r", 1, None, entrypoint=work, args=(False,), max_restarts=0)
     result = _Odd(spec, DefaultLogsSpecs(str(place.logs))).run()
     assert result.is_failed()
+    for thread in threading.enumerate():  # one that writes our lines to stderr
+        if thread is not threading.main_thread():
+            thread.join(TIMEOUT)
     assert capfd.readouterr().err.count("phalanx: no report can be made of this run's end: ") == 1
 
 
