@@ -172,8 +172,9 @@ def test_it_runs(place: Place, script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_fails(place: Place, script: str) -> None:
     done = run(place, script, "fail")
-    # torch's own threads can abort an interpreter that leaves with a process group: SIGABRT, SIGBUS, SIGSEGV
-    assert done.status in (1, 134, 135, 139), done.err
+    # torch's own threads can abort an interpreter that leaves with a process group (SIGABRT; SIGBUS was seen once)
+    aborted = done.status == 135 and "terminate called without an active exception" in done.err
+    assert done.status in (1, 134) or aborted, done.err
     report = done.err[done.err.index("Root Cause") :]
     assert report.index("  rank      : 1 ") < report.index("  error     : ValueError: loss is nan in step 3")
     assert report.index("  error     : ValueError") < report.index("----")
