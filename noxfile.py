@@ -188,10 +188,13 @@ def lint(session: nox.Session) -> None:
 
 
 def shell_scripts() -> list[str]:
-    """The files of the tree that a shell runs, by their first lines."""
+    """The files of the tree that a shell runs, by their first lines.
+
+    Not those that an interpreter compiles meanwhile: the tests run beside it, and what is written there is renamed.
+    """
     found = []
     for folder, folders, files in os.walk("."):
-        folders[:] = [name for name in folders if not name.startswith(".") or name == ".ci"]
+        folders[:] = [name for name in folders if (not name.startswith(".") or name == ".ci") and name != "__pycache__"]
         for name in files:
             path = Path(folder, name)
             with path.open("rb") as file:

@@ -65,7 +65,7 @@ def contents(dist: str, direct: str) -> None:
     source = {
         str(path.relative_to(ROOT / "src")): path.read_bytes()
         for path in (ROOT / "src" / "phalanx").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and "__pycache__" not in path.parts  # where other interpreters write meanwhile
     }
     assert "phalanx/py.typed" in source
     metadata = {name for name in wheel_files if name.split("/")[0].endswith(".dist-info")}
