@@ -125,7 +125,7 @@ def _work(said: str, gate: str) -> None:
     signal.signal(signal.SIGTERM, told)
     os.write(out, b"up %d\n" % os.getpid())
     while True:
-        signal.pause()
+        sleep(0.1)  # `signal.pause` misses a signal that comes just before it
 
 
 if __name__ == "__main__":

@@ -126,11 +126,11 @@ def test_the_report_on_workers_that_are_started_again_one_by_one(place: Place) -
 
 def test_the_report_on_a_run_that_runs_and_that_is_stopped(place: Place, ready: Ready) -> None:
     script = place.write(f"""
-        import os, signal
+        import os, time
         {ready.python()}
         if os.environ["RANK"] == "1":
             raise SystemExit(0)
-        signal.pause()
+        while True: time.sleep(0.1)
         """)
     with place.start("--nproc-per-node", 3, script) as launcher:
         ready.pids(3)

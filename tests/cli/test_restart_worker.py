@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WORKER = ("--restart", "worker")
 HEAD = """
-    import os, signal, sys
+    import os, signal, sys, time
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     """
 
@@ -253,7 +253,7 @@ def test_a_signal_stops_those_that_run_and_those_in_a_delay(place: Place, ready:
         sys.exit(3)
     {ready.python()}
     while True:
-        signal.pause()
+        time.sleep(0.1)
     """
     options = ("--nproc-per-node", 3, "--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
     with start(place, *options, script(place, body)) as launcher:
@@ -276,7 +276,7 @@ def test_a_second_signal_kills_all(place: Place, ready: Ready) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"no\\n"))
     {ready.python()}
     while True:
-        signal.pause()
+        time.sleep(0.1)
     """
     with start(place, "--nproc-per-node", 3, "--grace", 600, script(place, body)) as launcher:
         pids = ready.pids(3)

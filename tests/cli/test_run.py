@@ -1033,12 +1033,12 @@ def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Rea
 
 
 STUBBORN = """
-    import os, signal, subprocess, sys
+    import os, signal, subprocess, sys, time
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(signal.Signals[name], lambda number, frame: print("not yet"))
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     {ready}
-    while True: signal.pause()
+    while True: time.sleep(0.1)
     """
 
 

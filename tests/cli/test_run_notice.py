@@ -58,7 +58,7 @@ def test_a_rank_that_fails_after_the_notice_is_reported(place: Place, ready: Rea
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(place: Place, ready: Ready) -> None:
-    script = place.write(f"import signal\n{ready.python()}\nwhile True: signal.pause()")
+    script = place.write(f"import time\n{ready.python()}\nwhile True: time.sleep(0.1)")
     with place.start("--notice", "usr2:600", script) as launcher:
         pids = ready.pids()
         launcher.send(signal.SIGINT)
@@ -73,14 +73,14 @@ def test_a_second_ctrl_c_kills_at_once(place: Place, ready: Ready) -> None:
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_time(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
-        import os, signal, sys
+        import os, signal, sys, time
         def save(*_):
             {ready.python("'SIGTERM'")}
             {gate.python()}
             sys.exit(0)
         signal.signal(signal.SIGTERM, save)
         {ready.python()}
-        while True: signal.pause()
+        while True: time.sleep(0.1)
         """)
     with place.start("--orphan-grace", 600, script) as launcher:
         ready.wait()

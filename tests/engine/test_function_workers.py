@@ -680,7 +680,7 @@ def test_an_interrupt_ends_the_groups_of_a_worker_at_once(method: str, ready: Re
     def outer():
         mp.spawn(inner, nprocs=1, join=False, start_method=METHOD)
         while True:
-            time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
+            time.sleep(0.1)
     if __name__ == "__main__":
         with start_processes("workers", outer, (), nprocs=1, start_method=METHOD) as group:
             with open(sys.argv[2]) as fifo:

@@ -272,8 +272,10 @@ def stop(pid: int) -> None:
 def test_a_stopped_worker_is_woken_for_a_graceful_end(ready: Ready, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     code = (
-        f"import signal, sys; signal.signal(15, lambda *_: (open({str(saved)!r}, 'w').close(), sys.exit(0))); "
-        f"{ready.python()}; signal.pause()"
+        "import signal, sys, time\n"
+        f"signal.signal(15, lambda *_: (open({str(saved)!r}, 'w').close(), sys.exit(0)))\n"
+        f"{ready.python()}\n"
+        "while True: time.sleep(0.1)"
     )
     with start_processes("stopped", sys.executable, ("-c", code), nprocs=1) as group:
         [pid] = ready.pids()
@@ -378,7 +380,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 {ready.python()}
 while True:
-    time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
+    time.sleep(0.1)
 """)
     command = f"{shlex.join([sys.executable, str(script)])}; echo not reached"
     with start_processes("below a shell", "/bin/sh", ("-c", command), nprocs=1) as group:

@@ -22,7 +22,7 @@ from phalanx.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LONG = 20 * TIMEOUT
 
 USR1 = signal.SIGUSR1
 
-HEAD = f"import os, signal, sys; sys.path[:0] = {[ROOT, *sys.path]!r}; import phalanx; "
+HEAD = f"import os, signal, sys, time; sys.path[:0] = {[ROOT, *sys.path]!r}; import phalanx; "
 
 
 def spins(address: str) -> int:
@@ -203,7 +203,7 @@ def end(*_):
     sys.exit(0)
 signal.signal({USR1}, end)
 {ready.python()}
-while True: signal.pause()
+while True: time.sleep(0.1)
 """,
         f"""
 import threading
@@ -238,7 +238,7 @@ def end(*_):
     os.kill(os.getpid(), {USR1})
 signal.signal({USR1}, end)
 {ready.python()}
-while True: signal.pause()
+while True: time.sleep(0.1)
 """
     with commands(code) as group:
         ready.wait()
@@ -344,7 +344,7 @@ def end(*_):
     while True: signal.pause()
 signal.signal({USR1}, end); signal.signal(15, signal.SIG_IGN)
 {ready.python()}
-while True: signal.pause()
+while True: time.sleep(0.1)
 """
     with commands(code, notice=(USR1, 1.0)) as group:
         [pid] = ready.pids()
@@ -368,7 +368,7 @@ if not os.fork():
         os._exit(0)
     signal.signal(15, end)
     {ready.python()}
-    while True: signal.pause()
+    while True: time.sleep(0.1)
 """
     with commands(f"{child}\n{loop(ready)}") as group:
         ready.wait(2)
@@ -441,8 +441,7 @@ def waits(address: str, gate: str) -> None:
     while not phalanx.should_stop():
         time.sleep(0.001)
     tell(address, "noticed")
-    while True:
-        signal.pause()
+    rest()
 
 
 @pytest.mark.slow

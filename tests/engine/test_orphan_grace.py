@@ -14,7 +14,7 @@ import pytest
 
 from phalanx._base import procfs
 from phalanx.multiprocessing import KeeperLostError, start_processes
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def saves(address: str, gate: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.setsid()
     tell(address, str(os.getpid()))
-    while True:
-        signal.pause()
+    rest()
 
 
 def start(kind: str, address: str, gate: str, specs: object, grace: float) -> PContext:

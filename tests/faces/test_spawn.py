@@ -570,7 +570,7 @@ from tests.support import spawned
 if __name__ == "__main__":
     mp.spawn(spawned.wait_for_ever, (sys.argv[1],), 2, join=False, start_method=sys.argv[2])
     while True:
-        time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
+        time.sleep(0.1)
 """
 
 

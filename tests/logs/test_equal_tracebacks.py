@@ -414,9 +414,9 @@ def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None
 @pytest.mark.usefixtures("patient")
 def test_ctrl_c(place: Place, ready: Ready) -> None:
     script = place.write(f"""
-        import signal
+        import time
         {ready.python()}
-        signal.pause()
+        while True: time.sleep(0.1)
         """)
     with place.start("--nproc-per-node", 4, script) as launcher:
         for pid in ready.pids(4):

@@ -433,8 +433,9 @@ def test_output_of_orphans_is_in_the_file(
     """What a child of the worker writes before the group is over counts, too."""
     # The child is of the worker's session, so it is asked to end, and has what is left of the grace period.
     child = (
-        "import os, signal; signal.signal(15, lambda *_: (os.write(1, b'last\\n'), os._exit(0))); "
-        "open(os.environ['FIFO'], 'w').close(); signal.pause()"
+        "import os, signal, time; signal.signal(15, lambda *_: (os.write(1, b'last\\n'), os._exit(0)))\n"
+        "open(os.environ['FIFO'], 'w').close()\n"
+        "while True: time.sleep(0.1)"
     )
     code = f'mkfifo $FIFO; {shlex.quote(PYTHON)} -c "$CHILD" & read line <$FIFO; echo first'
     env = {"FIFO": str(logs.parent / "fifo"), "CHILD": child}

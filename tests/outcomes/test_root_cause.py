@@ -27,7 +27,7 @@ from phalanx._outcomes.result import _raised, verdict
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
 from tests.support.disks import until
 from tests.support.families import KINDS
-from tests.support.helpers import TIMEOUT, pass_gate, tell
+from tests.support.helpers import TIMEOUT, pass_gate, rest, tell
 from tests.support.racing_workers import (
     SLOW_EXIT,
     crashes,
@@ -294,8 +294,7 @@ def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None
         if rank == 0:
             pass_gate(gate_address)
             raise ValueError("the cause")
-        while True:
-            signal.pause()
+        rest()
 
     def _raise(*_: object) -> None:
         raise RuntimeError("stopped")

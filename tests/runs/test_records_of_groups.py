@@ -74,7 +74,7 @@ def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) ->
         ready.wait(2)
         for pid in group.pids().values():
             wait_asleep(pid)
-        until(lambda: bool(list(logs.glob("*/run.json"))))
+        until(lambda: bool(list(logs.glob("*/run.json")) and record(logs)["attempts"][0]["ranks"]))
         (row,) = place.program(*PHALANX, "runs", "--json").out.splitlines()
         assert json.loads(row)["state"] == "running"
         stacks = place.program(*PHALANX, "stack")

@@ -51,17 +51,20 @@ def row(place: Place) -> dict[str, Any]:
 
 
 def wait_for_record(place: Place) -> Path:
-    """Wait until the only run has its record; return the record. To be called when its workers run."""
+    """Wait until the only run has its record, with its ranks; return the record. To be called when its workers run."""
     (folder,) = place.logs.iterdir()
+    path: Path = folder / record_writer.FILE
     fd = linux.inotify()
     try:
         linux.inotify_add(fd, str(folder), IN_MOVED_TO)
-        if not (folder / record_writer.FILE).exists():
+        # It is written when the attempt begins, and again once all workers have been started.
+        while not path.exists() or not json.loads(path.read_text())["attempts"][-1]["ranks"]:
             ready, _, _ = select.select([fd], [], [], TIMEOUT)
             assert ready
+            os.read(fd, 4096)
     finally:
         os.close(fd)
-    return folder / record_writer.FILE
+    return path
 
 
 def put(root: Path, name: str, **changes: Any) -> Path:

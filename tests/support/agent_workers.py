@@ -16,7 +16,7 @@ from phalanx import timer
 from phalanx.agent import LocalElasticAgent, RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from phalanx.multiprocessing import DefaultLogsSpecs, ProcessFailure
 from phalanx.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from tests.support.helpers import pass_gate, tell
+from tests.support.helpers import pass_gate, rest, tell
 
 
 def attempt() -> int:
@@ -56,15 +56,14 @@ def says_and_waits(address: str) -> None:
     child.stdout.readline()
     tell(address, str(os.getpid()))
     tell(address, str(child.pid))
-    signal.pause()
+    rest()
 
 
 def outlives_sigterm(address: str) -> None:
     """Say when a SIGTERM can come, and when it has come; go on."""
     signal.signal(signal.SIGTERM, lambda *_: tell(address, "SIGTERM"))
     tell(address, "waits")
-    while True:
-        signal.pause()
+    rest()
 
 
 def ends_at_sigterm(address: str) -> None:
@@ -77,8 +76,7 @@ def ends_at_sigterm(address: str) -> None:
 
     signal.signal(signal.SIGTERM, end)
     tell(address, "waits")
-    while True:
-        signal.pause()
+    rest()
 
 
 def waits_in_the_first_attempt(address: str) -> int:

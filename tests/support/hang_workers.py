@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import timer
 from phalanx.errors import record
-from tests.support.helpers import pass_gate, tell
+from tests.support.helpers import pass_gate, rest, tell
 
 if TYPE_CHECKING:
     from phalanx.timer import SharedTimerClient
@@ -258,8 +258,7 @@ def hang_when_stopped(address: str) -> None:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     tell(address, "")
-    while True:
-        signal.pause()
+    rest()
 
 
 def step_the_clock_and_hang(hours: float, gate: str) -> None:
@@ -348,8 +347,7 @@ def end_well_below() -> None:
             hang(0.1, "below")
         finally:
             os._exit(1)
-    while True:
-        signal.pause()
+    rest()
 
 
 def share_a_scope(address: str, gate: str) -> str:

@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,6 +95,12 @@ def tell(address: str, text: str) -> None:
         fd = sock.detach()  # a signal may come as soon as that is said: a socket left open by it would be warned of
     os.write(fd, text.encode())
     os.close(fd)
+
+
+def rest() -> NoReturn:
+    """Live for ever, and handle each signal: `signal.pause` misses one that comes just before it."""
+    while True:
+        time.sleep(0.1)
 
 
 class Ready:

@@ -91,13 +91,12 @@ def wait(index: int, address: str, gate: str) -> None:
 
 def wait_for_ever(index: int, address: str, ignored: tuple[int, ...] = ()) -> None:
     """Say who we are when deaf to some signals, and live for ever."""
-    from tests.support.helpers import tell
+    from tests.support.helpers import rest, tell
 
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     tell(address, f"{index} {os.getpid()}")
-    while True:
-        signal.pause()
+    rest()
 
 
 def fail_one_after_another(index: int, address: str, gates: list[str]) -> None:
