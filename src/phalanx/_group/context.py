@@ -351,8 +351,10 @@ class PContext(GroupStart):
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
         # `os` is not used for a group that has ended: at the interpreter's end, modules are empty.
         if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
-            supervisor.kill()  # first: an exception of a signal handler ends this method, and is lost
-            text = f"{self!r} was dropped, and is killed; close it"
+            try:
+                text = f"{self!r} was dropped, and is killed; close it"  # as it is before the kill
+            finally:  # an exception of a signal handler ends this method, and is lost
+                supervisor.kill()
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __enter__(self) -> Self:
