@@ -232,8 +232,12 @@ def test_a_delay_of_one_delays_no_other(gate: Gate) -> None:
             if name == "agent.state" and facts["state"] == "SUCCEEDED":
                 attempts[0].ask_stop(signal.SIGTERM, 5)
 
+        def go_on(name: str, facts: dict[str, Any]) -> None:
+            if name == "agent.state" and facts["state"] == "WAITING":
+                gate.open()
+
+        observe(attempts[0], go_on)
         observe(attempts[1], stop)
-        gate.open()
         assert states(carrying.run()) == ["stopped", "succeeded"]
     for each in attempts:
         close_events(each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,9 @@ def test_it_is_tried_again_after_longer_and_longer_times(
 def test_a_check_that_is_under_way_counts_for_who_asks_meanwhile(gate: Gate) -> None:
     woken: list[int] = []
     with NodeCheck(f"read -r _ < {gate.address}; exit 3") as check:
-        check.begin("attempt 1", lambda: woken.append(1))
-        check.begin("attempt 2", lambda: woken.append(2))
+        check.begin("attempt 1", lambda: woken.append(1), 1)
+        check.begin("attempt 2", lambda: woken.append(2), 2)
+        assert (check.is_awaited_by(2), check.is_awaited_by(3)) == (True, False)
         assert not check.has_passed()
         gate.open()
         os.write(gate._fd, b"\n")
@@ -122,7 +124,9 @@ FAILS_ONCE = """
     """
 
 
-@pytest.mark.parametrize("options", [(), ("--restart", "worker"), ("--preload", "json")])
+@pytest.mark.parametrize(
+    "options", [(), ("--restart", "worker"), ("--restart", "worker", "--nproc-per-node", "8"), ("--preload", "json")]
+)
 def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple[str, ...]) -> None:
     script = place.write(FAILS_ONCE)
     done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 9), script)
@@ -205,6 +209,131 @@ def test_a_signal_during_a_check_stops_the_run(
     if attempt:
         assert "attempt 0, " in done.err, "what failed before is listed"
         assert record(place)["state"] == "stopped"
+
+
+FAST = """
+from phalanx import cli
+from phalanx.multiprocessing import SubprocessContext
+
+start = SubprocessContext.start
+
+def start_and_wait(group):
+    start(group)
+    if group.name == "node-check":
+        group.wait_gone()
+
+SubprocessContext.start = start_and_wait
+cli.main()
+"""
+"""A command whose checks are over as soon as they have begun."""
+
+
+def test_the_first_attempts_of_all_workers_have_one_check(place: Place) -> None:
+    options = ("--log-dir", place.logs, "--restart", "worker", "--nproc-per-node", 4)
+    script = place.write("print('served')")
+    done = place.program(sys.executable, "-c", FAST, "run", *options, "--node-check", counted(place, 2), script)
+    assert done.status == 0, done
+    assert sorted(done.out.splitlines()) == [f"[{rank}] served" for rank in range(4)]
+
+
+STRUCK = """
+import os, signal, sys
+from phalanx import cli
+from phalanx._agent.worker_team import WorkerTeam
+from phalanx.multiprocessing import SubprocessContext
+
+moment, calls = sys.argv.pop(1), []
+kind, name, which = {
+    "its group has started": (SubprocessContext, "start", 1),
+    "its end is about to be told": (SubprocessContext, "when_gone", 1),
+    "another worker is about to begin it": (WorkerTeam, "begin", 2),
+}[moment]
+method = getattr(kind, name)
+
+def strike():
+    calls.append(1)
+    if len(calls) == which:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def struck(self, *args):
+    if name == "start":
+        method(self, *args)
+    strike()
+    if name != "start":
+        method(self, *args)
+
+setattr(kind, name, struck)
+cli.main()
+"""
+"""A command that is sent SIGTERM at a moment of its first check."""
+
+
+@pytest.mark.parametrize(
+    "moment, options",
+    [
+        ("its group has started", ()),
+        ("its group has started", ("--restart", "worker", "--nproc-per-node", 2)),
+        ("its end is about to be told", ()),
+        ("its end is about to be told", ("--restart", "worker", "--nproc-per-node", 2)),
+        ("another worker is about to begin it", ("--restart", "worker", "--nproc-per-node", 2)),
+    ],
+)
+def test_a_signal_at_the_worst_moment_of_a_check_is_one_signal(
+    place: Place, moment: str, options: tuple[object, ...]
+) -> None:
+    script = place.write("raise SystemExit(3)")
+    command = ("run", "--log-dir", place.logs, *options, "--node-check", "exec sleep 600", script)
+    done = place.program(sys.executable, "-c", STRUCK, moment, *command)
+    assert done.status == 128 + signal.SIGTERM, done
+    assert done.err == "phalanx: SIGTERM: ending --node-check; no attempt is started\n"
+
+
+STRUCK_AT_A_LINE = """
+import linecache, os, signal, sys
+from phalanx import cli
+from phalanx._engine import host_signals
+
+left = [int(sys.argv.pop(1))]
+PARTS = "/cli/_run", "/cli/_worker_groups", "/cli/_node_check", "/cli/_preloading", "/_agent/", "/job_run"
+
+def trace(frame, event, _):
+    name = frame.f_code.co_filename
+    if not any(part in name for part in PARTS) or frame.f_code.co_name == "__del__":
+        return None
+    # Lines of `with` are passed over: they are run again before `__exit__` is called, where no real signal raises.
+    text = linecache.getline(name, frame.f_lineno).lstrip()
+    if event == "line" and host_signals._open and not text.startswith("with "):
+        left[0] -= 1
+        if not left[0]:
+            sys.settrace(None)
+            while frame:
+                frame.f_trace, frame = None, frame.f_back
+            os.write(1, b"struck\\n")
+            os.kill(os.getpid(), signal.SIGTERM)
+    return trace
+
+sys.settrace(trace)
+cli.main()
+"""
+"""A command that is sent SIGTERM when a line of ours is about to run, counted from where signals are handled."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2), ("--preload", "json")])
+def test_a_signal_between_any_two_lines_is_one_signal(place: Place, options: tuple[object, ...]) -> None:
+    script = place.write(FAILS_ONCE)
+    command = ("run", "--log-dir", place.logs, "--max-restarts", 1, *options, "--node-check", "sleep 0.1", script)
+    moment, step = 1, int(os.environ.get("PHALANX_STEP", "61"))
+    while True:
+        done = place.program(sys.executable, "-c", STRUCK_AT_A_LINE, moment, *command)
+        if not done.out.startswith("struck"):
+            break
+        assert done.status in (0, 128 + signal.SIGTERM), (moment, done)
+        assert "SIGKILL" not in done.err, (moment, done)
+        assert "Traceback" not in done.err, (moment, done)
+        moment += step
+    assert moment > 500
+    assert done.status == 0, "no signal came"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class NodeCheck:
         self._group: SubprocessContext | None = None  # of the check that is under way
         self._files: tempfile.TemporaryDirectory[str] | None = None
         self._is_told = False  # whether the end of that is told to `_wakes`
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: dict[object, Callable[[], None]] = {}  # of all who have begun a check: each end is told to each
         self._until = math.inf  # when that has taken too long
         self._ended_by_us = ""  # why it was ended before
         self._when = ""
@@ -67,28 +67,31 @@ class NodeCheck:
         self._folder = ""  # of the run, as far as is known
         self._kept: deque[str] = deque(maxlen=_MOST_KEPT)
 
-    def begin(self, when: str, wake: Callable[[], None]) -> None:
+    def begin(self, when: str, wake: Callable[[], None], owner: object, *, once: bool = False) -> None:
         """Start the command, and return; one that is under way counts. ``wake`` is called when it is over, by a thread.
 
-        ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
+        ``when``: what it is for, to be noted with its output. ``owner``: who asks. ``once``: one that is over counts as
+        well. Raises OSError: it cannot be started.
         """
         try:
-            self._begin(when, wake)
+            self._begin(when, wake, owner, once=once)
         except OSError as error:
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
 
-    def _begin(self, when: str, wake: Callable[[], None]) -> None:
+    def _begin(self, when: str, wake: Callable[[], None], owner: object, *, once: bool) -> None:
         from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 
         with interrupts.deferred():
+            self._wakes[owner] = wake
             if self._group is not None:
-                self._wakes.append(wake)
                 if self._is_told:  # the others may have been woken by now
                     self._group.when_gone(wake)
                 return
-            self._wakes, self._is_told, self._when = [wake], False, when
+            if once and self._when:
+                return
+            self._is_told, self._when = False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
             logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
@@ -102,6 +105,10 @@ class NodeCheck:
     def is_under_way(self) -> bool:
         """Whether a process of it is left."""
         return self.verdict() is None
+
+    def is_awaited_by(self, owner: object) -> bool:
+        """Whether a process of it is left, and ``owner`` will be woken at its end. Who has begun no check is not."""
+        return owner in self._wakes and self.is_under_way
 
     @property
     def seconds_left(self) -> float | None:
@@ -121,9 +128,10 @@ class NodeCheck:
         if result is not None:
             why = "" if result.succeeded else self._ended_by_us or _failure(result)
             return self._end(why, _output(result))
-        if not self._is_told:
-            self._is_told = True
-            group.when_gone(self._wake_all)
+        with interrupts.deferred():  # a signal between the two would leave everybody unwoken
+            if not self._is_told:
+                self._is_told = True
+                group.when_gone(self._wake_all)
         if clock.now() >= self._until:
             self._end_early(f"it has not ended within {format_duration(LONGEST)}", signal.SIGTERM, _GRACE)
         return None
@@ -146,7 +154,7 @@ class NodeCheck:
     def wait(self) -> str:
         """Run it, and return its `verdict`. Raises as `begin`; SignalException: a signal has come."""
         bell = Latch()
-        self.begin("before this machine takes part", bell.open)
+        self.begin("before this machine takes part", bell.open, self)
         while (why := self.verdict()) is None:
             with host_signals.delivering():
                 bell.wait(-1 if self.seconds_left is None else self.seconds_left)
@@ -211,7 +219,7 @@ class NodeCheck:
         return why
 
     def _wake_all(self) -> None:
-        for wake in [*self._wakes]:
+        for wake in [*self._wakes.values()]:
             wake()
 
 

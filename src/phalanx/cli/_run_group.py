@@ -120,7 +120,7 @@ class RunTeam(GroupTeam):
     def _prepare(self, attempt: int) -> None:
         """Begin what a start has to wait for. Raises OSError."""
         if self.check is not None:
-            self.check.begin(f"attempt {attempt}", self._wake)
+            self.check.begin(f"attempt {attempt}", self._wake, self)
 
     def _may_start(self) -> bool:
         if self.check is None:
@@ -277,6 +277,7 @@ def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float
     death, seconds = first, grace
     while True:
         try:
+            host_signals.forget_raised()  # else a look at a group would raise it once more, and one signal be two
             if death == signal.SIGKILL:
                 for number in signals_to_handle():
                     signal.signal(number, signal.SIG_IGN)

@@ -87,6 +87,7 @@ def _stop(teams: WorkerTeams, first: signal.Signals, grace: float, *, announces:
     death, seconds = first, grace
     while True:
         try:
+            host_signals.forget_raised()  # else a look at a group would raise it once more, and one signal be two
             if death == signal.SIGKILL:
                 for number in signals_to_handle():
                     signal.signal(number, signal.SIG_IGN)

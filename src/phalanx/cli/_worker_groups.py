@@ -73,9 +73,12 @@ class OneWorker(WorkerTeam):
         self.last_result = None
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
-        """See `Team`. The worker is started when the machine has passed its check: one that is under way counts."""
+        """See `Team`. The worker is started when the machine has passed its check: one that is under way counts.
+
+        The first attempts of all workers have one check: none starts on a machine that fails it.
+        """
         if self._check is not None:
-            self._check.begin(f"attempt {attempt}", wake)
+            self._check.begin(f"attempt {attempt}", wake, self, once=attempt == 0)
         super().start(attempt, wake)
 
     def _may_start(self) -> bool:
@@ -103,8 +106,8 @@ class OneWorker(WorkerTeam):
         return is_up
 
     def ended(self) -> AttemptEnd | None:
-        """See `Team`."""
-        if self.group is None and self._check is not None and self._check.is_under_way:
+        """See `Team`. A check is waited for by those that have begun it: a signal may have come before that."""
+        if self.group is None and self._check is not None and self._check.is_awaited_by(self):
             self.poll_seconds = self._check.seconds_left
             return None
         end = super().ended()
