@@ -190,7 +190,7 @@ def lint(session: nox.Session) -> None:
 def shell_scripts() -> list[str]:
     """The files of the tree that a shell runs, by their first lines.
 
-    Not those that an interpreter compiles meanwhile: the tests run beside it, and what is written there is renamed.
+    Without `__pycache__`: the tests run at the same time, and interpreters write and rename files there.
     """
     found = []
     for folder, folders, files in os.walk("."):

@@ -96,6 +96,16 @@ def test_a_check_that_is_under_way_counts_for_who_asks_meanwhile(gate: Gate) -> 
     assert woken == [1, 2]
 
 
+def test_a_check_that_could_not_be_started_counts_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with NodeCheck("sleep 600") as check:
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", str(tmp_path))
+            with pytest.raises(OSError, match=r"--node-check: .*no such binary: 'sh'"):
+                check.begin("attempt 0", lambda: None, 1, once=True)
+        check.begin("attempt 0", lambda: None, 2, once=True)
+        assert check.is_awaited_by(2)
+
+
 # --- phalanx run
 
 
@@ -239,30 +249,23 @@ def test_the_first_attempts_of_all_workers_have_one_check(place: Place) -> None:
 STRUCK = """
 import os, signal, sys
 from phalanx import cli
-from phalanx._agent.worker_team import WorkerTeam
-from phalanx.multiprocessing import SubprocessContext
 
-moment, calls = sys.argv.pop(1), []
-kind, name, which = {
-    "its group has started": (SubprocessContext, "start", 1),
-    "its end is about to be told": (SubprocessContext, "when_gone", 1),
-    "another worker is about to begin it": (WorkerTeam, "begin", 2),
-}[moment]
-method = getattr(kind, name)
+event, function, count = {
+    "its group has started": ("return", "GroupStart.start", 1),
+    "its end is about to be watched": ("call", "PContext.when_gone", 1),
+    "another worker is about to begin it": ("call", "OneWorker.begin", 2),
+}[sys.argv.pop(1)]
+calls = []
 
-def strike():
-    calls.append(1)
-    if len(calls) == which:
-        os.kill(os.getpid(), signal.SIGTERM)
+def trace(frame, what, _):
+    if (what, frame.f_code.co_qualname) == (event, function):
+        calls.append(1)
+        if len(calls) == count:
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+    return trace if frame.f_code.co_qualname == function else None
 
-def struck(self, *args):
-    if name == "start":
-        method(self, *args)
-    strike()
-    if name != "start":
-        method(self, *args)
-
-setattr(kind, name, struck)
+sys.settrace(trace)
 cli.main()
 """
 """A command that is sent SIGTERM at a moment of its first check."""
@@ -273,8 +276,8 @@ cli.main()
     [
         ("its group has started", ()),
         ("its group has started", ("--restart", "worker", "--nproc-per-node", 2)),
-        ("its end is about to be told", ()),
-        ("its end is about to be told", ("--restart", "worker", "--nproc-per-node", 2)),
+        ("its end is about to be watched", ()),
+        ("its end is about to be watched", ("--restart", "worker", "--nproc-per-node", 2)),
         ("another worker is about to begin it", ("--restart", "worker", "--nproc-per-node", 2)),
     ],
 )
@@ -291,7 +294,6 @@ def test_a_signal_at_the_worst_moment_of_a_check_is_one_signal(
 STRUCK_AT_A_LINE = """
 import linecache, os, signal, sys
 from phalanx import cli
-from phalanx._engine import host_signals
 
 left = [int(sys.argv.pop(1))]
 PARTS = "/cli/_run", "/cli/_worker_groups", "/cli/_node_check", "/cli/_preloading", "/_agent/", "/job_run"
@@ -302,7 +304,8 @@ def trace(frame, event, _):
         return None
     # Lines of `with` are passed over: they are run again before `__exit__` is called, where no real signal raises.
     text = linecache.getline(name, frame.f_lineno).lstrip()
-    if event == "line" and host_signals._open and not text.startswith("with "):
+    is_handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if event == "line" and is_handled and not text.startswith("with "):
         left[0] -= 1
         if not left[0]:
             sys.settrace(None)

@@ -58,8 +58,8 @@ class NodeCheck:
         self._command = command
         self._group: SubprocessContext | None = None  # of the check that is under way
         self._files: tempfile.TemporaryDirectory[str] | None = None
-        self._is_told = False  # whether the end of that is told to `_wakes`
-        self._wakes: dict[object, Callable[[], None]] = {}  # of all who have begun a check: each end is told to each
+        self._is_watched = False  # whether the end of that calls `_wakes`
+        self._wakes: dict[object, Callable[[], None]] = {}  # of all owners that have ever begun a check
         self._until = math.inf  # when that has taken too long
         self._ended_by_us = ""  # why it was ended before
         self._when = ""
@@ -70,12 +70,13 @@ class NodeCheck:
     def begin(self, when: str, wake: Callable[[], None], owner: object, *, once: bool = False) -> None:
         """Start the command, and return; one that is under way counts. ``wake`` is called when it is over, by a thread.
 
-        ``when``: what it is for, to be noted with its output. ``owner``: who asks. ``once``: one that is over counts as
-        well. Raises OSError: it cannot be started.
+        ``when``: what it is for, to be noted with its output. ``owner``: the team that waits for it. ``once``: a check
+        that is over counts as well. Raises OSError: it cannot be started.
         """
         try:
             self._begin(when, wake, owner, once=once)
         except OSError as error:
+            self._when = ""  # there was no check that could count
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
@@ -86,12 +87,12 @@ class NodeCheck:
         with interrupts.deferred():
             self._wakes[owner] = wake
             if self._group is not None:
-                if self._is_told:  # the others may have been woken by now
+                if self._is_watched:  # the others may have been woken by now
                     self._group.when_gone(wake)
                 return
             if once and self._when:
                 return
-            self._is_told, self._when = False, when
+            self._is_watched, self._when = False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
             logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
@@ -107,7 +108,7 @@ class NodeCheck:
         return self.verdict() is None
 
     def is_awaited_by(self, owner: object) -> bool:
-        """Whether a process of it is left, and ``owner`` will be woken at its end. Who has begun no check is not."""
+        """Whether a process of it is left, and its end will wake ``owner``, which has begun this one or one before."""
         return owner in self._wakes and self.is_under_way
 
     @property
@@ -129,8 +130,8 @@ class NodeCheck:
             why = "" if result.succeeded else self._ended_by_us or _failure(result)
             return self._end(why, _output(result))
         with interrupts.deferred():  # a signal between the two would leave everybody unwoken
-            if not self._is_told:
-                self._is_told = True
+            if not self._is_watched:
+                self._is_watched = True
                 group.when_gone(self._wake_all)
         if clock.now() >= self._until:
             self._end_early(f"it has not ended within {format_duration(LONGEST)}", signal.SIGTERM, _GRACE)

@@ -277,7 +277,7 @@ def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float
     death, seconds = first, grace
     while True:
         try:
-            host_signals.forget_raised()  # else a look at a group would raise it once more, and one signal be two
+            host_signals.forget_raised()  # it is handled here: asking a group for its state would raise it again
             if death == signal.SIGKILL:
                 for number in signals_to_handle():
                     signal.signal(number, signal.SIG_IGN)

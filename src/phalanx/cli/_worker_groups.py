@@ -75,7 +75,7 @@ class OneWorker(WorkerTeam):
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`. The worker is started when the machine has passed its check: one that is under way counts.
 
-        The first attempts of all workers have one check: none starts on a machine that fails it.
+        The first attempts of all workers share one check: none starts on a machine that fails it.
         """
         if self._check is not None:
             self._check.begin(f"attempt {attempt}", wake, self, once=attempt == 0)
@@ -106,7 +106,7 @@ class OneWorker(WorkerTeam):
         return is_up
 
     def ended(self) -> AttemptEnd | None:
-        """See `Team`. A check is waited for by those that have begun it: a signal may have come before that."""
+        """See `Team`. A worker waits for no check that it has not begun: a signal may have come before."""
         if self.group is None and self._check is not None and self._check.is_awaited_by(self):
             self.poll_seconds = self._check.seconds_left
             return None
