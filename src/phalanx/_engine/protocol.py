@@ -172,15 +172,15 @@ def start(
     environment: dict[bytes, bytes],
     specs: list[tuple[Any, ...]],
     oom_counter: tuple[str, int],
-    policy: tuple[float, float, float, bool, float],
+    policy: tuple[float, float, float, float],
     timers: tuple[Any, ...] | None,
     notice: tuple[int, float, int] | None,
 ) -> Message:
     """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
 
     ``forked``: forks of the keeper, which loads ``modules`` (name, folder) first; ``specs``: packed `Spec`;
-    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds,
-    whether the group falls together, and the orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
+    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period, linger and
+    orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
     heartbeat, steps; None: no timers; ``notice``: what precedes a planned stop: a signal, seconds, and the index of the
     descriptor of the page with the stop flag; None: nothing does.
     """
@@ -217,7 +217,12 @@ def conclusive(rank: int) -> Message:
     return "conclusive", rank
 
 
-TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, conclusive)
+def leaving(pid: int) -> Message:
+    """This process, if it is a worker, has failed: its program has left its main function. It may not exit soon."""
+    return "leaving", pid
+
+
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, conclusive, leaving)
 
 # --- keeper to launcher; from the guard, where it has taken over
 
@@ -245,6 +250,11 @@ def state(name: str, moment: int) -> Message:
 def exits(reports: list[tuple[Any, ...]]) -> Message:
     """Workers have exited, in this order: packed `ExitReport`."""
     return "exits", reports
+
+
+def failing(rank: int) -> Message:
+    """This worker counts as failed, though it has not exited: see `leaving`."""
+    return "failing", rank
 
 
 def signalled(number: int, moment: int, ranks: list[int]) -> Message:
@@ -302,7 +312,7 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, running, state, exits, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
+    *(up, started, running, state, exits, failing, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
     *(start_failed, ended, ended_by_loss),
 )
 

@@ -26,7 +26,7 @@ from phalanx._evidence.error_file import (
 )
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
 from phalanx._evidence.recording import read_exit, write_record
-from phalanx._outcomes.failure import WHILE_LEAVING, ProcessFailure
+from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, ProcessFailure
 from phalanx._outcomes.outcome import Outcome, signal_name
 
 TYPE_CHECKING = False
@@ -55,6 +55,8 @@ _PEER_GONE = (
 )
 """Messages of exceptions that a peer's end causes: Python's, gloo's, NCCL's. A refused connection is none of them: the
 peer was not there before."""
+
+_LEFT_WELL = "when it was stopped, and then left with code 0"
 
 
 class RunProcsResult(Value):
@@ -280,7 +282,7 @@ def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int
 
 def _stopped(worker: WorkerRecord, failure: ProcessFailure) -> bool:
     """Whether a worker ended because we stopped it, and had not failed by itself before that."""
-    if worker.asked is None or worker.exit is None:
+    if worker.asked is None or worker.exit is None or worker.leaving:
         return False
     number, asked_ns = worker.asked
     # Evidence from before our signal is of a failure of its own, whatever the signal did after that.
@@ -392,9 +394,16 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
     if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, timer_detail(path) or worker.hang or _detail(worker)
-    left = read_exit(path, worker.pid) or _raised(path, worker.pid)
+    raised = _raised(path, worker.pid)
+    left = read_exit(path, worker.pid) or raised
+    if worker.leaving and left is None:  # no file took its evidence
+        left = 1, worker.signalled_ns or worker.exit_ns
     if left is not None and worker.asked is not None and number == worker.asked[0] and left[1] <= worker.asked[1]:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
+        if worker.leaving and number == signal.SIGKILL:
+            where = f", in {worker.where}" if worker.where else ""
+            since = f"{(worker.asked[1] - left[1]) / clock.NS:.0f} s after its {'exception' if raised else 'sys.exit'}"
+            detail = f"{NOT_EXITED} {since}{where}: SIGKILL, sent by us"
     if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1
         seen = timer_detail(path) or worker.hang.removeprefix(worker.hung).lstrip()
@@ -402,7 +411,8 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
         detail = f"{seen}\n{struck}".lstrip()
         told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
     elif code == 0:  # its own handler for our signal ended it with code 0
-        code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
+        code = 1 if left is None else left[0]
+        detail = "it had failed " + ("before it exited with code 0" if worker.asked is None else _LEFT_WELL)
     return ProcessFailure(
         rank,
         worker.pid,

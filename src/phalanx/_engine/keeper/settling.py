@@ -53,7 +53,7 @@ class Settling:
         self._quiet = quiet
         self._conclusive = False
         self._left = LOOKS
-        self._used: dict[int, int] = {}  # CPU time in nanoseconds of the live workers, by pid
+        self._used: dict[int, int] = {}  # CPU time in nanoseconds of the live workers that do not leave, by pid
 
     def begin(self) -> None:
         """Open the window: the first failure has just been seen."""
@@ -79,7 +79,7 @@ class Settling:
             self._loop.after(self._waits.settle / LOOKS, self._look)
 
     def _look(self) -> None:
-        if not self._lasts() or len(self._children.workers) < len(self._used):
+        if not self._lasts() or len(self._others()) < len(self._used):
             return
         before, self._used = self._used, self._cpu_times()
         if self._conclusive and before == self._used and self._all_sleep():
@@ -87,16 +87,20 @@ class Settling:
         else:
             self._look_later()
 
+    def _others(self) -> list[int]:
+        """The pids of the live workers, but for those that have failed and leave."""
+        return [pid for pid, worker in self._children.workers.items() if not worker.leaving]
+
     def _cpu_times(self) -> dict[int, int]:
-        """The CPU time of each live worker, all of its threads together; {}: it cannot be read."""
+        """The CPU time of each of these, all of its threads together; {}: it cannot be read."""
         try:
             # The clock of another process, see clock_getcpuclockid(3). A pid that is not reaped is nobody else's.
-            return {pid: time.clock_gettime_ns((~pid << 3) | 2) for pid in self._children.workers}
+            return {pid: time.clock_gettime_ns((~pid << 3) | 2) for pid in self._others()}
         except OSError:
             return {}
 
     def _all_sleep(self) -> bool:
-        """Whether the main thread of each live worker waits for something.
+        """Whether the main thread of each of these waits for something.
 
         One that waits for a processor, or for a disk, that is stopped, or on its way out, may have something to say;
         one that records an exception has. Its failure may have begun before the first one that was seen.
@@ -105,7 +109,7 @@ class Settling:
 
         recording = linux.text_of(linux.RECORDING)
         try:
-            stats = map(procfs.Stat, self._children.workers)
+            stats = map(procfs.Stat, self._others())
             return all(stat.state == "S" and not stat.exiting and stat.comm != recording for stat in stats)
         except OSError:
             return False
