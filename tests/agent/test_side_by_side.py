@@ -24,7 +24,7 @@ from phalanx._engine import host_signals
 from phalanx._events.listener import Listener
 from phalanx._events.stream import EventStream
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
-from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -323,6 +323,7 @@ def test_a_signal_stops_all_within_one_grace_and_a_second_kills(ready: Ready) ->
         def again(name: str, facts: dict[str, Any]) -> None:
             if name == "agent.state" and facts["state"] == "STOPPING" and not sent:
                 sent.append(facts)
+                let_a_request_pass()
                 os.kill(os.getpid(), signal.SIGINT)
 
         observe(carrying.attempts[-1], again)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.test_log_options import feed_until, fold_patiently
 from tests.cli.test_run import LIMIT, Launcher, Place, read_until, refused, terminal
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
 from tests.support.screen import Emulator
 
 if TYPE_CHECKING:
@@ -284,6 +284,7 @@ def test_a_second_signal_kills_all(place: Place, ready: Ready) -> None:
         shown = ""
         while shown.count("no\n") < 3:
             shown += launcher.read_until("no\n", "stdout")
+        let_a_request_pass()
         launcher.send(signal.SIGINT)
         done = launcher.end()
     assert done.status == 143

@@ -28,7 +28,7 @@ from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import Std
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1051,6 +1051,7 @@ def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Rea
         assert not wait_gone([int(pids["0"])])
         launcher.send(signal.SIGINT)
         launcher.read_until("SIGINT: stopping")
+        let_a_request_pass()
         launcher.send(signal.SIGINT)
         done = launcher.end()
     assert done.status == 1
@@ -1077,6 +1078,7 @@ def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Rea
         pids = [int(pid) for pid in ready.wait()[0].split()]
         launcher.send(signal.SIGINT)
         launcher.read_until("stopping the workers")
+        let_a_request_pass()
         for _ in range(times - 1):
             launcher.send(signal.SIGINT)
         start = time.monotonic()
@@ -1087,6 +1089,47 @@ def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Rea
     assert "Traceback" not in done.err
     assert "Aborted" not in done.err
     assert not [pid for pid in pids if alive(pid)]
+
+
+SAVES = """
+    import signal, sys, time
+    def save(number, frame):
+        time.sleep(0.6)
+        print("saved")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    {ready}
+    while True: time.sleep(0.1)
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
+@pytest.mark.parametrize("apart", [0.0, 0.02, 0.06])
+def test_two_signals_that_nobody_can_have_meant_as_two_are_one(
+    place: Place, ready: Ready, apart: float, options: tuple[str, ...]
+) -> None:
+    with place.start("--nproc-per-node", 2, *options, place.write(SAVES.format(ready=ready.python()))) as launcher:
+        ready.wait(2)
+        launcher.send(signal.SIGTERM)
+        time.sleep(apart)
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert done.status == 143
+    assert sorted(done.out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert "SIGKILL" not in done.err
+
+
+@pytest.mark.slow
+def test_timeout_stops_a_run_once(place: Place, ready: Ready) -> None:
+    """timeout(1) signals its command, and then the whole process group, itself included."""
+    script = place.write(SAVES.format(ready=ready.python()))
+    with place.start(script, head=("timeout", "600")) as launcher:
+        ready.wait()
+        launcher.send(signal.SIGTERM)  # as when the time is over
+        done = launcher.end()
+    assert done.out == "[0] saved\n"
+    assert "SIGKILL" not in done.err
 
 
 @pytest.mark.slow

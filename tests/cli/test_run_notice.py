@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.helpers import alive, descendants, wait_gone
+from tests.support.helpers import alive, descendants, let_a_request_pass, wait_gone
 
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
@@ -63,6 +63,7 @@ def test_a_second_ctrl_c_kills_at_once(place: Place, ready: Ready) -> None:
         pids = ready.pids()
         launcher.send(signal.SIGINT)
         launcher.read_until("once more to kill them)\n")
+        let_a_request_pass()
         launcher.send(signal.SIGINT)
         done = launcher.end()
     assert done.status == 130

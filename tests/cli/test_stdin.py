@@ -337,3 +337,32 @@ def test_the_terminal_is_the_shells_again_when_the_run_has_ended(shell: Shell) -
     shell.type("echo $((6 * 7)) ahead\n")
     shell.until("code 0")
     shell.until("42 ahead")
+
+
+SAVES = """
+    import os, signal, sys, time
+    def save(number, frame):
+        time.sleep(0.6)
+        with open({saved!r}, "w") as file:
+            file.write(signal.Signals(number).name)
+        {ended}
+        sys.exit(0)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, save)
+    {ready}
+    while True:
+        time.sleep(0.1)
+    """
+
+
+@pytest.mark.slow
+def test_workers_may_save_when_the_terminal_is_closed(place: Place, ready: Ready) -> None:
+    """The shell sends SIGHUP to its jobs, and the kernel to the foreground, within a millisecond: that is one stop."""
+    saved = str(place.folder / "saved")
+    script = place.write(SAVES.format(saved=saved, ready=ready.python(), ended=ready.python("'saved'")))
+    with Shell(place) as shell:
+        shell.run(script)
+        (pid,) = ready.pids()
+    assert ready.wait() == ["saved"]
+    assert not wait_gone([pid])
+    assert (place.folder / "saved").read_text() == "SIGHUP"

@@ -20,7 +20,7 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import acquire, release
 from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests.support import workers
-from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.helpers import TIMEOUT, let_a_request_pass, wait_gone
 from tests.support.waits import when_we_wait
 from tests.support.workers import run_script
 
@@ -104,6 +104,30 @@ def test_a_group_is_not_a_forks_to_close_nor_to_wait_for() -> None:
         assert end_of(pid) == 0
         assert group.is_open
         assert group.wait(0.05) is None
+
+
+# --- twice
+
+
+def test_the_same_request_does_not_cut_short_what_the_first_has_brought_about() -> None:
+    """As `timeout` sends SIGTERM, and a closing terminal SIGHUP: twice within a moment."""
+    with start_processes("g", "sh", ("-c", "trap 'sleep 0.3; exit 7' TERM; echo; sleep 600 & wait"), nprocs=1) as group:
+        with pytest.raises(SignalException):
+            signal.raise_signal(signal.SIGTERM)
+        again = threading.Timer(0.04, os.kill, (os.getpid(), signal.SIGHUP))
+        again.start()
+        group.close()
+        again.join()
+        assert not group.is_open
+
+
+def test_a_further_request_is_one() -> None:
+    with start_processes("g", "sleep", ("600",), nprocs=1):
+        for _ in range(2):
+            with pytest.raises(SignalException):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            let_a_request_pass()
 
 
 # --- swallowed

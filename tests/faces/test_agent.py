@@ -45,7 +45,7 @@ from phalanx.timer import (
 )
 from tests.support import agent_workers
 from tests.support.agent_workers import Meeting, PopenAgent
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import TIMEOUT, alive, let_a_request_pass, wait_gone
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
@@ -387,6 +387,7 @@ def test_a_second_signal_kills(ready: Ready) -> None:
         for _ in range(2):  # when it waits, and when it has had the first
             ready.wait()
             os.kill(os.getpid(), signal.SIGTERM)
+            let_a_request_pass()
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -103,6 +103,11 @@ def rest() -> NoReturn:
         time.sleep(0.1)
 
 
+def let_a_request_pass() -> None:
+    """Wait until a further signal is a further request, and not the one before (0.3 s) once more."""
+    time.sleep(0.35)
+
+
 class Ready:
     """Where workers tell the test that they have come so far.
 

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-_APART = 0.05  # seconds for two signals; under a flood of them no handler could finish its work
+_APART = 0.3
+"""Seconds within which signals are one request. A closing terminal sends SIGHUP twice (the shell, then the kernel), and
+`timeout` sends SIGTERM to the process and to its group: the second must not be taken for the one that kills."""
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _pending: list[int] = []  # the signal whose exception was raised, and has not left a wait of ours
-_raised = [-_APART, -_APART]  # when signals have raised, the last two
+_raised = [-_APART]  # when a signal has raised last
 _hooked = False
 _chosen: tuple[signal.Signals, ...] | None = None  # by a caller; None: see the environment
 
@@ -36,7 +38,7 @@ _chosen: tuple[signal.Signals, ...] | None = None  # by a caller; None: see the 
 class SignalException(Exception):  # noqa: N818 - torch's name
     """Raised in the main thread when a signal arrives while a group is open.
 
-    Of more than two signals within 50 ms, only the first two raise it.
+    Signals within 0.3 s of one that has raised it are the same request, and raise nothing.
 
     Attributes:
         sigval: The signal, a `signal.Signals`.
@@ -93,7 +95,7 @@ def acquire(owner: object) -> None:
         return
     wanted = signals_to_handle()
     if not _open:
-        _raised[:] = -_APART, -_APART
+        _raised[:] = [-_APART]
         restore()  # those of a group that another thread closed
         _hook()
         for number in wanted:
@@ -222,13 +224,12 @@ def _raise_late(number: int) -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    if _open and frame is not None and clock.now() - _raised[0] < _APART:
+        return
     if interrupts.defer(partial(_raise_late, number)):
         return
     if _open:
-        now = clock.now()
-        if frame is not None and now - _raised[0] < _APART:
-            return
-        _raised[:] = _raised[1], now
+        _raised[:] = [clock.now()]
         _pending[:] = [number]
         name = signal.Signals(number).name
         msg = f"Process {os.getpid()} got signal: {number} ({name})"
