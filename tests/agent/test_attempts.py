@@ -27,7 +27,7 @@ from phalanx._logs import pump, pump_end
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
 from tests.support.attempt_groups import shells
-from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, let_a_request_pass, wait_gone
 from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
 
@@ -225,8 +225,12 @@ def signals_when(ready: Ready) -> None:
 
 def test_a_second_signal_kills(ready: Ready) -> None:
     team = shells(tells(ready, "trap '' TERM; echo; sleep 600 & wait"))
-    observe = in_state("STOPPING", lambda: os.kill(os.getpid(), signal.SIGINT))
-    with attempted(team, 3, observe=observe) as attempts:
+
+    def again() -> None:
+        let_a_request_pass()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with attempted(team, 3, observe=in_state("STOPPING", again)) as attempts:
         killing = threading.Thread(target=signals_when, args=(ready,))
         killing.start()
         ending = stopped_by_signals(attempts, (signal.SIGTERM, 600), (signal.SIGKILL, 0))

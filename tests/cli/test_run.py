@@ -1291,3 +1291,71 @@ def test_the_stack_of_a_fatal_signal_names_files_as_they_are_called(place: Place
     assert done.status == 128 + signal.SIGSEGV
     assert f'File "{script}", line 4 in step' in done.err
     assert "/_engine/" not in done.err.partition("logs")[0]
+
+
+# --- where helpers cannot be had
+
+FORBIDDEN = """
+import errno, os, sys
+from tests.logs.test_rotation import forbid
+forbid(int(sys.argv[1]), errno.EPERM)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
+@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
+@pytest.mark.parametrize(
+    "number,expected",
+    [
+        (434, "pidfd_open(2) is refused here"),
+        (289, "the group's keeper was not started: Operation not permitted: signalfd(2)"),
+        (157, "the group's keeper was not started: Operation not permitted: prctl(36, 1)"),
+    ],
+    ids=["pidfd_open", "signalfd", "prctl"],
+)
+def test_a_call_of_the_system_that_is_forbidden_is_named(
+    place: Place, number: int, expected: str, options: tuple[str, ...]
+) -> None:
+    head = (sys.executable, "-c", FORBIDDEN, str(number))
+    place.env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = place.run(*options, "--no-python", "true", head=head)
+    assert done.status == 1
+    (line,) = (line for line in done.err.splitlines() if not line.startswith("phalanx: 1 worker"))
+    assert expected in line
+    for path in place.logs.glob("*/run.json"):
+        assert json.loads(path.read_text())["state"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
+def test_helpers_that_end_at_once_are_one_line_and_a_failed_run(place: Place, options: tuple[str, ...]) -> None:
+    program = "import multiprocessing as mp; mp.set_executable('/bin/false'); from phalanx.cli import main; main()"
+    done = place.program(sys.executable, "-c", program, "run", "--log-dir", place.logs, *options, "--no-python", "true")
+    assert done.status == 1
+    (line,) = (line for line in done.err.splitlines() if not line.startswith("phalanx: 1 worker"))
+    assert line.startswith("phalanx: Error: the group's keeper")
+    (path,) = place.logs.glob("*/run.json")
+    record = json.loads(path.read_text())
+    assert (record["state"], record["exit_code"]) == ("failed", 1)
+    assert record["cause"] in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(place: Place, as_module: bool) -> None:
+    place.write(
+        """
+        import os, shutil, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            shutil.rmtree(os.getcwd())
+            sys.exit(3)
+        """,
+        "job.py",
+    )
+    argv = ["-m", "job"] if as_module else ["job.py"]
+    done = place.run("--max-restarts", 1, *argv)
+    assert done.status == 1
+    assert ("No module named job" if as_module else "'job.py'") in done.err
+    assert "[Errno 2] No such file or directory\n" not in done.err

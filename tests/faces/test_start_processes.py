@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -985,3 +987,41 @@ def test_a_group_names_its_files(tmp_path: Path, kind: str, teed: dict[int, Std]
 def test_a_group_that_was_not_started_has_no_files() -> None:
     group = SubprocessContext("later", "true", {0: ()}, {0: {}}, DefaultLogsSpecs())
     assert (group.stdouts, group.stderrs, group.error_files) == ({}, {}, {})
+
+
+def test_a_group_is_ended_by_a_signal_without_a_name(ready: Ready) -> None:
+    number = signal.SIGRTMIN + 1
+    assert number not in set(signal.Signals)
+    code = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])
+{ready.python("'up'")}
+signal.sigwait([{number}])
+{ready.python("'got it'")}
+signal.sigwait([{number}])
+"""
+    with start_processes("g", sys.executable, ("-c", code), nprocs=1) as group:
+        assert ready.wait() == ["up"]
+        group.signal(number)
+        assert ready.wait() == ["got it"]
+        group.close(number, timeout=TIMEOUT)
+        result = group.wait()
+    assert result is not None
+    assert (result.outcomes[0].signal_sent, result.outcomes[0].exitcode) == (number, 0)
+
+
+@pytest.mark.parametrize("number", [0, 32, 65, -1, "SIGTERM"])
+def test_what_is_no_signal_is_refused(number: Any) -> None:
+    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
+        for send in (group.close, group.signal):
+            with pytest.raises(ValueError, match=r"expected a signal, like signal.SIGTERM or 15, got "):
+                send(number)
+        assert group.is_open
+
+
+def test_a_group_is_not_copied() -> None:
+    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a group of processes cannot be copied"):
+                duplicate(group)
+        assert group.is_open

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -22,6 +21,7 @@ from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds, kinds
+from phalanx._group.arguments import check_signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Attempts:
         self._ask("RESTART", death_signal, grace, why)
 
     def _ask(self, event: str, death_signal: int, grace: float, why: str) -> None:
-        number = int(signal.Signals(death_signal))
+        number = int(check_signal("death_signal", death_signal))
         self._asked.append((event, number, seconds("grace", grace, negative=True), why))
         self.wake()
 

@@ -71,7 +71,8 @@ def _libc(name: str, *args: object) -> int:
 def prctl(option: int, value: int) -> None:
     """Set an attribute of this process. Raises OSError."""
     if _libc("prctl", option, value, 0, 0, 0) != 0:
-        raise OSError(errno.EINVAL, f"prctl({option}, {value})")
+        # Those that are used here fail where they are forbidden. The name goes where a path goes, into every error.
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), f"prctl({option}, {value})")
 
 
 _SIGACTION = 256  # bytes: more than struct sigaction has in any C library
@@ -116,8 +117,30 @@ def signalfd(number: int) -> int:
     wanted = (1 << number - 1).to_bytes(8, sys.byteorder).ljust(_SIGSET, b"\0")
     fd = _libc("signalfd", -1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)  # SFD_* are these
     if fd < 0:
-        raise OSError(errno.EMFILE, "no signalfd is to be had (open files: ulimit -n)")
+        os.close(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))  # raises the likeliest cause: EMFILE, ENFILE
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), "signalfd(2)")
     return fd
+
+
+def pidfd_open(pid: int) -> int:
+    """Return a descriptor, close-on-exec, that stands for a process (man 2 of that name).
+
+    Raises:
+        OSError: EMFILE, ENFILE; EINVAL or ENOENT for the id of a thread that is no process; ESRCH: there is none. EPERM
+            or ENOSYS: it is to be had for no process here; the text says what to do about it.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS):
+            raise OSError(error.errno, _NO_PIDFD) from None
+        raise
+
+
+_NO_PIDFD = (
+    "pidfd_open(2) is refused here, without which no process can be signalled safely: Phalanx needs Linux 5.9 or "
+    "later, and in a container a seccomp profile that allows it (that of Docker does since 20.10)"
+)
 
 
 def handler_of(action: bytes) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import select
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, linux, procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Process:
 
     Raises:
         ProcessLookupError: There is no such process, or it is not the one that is meant.
-        OSError: pidfd_open(2) has failed: EMFILE, ENFILE; EINVAL or ENOENT for the id of a thread that is no process.
+        OSError: See `linux.pidfd_open`.
 
     >>> import os
     >>> with Process(os.getpid()) as process:
@@ -49,7 +49,7 @@ class Process:
 
     def __init__(self, pid: int, pidfd: int = -1, *, start: int | None = None, parent: int | None = None) -> None:
         self.pid = pid
-        self.pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
+        self.pidfd = pidfd if pidfd >= 0 else linux.pidfd_open(pid)
         if start is not None or parent is not None:
             try:
                 _check(procfs.Stat(pid), start, parent)

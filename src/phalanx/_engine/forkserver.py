@@ -264,6 +264,6 @@ class ForkServer:
 
 def _pidfd(pid: int) -> int:
     try:
-        return os.pidfd_open(pid)
+        return linux.pidfd_open(pid)
     except ProcessLookupError:  # it has exited: EOF on the socket shows it
         return -1

@@ -222,6 +222,24 @@ def _environment(rank: int, env: Any) -> dict[str, str]:
     return held
 
 
+def check_signal(name: str, value: object) -> int:
+    """Return a signal: a `signal.Signals`, or the number of a real-time signal that has no name there.
+
+    >>> check_signal("death_sig", 15), check_signal("death_sig", 35)
+    (<Signals.SIGTERM: 15>, 35)
+
+    Raises ValueError if it is none.
+    """
+    number = value if isinstance(value, int) else None
+    if number is None or number not in signal.valid_signals():
+        msg = f"{name}: expected a signal, like signal.SIGTERM or 15, got {value!r}"
+        raise ValueError(msg)
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return number
+
+
 def check_timeout(timeout: float | None) -> None:
     """Refuse NaN, with which a wait would never end. Raises ValueError."""
     if timeout != timeout:  # noqa: PLR0124 - true of NaN alone

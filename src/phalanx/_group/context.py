@@ -12,7 +12,7 @@ from abc import abstractmethod
 from contextlib import nullcontext, suppress
 
 from phalanx._engine import host_signals
-from phalanx._group.arguments import GRACE, check_timeout
+from phalanx._group.arguments import GRACE, check_signal, check_timeout
 from phalanx._group.end_fd import EndFd
 from phalanx._group.start import GroupStart
 from phalanx._outcomes.result import collect, failures_of, verdict
@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import Any, Literal, Self, overload
+    from typing import Any, Literal, NoReturn, Self, overload
 
     from phalanx._base.latch import Latch
     from phalanx._engine.mirror import WorkerRecord
@@ -280,7 +280,7 @@ class PContext(GroupStart):
             ValueError: As `close`.
         """
         check_timeout(timeout)
-        death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
+        death = signal.SIGTERM if death_sig is None else check_signal("death_sig", death_sig)
         supervisor = self._supervisor
         if supervisor is None or supervisor.gone or supervisor.owner != os.getpid():
             return
@@ -294,7 +294,7 @@ class PContext(GroupStart):
 
         Returns at once. A group that is not open is left as it is. Raises ValueError if ``number`` is no signal.
         """
-        number = signal.Signals(number)
+        number = check_signal("number", number)
         supervisor = self._supervisor
         if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
             for rank in supervisor.mirror.alive:
@@ -356,6 +356,10 @@ class PContext(GroupStart):
             finally:  # an exception of a signal handler ends this method, and is lost
                 supervisor.kill()
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        msg = "a group of processes cannot be copied, nor pickled: there would be two to close it"
+        raise TypeError(msg)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from phalanx._base.durations import seconds
 from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
+from phalanx._group.arguments import check_signal
 from phalanx.agent._hook_team import HookTeam
 from phalanx.agent._machines import AgentMachines
 from phalanx.agent._spec import WorkerSpec, check_type
@@ -161,7 +162,7 @@ class SimpleElasticAgent(ElasticAgent):
         if attempts is not None:
             grace = self._shutdown_timeout if timeout is None else seconds("timeout", timeout, negative=True)
             self._stopping = True
-            attempts.ask_stop(signal.Signals(death_sig), grace)
+            attempts.ask_stop(death_sig, grace)
 
     # --- to be written by subclasses
 
@@ -278,7 +279,8 @@ class SimpleElasticAgent(ElasticAgent):
         takes_timeout = "timeout" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
         timeout = self._shutdown_timeout if grace is None else grace
         options: dict[str, Any] = {"timeout": timeout} if takes_timeout else {}
-        self._shutdown(*([] if death_signal is None else [signal.Signals(death_signal)]), **options)
+        signals: list[Any] = [] if death_signal is None else [check_signal("death_signal", death_signal)]
+        self._shutdown(*signals, **options)
 
     def _observe(self, events: EventStream) -> None:
         """Have the events of a run observed that begins."""

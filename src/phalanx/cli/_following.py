@@ -130,7 +130,7 @@ class Following:
 
     def _watch_launcher(self, pid: int) -> None:
         with contextlib.suppress(OSError, OverflowError):  # of another machine, or gone; or no pid at all
-            self._launcher = os.pidfd_open(pid)
+            self._launcher = linux.pidfd_open(pid)
             self._loop.watch(self._launcher, self._on_launcher)
 
     def _on_launcher(self, _events: int) -> None:

@@ -25,6 +25,7 @@ from phalanx.cli import _python
 from phalanx.cli._run_record import RunRecord
 from phalanx.cli._say import say
 from phalanx.multiprocessing import (
+    KeeperLostError,
     PContext,
     PreloadError,
     RunProcsResult,
@@ -180,7 +181,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
     try:
         try:
             ending, stopped = _run_all(team, grace)
-        except (PreloadError, NoAttemptError) as error:
+        except (PreloadError, NoAttemptError, KeeperLostError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
             return 1

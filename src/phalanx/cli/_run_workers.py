@@ -16,7 +16,7 @@ from phalanx._outcomes.result import verdict
 from phalanx._runs.workers_recorder import result_of
 from phalanx.cli._run_group import GONE, announced, child_failed, in_our_words, show_report, undisturbed
 from phalanx.cli._say import say
-from phalanx.multiprocessing import PreloadError, RunProcsResult, SignalException
+from phalanx.multiprocessing import KeeperLostError, PreloadError, RunProcsResult, SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
     try:
         try:
             stopped = _run_all(teams, grace)
-        except (PreloadError, NoAttemptError) as error:
+        except (PreloadError, NoAttemptError, KeeperLostError) as error:
             say(f"Error: {error}")
             teams.record_end("failed", 1, str(error))
             return 1

@@ -52,9 +52,9 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         gc.disable()  # nothing here makes cycles, and a collection would copy every page shared with a fork
         if call is None:  # preloaded pages stay shared with workers; forks of the launcher do as that does
             gc.freeze()
-        linux.become_subreaper()
         guard, ended = os.getpid(), -1
         try:
+            linux.become_subreaper()
             above = os.pidfd_open(guard)
             if launcher < 0:
                 launcher = open_launcher(sock)

@@ -142,7 +142,7 @@ def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     import runpy
 
     if not safe_path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, _here())
     name, sys.argv[0] = sys.argv[0], "-m"  # as the interpreter has it while it finds the module
     _name, spec, code = _details(runpy._get_module_details, name)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
     sys.argv[0] = spec.origin
@@ -151,9 +151,15 @@ def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
 
 def _absolute(path: str) -> str:
     """Return the path as the interpreter has it for its script: absolute since 3.9, and never normalised."""
-    if os.path.isabs(path) or sys.version_info < (3, 9):  # the first: the working directory may have been removed
-        return path
-    return os.path.join(os.getcwd(), path)
+    return path if os.path.isabs(path) or sys.version_info < (3, 9) else os.path.join(_here(), path)
+
+
+def _here() -> str:
+    """The working directory; "" where it has been removed: what is not found there is then named in the error."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # without a name
+        return ""
 
 
 def _details(find: Any, *names: str) -> Any:
