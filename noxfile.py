@@ -175,10 +175,12 @@ def floors(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy and shellcheck; or those of `ruff-check`, `ruff-format`, `mypy` and `shellcheck` that are named."""
+    """ruff, mypy and shellcheck; or those of `ruff-check`, `ruff-encodings`, `ruff-format`, `mypy`, `shellcheck` named."""
     install(session, "test", "lint")
     steps = {
         "ruff-check": ("ruff", "check", *SOURCES),
+        # A rule of ruff's preview: a file that is opened without an encoding warns under PYTHONWARNDEFAULTENCODING.
+        "ruff-encodings": ("ruff", "check", "--preview", "--select=PLW1514", "src"),
         "ruff-format": ("ruff", "format", "--check", *SOURCES),
         "mypy": ("mypy", *TYPED),
         "shellcheck": ("shellcheck", "--enable=all", "--severity=style", *shell_scripts()),

@@ -1359,3 +1359,28 @@ def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(pla
     assert done.status == 1
     assert ("No module named job" if as_module else "'job.py'") in done.err
     assert "[Errno 2] No such file or directory\n" not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.each_python
+def test_nothing_of_ours_opens_a_file_without_an_encoding(place: Place) -> None:
+    place.env |= {"PYTHONWARNDEFAULTENCODING": "1", "PYTHONWARNINGS": "error"}
+    script = place.write("import os, sys; print(os.getpid()); sys.exit(int(os.environ['RANK']) * 3)")
+    options = (
+        "--nproc-per-node",
+        2,
+        "--cpu-bind",
+        "core",
+        "--log-max-size",
+        "1K",
+        "--rlimit",
+        "nofile=512",
+        "--max-restarts",
+        1,
+    )
+    done = place.run(*options, script)
+    assert (done.status, "EncodingWarning" in done.err) == (3, False), done
+    run = str(next(place.logs.iterdir()))
+    for argv in (("runs", "--log-dir", place.logs), ("report", run), ("logs", run)):
+        done = place.program(sys.executable, "-m", "phalanx", *argv)
+        assert (done.status, "Warning" in done.err) == (0, False), done

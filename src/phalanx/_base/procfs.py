@@ -267,9 +267,9 @@ def cgroup_folders(controller: str) -> Iterator[tuple[str, str]]:
     Several, because in a container without a cgroup namespace the path is the host's, and the mount is already ours.
     """
     try:
-        with open("/proc/self/cgroup") as file:
+        with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
-        with open("/proc/self/mountinfo") as file:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             mounts = [line.split() for line in file]
     except OSError:
         return

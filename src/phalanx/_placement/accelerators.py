@@ -87,7 +87,7 @@ def _output(*command: str) -> str:
     null = subprocess.DEVNULL
     try:
         program = subprocess.Popen(
-            command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True, errors="replace"
+            command, stdin=null, stdout=subprocess.PIPE, stderr=null, encoding="utf-8", errors="replace"
         )
     except OSError:
         return ""
@@ -106,7 +106,7 @@ def _amd(root: str) -> int:
     devices = 0
     for path in _glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 devices += bool(re.search(r"^simd_count [1-9]", file.read(), re.MULTILINE))
         except OSError:
             continue

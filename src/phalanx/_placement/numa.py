@@ -263,7 +263,7 @@ def _group(cpus: Collection[int], key: Callable[[int], int]) -> dict[int, set[in
 def _text(path: str) -> str:
     """Read a file; "" if it cannot be read."""
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             return file.read().strip()
     except (OSError, UnicodeDecodeError):
         return ""

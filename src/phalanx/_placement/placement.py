@@ -199,7 +199,7 @@ def _allowed_limit(name: str, limit: Limit) -> tuple[str, int, int, int]:
             f"{'unlimited' if hard == UNLIMITED else hard}"
         )
     if name == "nofile" and above:
-        with open("/proc/sys/fs/nr_open") as file:
+        with open("/proc/sys/fs/nr_open", encoding="utf-8") as file:
             most = int(file.read())
         if hard == UNLIMITED or hard > most:
             raise ValueError(f"rlimits: nofile: nobody may have more than {most} (fs.nr_open)")

@@ -229,7 +229,7 @@ def _text(*paths: str) -> str:
     texts = []
     for path in paths:
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 texts.append(file.read().strip())
         except (OSError, UnicodeDecodeError):
             return ""
