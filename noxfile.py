@@ -175,7 +175,7 @@ def floors(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy and shellcheck; or those of `ruff-check`, `ruff-encodings`, `ruff-format`, `mypy`, `shellcheck` named."""
+    """ruff, mypy and shellcheck; or the steps of these that are named."""
     install(session, "test", "lint")
     steps = {
         "ruff-check": ("ruff", "check", *SOURCES),

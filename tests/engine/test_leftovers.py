@@ -133,6 +133,19 @@ def test_whose_it_was(ready: Ready, gate: Gate, method: str, way: Callable[[str]
     assert {left.exitcode for left in result.leftovers} <= {-15, -9}
 
 
+@pytest.mark.slow
+@pytest.mark.each_python
+@pytest.mark.parametrize("options", [(), ("--preload", "json")], ids=["executed", "preloaded"])
+def test_a_fork_of_a_worker_is_called_as_the_program_is(tmp_path: Path, ready: Ready, options: tuple[str, ...]) -> None:
+    script = tmp_path / "train.py"
+    fork = f"import os, time; pid = os.fork(); pid or (os.setsid(), time.sleep(600)); {ready.python()}"
+    script.write_text(fork)
+    argv = (*RUN, "--linger", "0", "--log-dir", str(tmp_path), *options, str(script), "--lr", "1")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    program = ", forked by its worker" if options else f" {script} --lr 1"
+    assert re.search(rf"ended what was left behind: pid \d+ \(python[0-9.]*{re.escape(program)[:60]}", done.stderr)
+
+
 def test_one_that_ignores_sigterm_is_killed(ready: Ready) -> None:
     code = (
         f"import os, signal\nif os.fork() == 0:\n    signal.signal(15, signal.SIG_IGN); os.setsid(); {ready.python()}; "

@@ -24,6 +24,7 @@ _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
 _LOOK = 0.2  # seconds for all looks of one group that a process may hold up
 _COMMAND = 200  # characters
 _SIGTERM = 15
+_SCRIPT, _BOOT = b"/phalanx/_engine/worker/script.py", b"import sys;"  # in the command lines of workers
 
 
 class _Orphan(protocol.Orphan):
@@ -122,6 +123,7 @@ class Orphans:
         seen = self._reader.read(wanted) if self._shown else {}
         for left in found:
             words = seen.get((left.pid, COMMAND), b"").rstrip(b"\0").split(b"\0")
+            words = _of_the_program(words)
             words[0] = words[0].rpartition(b"/")[2]  # the program: its folders may be longer than a line
             left.command = b" ".join(words).decode("utf-8", "replace")[:_COMMAND] or left.command
         for left in unplaced:  # by its worker's environment; or by its worker's memory, which it is a fork of
@@ -144,3 +146,19 @@ class Orphans:
         left.age = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start / os.sysconf("SC_CLK_TCK"))
         left.ignores = bool(procfs.signal_set(procfs.status(pid), "SigIgn") >> (_SIGTERM - 1) & 1)
         return left
+
+
+def _of_the_program(words: list[bytes]) -> list[bytes]:
+    """Leave out of a command line by what Phalanx has started a worker: a fork of it has the same.
+
+    >>> _of_the_program([b"/bin/python", b"-u", b"/x/phalanx/_engine/worker/script.py", b"train.py", b"1"])
+    [b'/bin/python', b'train.py', b'1']
+    >>> _of_the_program([b"/bin/python", b"-c", b"import sys;std=getattr(sys.modules['encodings'],'__file__','')"])
+    [b'/bin/python, forked by its worker']
+    """
+    for at, word in enumerate(words):
+        if word.endswith(_SCRIPT):
+            return [words[0], *words[at + 1 :]]
+        if word.startswith(_BOOT) and b"modules['encodings']" in word:
+            return [words[0] + b", forked by its worker"]
+    return words
