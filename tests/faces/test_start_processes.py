@@ -269,6 +269,13 @@ def test_a_value_that_cannot_be_unpickled_fails_its_rank(method: str) -> None:
     failure = result.failures[0]
     assert "ValueError" in failure.message
     assert "could not be unpickled in the launcher" in failure.traceback
+    assert failure.detail == "it exited with code 0"
+    assert result.outcomes[0].state == "failed"
+
+
+def test_a_value_whose_unpickling_exits_fails_its_rank_and_not_the_launcher() -> None:
+    result = run(workers.return_exits_when_loaded, {0: (os.getpid(),)})
+    assert result.failures[0].message == "SystemExit: 5"
     assert result.outcomes[0].state == "failed"
 
 

@@ -98,6 +98,25 @@ def return_never_loads() -> NeverLoads:
     return NeverLoads()
 
 
+class ExitsWhenLoaded:
+    """Exits where it is unpickled: in the launcher, whose pid it has."""
+
+    def __init__(self, launcher: int) -> None:
+        self.launcher = launcher
+
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        return _exit_in, (self.launcher,)
+
+
+def _exit_in(launcher: int) -> None:
+    if os.getpid() == launcher:
+        sys.exit(5)
+
+
+def return_exits_when_loaded(launcher: int) -> ExitsWhenLoaded:
+    return ExitsWhenLoaded(launcher)
+
+
 class Restored:
     """Notes whenever one of it is unpickled."""
 

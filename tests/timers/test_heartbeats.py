@@ -131,23 +131,28 @@ def test_what_outlasts_a_function_may_take_any_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["handler, fails", "handler, exits badly"])
-def test_a_teardown_that_hangs_after_a_failure_is_found(way: str, events: Events, ready: Ready, gate: Gate) -> None:
-    with begin(hang_workers.end_slowly, (ready.address, gate.address, way), events) as group:
-        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
-    assert "timer.expired" in events.names()
+@pytest.mark.parametrize("way, code", [("handler, fails", 1), ("handler, exits badly", 3)])
+def test_a_teardown_that_hangs_after_a_failure_has_the_grace_period(
+    way: str, code: int, events: Events, ready: Ready, gate: Gate
+) -> None:
+    args = (ready.address, gate.address, way)
+    with start(hang_workers.end_slowly, args, events, hang_timeout=3600, grace=0.1, start_method="fork") as group:
+        failure = result_of(group).failures[0]
+    assert failure.exitcode == code
+    assert failure.detail.startswith("had not exited 0 s after its ")
+    assert "timer.expired" not in events.names()
 
 
 SCRIPT = "from tests.support import hang_workers\nhang_workers.end_slowly({address!r}, {gate!r}, {way!r})\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way, code", [("handler", 0), ("thread, exits", 0), ("handler, fails", 137)])
+@pytest.mark.parametrize("way, code", [("handler", 0), ("thread, exits", 0), ("handler, fails", 1)])
 def test_what_outlasts_a_script(way: str, code: int, ready: Ready, gate: Gate, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(address=ready.address, gate=gate.address, way=way))
-    seconds = IN_TIME if code == 0 else HANG_TIMEOUT
-    command = [*RUN, "--log-dir", str(tmp_path / "logs"), "--hang-timeout", str(seconds), str(script)]
+    options = ("--hang-timeout", str(IN_TIME), "--grace", "0.1")
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), *options, str(script)]
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -159,4 +164,32 @@ def test_what_outlasts_a_script(way: str, code: int, ready: Ready, gate: Gate, t
             gate.open()
         _out, err = run.communicate(timeout=60)
     assert run.returncode == code, err
-    assert ("no heartbeat" in err) == (code != 0)
+    assert "no heartbeat" not in err
+    assert ("had not exited 0 s after its exception" in err) == (code != 0)
+
+
+# --- none at all
+
+UNWATCHED = "phalanx: no rank has called phalanx.timer.beat() in 0.2s: the hang timeout watches nothing\n"
+
+
+@pytest.mark.slow
+def test_a_program_that_never_sends_one_is_not_watched_which_is_announced(gate: Gate, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(gate.python())
+    argv = (*RUN, "--hang-timeout", "0.2", "--log-dir", str(tmp_path), str(script))
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        assert UNWATCHED in iter(launcher.stderr.readline, "")
+        gate.open()
+        assert launcher.stderr.read() == ""
+    assert launcher.returncode == 0
+
+
+@pytest.mark.slow
+def test_nothing_of_that_kind_is_announced_where_one_has_come(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\nfrom phalanx.timer import beat, rest\nbeat()\nwith rest(): time.sleep(0.6)")
+    argv = (*RUN, "--hang-timeout", "0.5", "--log-dir", str(tmp_path), str(script))
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert "no rank has called" not in done.stderr

@@ -360,6 +360,9 @@ class Supervisor:
     def _on_running(self) -> None:
         self._chored.submit(self._do_chores)  # on a thread of its own: they may take a disk
         self._loop.after(_SOON, self._load_late)
+        report = self.hang_report
+        if report is not None and report.hang_timeout is not None:
+            self._loop.after(report.hang_timeout, partial(self._chored.submit, report.show_unwatched))
 
     def _report_failure(self, *, is_over: bool = False) -> None:
         """Call what was given as ``failed``, unless it has been called, or all is well."""

@@ -355,11 +355,11 @@ def _judge_success(
         values[worker.rank] = value_of(worker)
     except SignalException:  # a signal to this process, which has to do with another group
         raise
-    except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - unpickling runs code of the user's
         if isinstance(worker.result, bytes):
             error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
         _write_evidence(worker, logs, *describe(error))
-        return "failed", _failure(worker, logs, "")
+        return "failed", _failure(worker, logs, "", is_value_lost=True)
     return "succeeded", None
 
 
@@ -384,7 +384,7 @@ def _number(rank: str) -> int | None:
     return int(rank) if rank.isascii() and rank.isdigit() else None
 
 
-def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessFailure:
+def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str, *, is_value_lost: bool = False) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
     sent = worker.sent_evidence
@@ -410,7 +410,9 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
         struck = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
         detail = f"{seen}\n{struck}".lstrip()
         told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
-    elif code == 0:  # its own handler for our signal ended it with code 0
+    elif code == 0 and is_value_lost:
+        code, detail = 1, "it exited with code 0"
+    elif code == 0:  # after its failure, or by its own handler for our signal
         code = 1 if left is None else left[0]
         detail = "it had failed " + ("before it exited with code 0" if worker.asked is None else _LEFT_WELL)
     return ProcessFailure(

@@ -12,11 +12,13 @@ import signal
 
 from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
+from phalanx._base.clock import format_duration
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.error_file import remove_timer_evidence
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
+from phalanx._timers.layout import NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -135,6 +137,20 @@ class HangReporter:
         if not self._background.submit(look):
             self._look_by = None
             then()
+
+    @property
+    def hang_timeout(self) -> float | None:
+        """Seconds after a rank's last heartbeat when it counts as hung; None: heartbeats are not watched."""
+        span = self.table.size[1]
+        return None if span == NEVER else span / clock.NS
+
+    def show_unwatched(self) -> None:
+        """Show that no heartbeat has come, if none has: the first one arms the watch over its rank."""
+        if not self.table.has_beaten():
+            self._show(
+                f"no rank has called phalanx.timer.beat() in {format_duration(self.hang_timeout or 0.0)}: "
+                "the hang timeout watches nothing"
+            )
 
     def hurry(self) -> None:
         """Have `finish` wait for no `look`, or hardly: somebody wants the end now."""

@@ -292,6 +292,10 @@ class TimerTable:
                     limit = last
         return limit
 
+    def has_beaten(self) -> bool:
+        """Whether any process has ever sent a heartbeat."""
+        return any(self._last_beat([row]) for row in self._rows())
+
     def last_step(self) -> int | None:
         """Return the highest step that a process has reported with a heartbeat; None: none has reported one above 0."""
         steps = [row[SEAT_STEP] for _seat, row in self._rows() if row[SEAT_BEAT]]
