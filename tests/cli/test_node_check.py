@@ -296,7 +296,7 @@ import linecache, os, signal, sys
 from phalanx import cli
 
 left = [int(sys.argv.pop(1))]
-PARTS = "/cli/_run", "/cli/_worker_groups", "/cli/_node_check", "/cli/_preloading", "/_agent/", "/job_run"
+PARTS = os.environ["PARTS"].split()
 
 def trace(frame, event, _):
     name = frame.f_code.co_filename
@@ -324,6 +324,7 @@ cli.main()
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2), ("--preload", "json")])
 def test_a_signal_between_any_two_lines_is_one_signal(place: Place, options: tuple[object, ...]) -> None:
+    place.env["PARTS"] = "/cli/_run /cli/_worker_groups /cli/_node_check /cli/_preloading /_agent/ /job_run"
     script = place.write(FAILS_ONCE)
     command = ("run", "--log-dir", place.logs, "--max-restarts", 1, *options, "--node-check", "sleep 0.1", script)
     moment, step = 1, int(os.environ.get("PHALANX_STEP", "61"))
@@ -348,3 +349,21 @@ def test_a_check_that_cannot_be_started(place: Place, options: tuple[object, ...
     assert (done.status, done.err.count("\n")) == (1, 1), done
     assert done.err.startswith("Error: --node-check: ")
     assert "no such binary: 'sh'" in done.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--restart", "worker")])
+def test_a_signal_during_the_start_leaves_no_run_without_a_record(place: Place, options: tuple[str, ...]) -> None:
+    place.env["PARTS"] = "/_group/ /_logs/specs /_logs/layout"
+    moment, step, found = 1, int(os.environ.get("PHALANX_STEP", "17")), 0
+    while True:
+        argv = ("run", "--log-dir", place.logs, *options, "--no-python", "true")
+        done = place.program(sys.executable, "-c", STRUCK_AT_A_LINE, moment, *argv)
+        if not done.out.startswith("struck"):
+            break
+        runs = list(place.logs.glob("*/"))
+        assert all((run / "run.json").exists() for run in runs), (moment, done)
+        found = max(found, len(runs))
+        moment += step
+    assert moment > 300
+    assert found > 10

@@ -212,9 +212,10 @@ class GroupStart(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
-            remove_old(self.logs.error_files.values())
-            events = self._events = self._begin_events(supervisor, undo)
+            with hold():  # else there would be a folder of a run without a record
+                self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
+                remove_old(self.logs.error_files.values())
+                events = self._events = self._begin_events(supervisor, undo)
             first = self._first_failure = FirstFailure(
                 self.name, supervisor, self.logs, self._logs_specs, self.envs, announces=self._announces
             )
