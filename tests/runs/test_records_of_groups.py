@@ -149,6 +149,20 @@ def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     assert "killed" in found["cause"]
 
 
+@pytest.mark.slow
+def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
+    logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start_processes("train", work, {rank: (gate.address, rank) for rank in range(3)}, record=True) as group:
+        os.kill(helpers_of(group)[1], signal.SIGKILL)
+        with pytest.raises(KeeperLostError):
+            group.wait(TIMEOUT)
+    (attempt,) = record(logs)["attempts"]
+    ends = [(rank["state"], rank["exitcode"], rank["signal_sent"]) for rank in attempt["ranks"]]
+    assert (ends, attempt["leftovers"]) == ([("stopped", -9, 9)] * 3, [])
+    assert not [text for text in caplog.messages if "left behind" in text]
+
+
 def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: Path, ready: Ready) -> None:
     left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
     command = ("-S", "-c", left)

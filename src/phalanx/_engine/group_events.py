@@ -157,14 +157,18 @@ def _noticed(attempt: int, now: int, mirror: Mirror, number: int, moment: int, r
     return _signalled(attempt, now, mirror, number, moment, ranks, kinds.WorkerNoticed)
 
 
-def _orphans(attempt: int, now: int, _mirror: Mirror, entries: list[tuple[Any, ...]], beyond: int) -> list[Event]:
+def _orphans(attempt: int, now: int, mirror: Mirror, entries: list[tuple[Any, ...]], _beyond: int) -> list[Event]:
+    workers = {worker.pid: worker for worker in mirror.workers.values() if worker.exit is not None}
     swept: list[Event] = [
-        kinds.Swept(
+        _exited(attempt, workers[left.pid])  # of a guard's, see `Mirror.left_behind`
+        if left.pid in workers
+        else kinds.Swept(
             attempt, now, rank=left.local_rank, pid=left.pid, command=left.command, age=left.age,
             signal=left.signal_sent, exitcode=left.exitcode,
         )
         for left in map(leftovers.of, entries)
     ]  # fmt: skip
+    beyond = mirror.leftovers_beyond
     return [*swept, kinds.SweptMore(attempt, now, count=beyond)] if beyond else swept
 
 

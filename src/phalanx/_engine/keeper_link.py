@@ -273,7 +273,8 @@ class KeeperLink:
             self._display.announce_waiting(orphans, count, self.linger)
 
     def _on_orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
-        self._mirror.left_behind(entries, beyond)
+        if self._mirror.left_behind(entries, beyond):
+            self._killed_by_loss = True
 
     def _on_logs_refused(self, number: int) -> None:
         what = f"rotated log files cannot be written: {os.strerror(number)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from phalanx._base import channels
+from phalanx._base import channels, clock
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._engine import worker_messages
@@ -268,12 +268,28 @@ class Mirror:
         for rank in ranks:
             self.workers[rank].noticed, self.workers[rank].noticed_ns = number, moment
 
-    def left_behind(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
-        """Note processes that workers left behind and the keeper ended."""
+    def left_behind(self, entries: list[tuple[Any, ...]], beyond: int) -> bool:
+        """Note processes that workers left behind and the keeper ended.
+
+        To a guard, which has taken a keeper's place, workers are such processes, too: what is said of them is their
+        exit. Returns whether there were any.
+        """
         from phalanx._engine import leftovers
 
-        self.leftovers += map(leftovers.of, entries)
-        self.leftovers_beyond = beyond
+        unknown = {worker.pid: worker for worker in self.workers.values() if worker.exit is None}
+        count = len(unknown)
+        for one in map(leftovers.of, entries):
+            worker = unknown.pop(one.pid, None)
+            if worker is None:
+                self.leftovers.append(one)
+            elif one.exitcode is not None:
+                worker.exit, worker.exit_ns, worker.order = Exit(one.exitcode), clock.now_ns(), self._exits
+                if one.exitcode == -one.signal_sent:  # else it ended by itself
+                    worker.signalled, worker.signalled_ns = one.signal_sent, worker.exit_ns
+                self._exits += 1
+                worker.ended.open()
+        self.leftovers_beyond = max(0, beyond - len(unknown))
+        return len(unknown) < count
 
     def abandoned(self, left: list[tuple[int, str, str]], seconds: float) -> None:
         """Note that the keeper waits no more for workers that have not exited ``seconds`` after SIGKILL.

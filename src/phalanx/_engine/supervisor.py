@@ -362,7 +362,11 @@ class Supervisor:
         self._loop.after(_SOON, self._load_late)
         report = self.hang_report
         if report is not None and report.hang_timeout is not None:
-            self._loop.after(report.hang_timeout, partial(self._chored.submit, report.show_unwatched))
+            self._loop.after(report.hang_timeout, self._report_unwatched)
+
+    def _report_unwatched(self) -> None:
+        if self.hang_report is not None:
+            self._chored.submit(self.hang_report.show_unwatched)
 
     def _report_failure(self, *, is_over: bool = False) -> None:
         """Call what was given as ``failed``, unless it has been called, or all is well."""
