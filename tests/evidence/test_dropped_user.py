@@ -190,3 +190,52 @@ def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest:
         assert numbers[0] == "7"
         assert len(found[0]) + len(found[1]) <= len(rest) + 9
     assert len(read_fatal_stacks(path)) <= len(head) + len(rest)
+
+
+# --- another root
+
+JAILED = """
+import os, sys
+os.chroot(sys.argv[1])
+os.chdir("/")
+{end}
+"""
+
+
+def jailed(folder: str) -> NoReturn:
+    os.chroot(folder)
+    os.chdir("/")
+    raise ValueError("loss is nan")
+
+
+@pytest.mark.slow
+@as_root
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_the_evidence_of_a_function_with_another_root_is_where_it_belongs(method: str, tmp_path: Path) -> None:
+    jail = tmp_path / "jail"
+    jail.mkdir()
+    with start_processes("jail", jailed, {0: (str(jail),)}, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        failure = result.failures[0]
+        assert (failure.exitcode, failure.message) == (1, "ValueError: loss is nan")
+        assert "in jailed" in failure.traceback
+        assert failure.error_file == group.error_files[0]
+    assert not list(jail.iterdir())
+
+
+@pytest.mark.slow
+@as_root
+@pytest.mark.parametrize(
+    "end, expected",
+    [("raise ValueError('loss is nan')", "ValueError: loss is nan"), ("sys.exit(3)", "exited with code 3")],
+)
+def test_so_is_that_of_a_script(end: str, expected: str, tmp_path: Path) -> None:
+    jail, script = tmp_path / "jail", tmp_path / "train.py"
+    jail.mkdir()
+    script.write_text(JAILED.format(end=end))
+    argv = [sys.executable, "-m", "phalanx", "run", "--log-dir", str(tmp_path / "logs"), str(script), str(jail)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (3 if "exit" in end else 1)
+    assert f"error     : {expected}" in done.stderr
+    assert not list(jail.iterdir())

@@ -26,6 +26,7 @@ A worker loads this module before its script starts, in whatever Python the scri
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -103,6 +104,23 @@ def encode(value: Any) -> bytes:
     # A lone surrogate becomes \\udXXX, which inside a JSON string is the right escape for it.
     text = json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
     return text.replace(_UNHANDLED, _UNHANDLED[:-4] + b"null".ljust(_ROOM), 1)
+
+
+def _root() -> tuple[int, int] | None:
+    try:
+        status = os.stat("/")
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+_ROOT = _root()  # as it was before the program began
+
+
+def check_root() -> None:
+    """Raise OSError if this process has another root (chroot(2)) than at its start: a path would lead elsewhere."""
+    if _root() != _ROOT:
+        raise OSError(errno.EXDEV, "the root is another one than at the start")
 
 
 def write_data(path: str, data: bytes) -> None:

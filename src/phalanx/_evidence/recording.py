@@ -18,6 +18,7 @@ from phalanx._evidence.error_file import (
     FOLLOWED,
     READ_LIMIT,
     SOON_NS,
+    check_root,
     encode,
     extra_info,
     file_identity,
@@ -99,6 +100,7 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         text = stack if tb_text is None else tb_text
         of_launcher = any(callable(getattr(type(each), "get_first_failure", None)) for each in chain)
         try:
+            check_root()
             write_record(path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher)
         except (OSError, ImportError) as error:  # ImportError of `json`: this process's user may not read the library
             _refused[path] = getattr(error, "errno", None) or 0
@@ -223,6 +225,7 @@ def exit_path(path: str) -> str:
 
 
 def _append_exit(path: str, code: int, moment: int) -> None:
+    check_root()
     fd = open_to_append(exit_path(path))
     try:
         os.write(fd, b"%d %d %d\n" % (os.getpid(), code, moment))
