@@ -28,9 +28,11 @@ from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_
 from tests.support.disks import until
 from tests.support.families import KINDS
 from tests.support.helpers import TIMEOUT, pass_gate, rest, tell
+from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
 from tests.support.racing_workers import (
     SLOW_EXIT,
     crashes,
+    exits_while_handling,
     handled_before,
     leave_slowly,
     loses_its_peer,
@@ -190,20 +192,57 @@ def test_who_was_killed_comes_before_whose_connection_broke(
     assert failure_module._KILL_NOTICED_NS >= 100 * 10**6
     monkeypatch.setattr(failure_module, "_KILL_NOTICED_NS", 10 * 10**9)
     for _ in range(ROUNDS):
-        with contextlib.ExitStack() as held:
-            ends = multiprocessing.Pipe()
-            for end in ends:
-                held.callback(end.close)
-            args = {rank: (rank, ends, gate.address) for rank in (0, 1)}
-            group = held.enter_context(start_processes("p", loses_its_peer, args, start_method=method, settle=TIMEOUT))
-            held.pop_all()
-            for end in ends:
-                end.close()
-            gate.open()
-            result = group.wait()
-            group.close()
+        result = run_connected(loses_its_peer, gate.address, method=method, opened=gate.open, settle=TIMEOUT)
         assert result.failures.keys() == {0, 1}
         assert cause(result) == 0
+
+
+def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambda: None, **options: Any) -> Any:
+    """Run two workers with a pipe between them, of which nobody else holds an end."""
+    with contextlib.ExitStack() as held:
+        ends = multiprocessing.Pipe()
+        for end in ends:
+            held.callback(end.close)
+        args = {rank: (rank, ends, *arguments) for rank in (0, 1)}
+        group = held.enter_context(start_processes("p", worker, args, start_method=method, **options))
+        held.pop_all()
+        for end in ends:
+            end.close()
+        opened()
+        result = group.wait()
+        group.close()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss,way",
+    [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
+    ids=" ".join,
+)
+def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way: str) -> None:
+    """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
+
+    Nor does it end the settle window, in which the cause sleeps.
+    """
+    result = run_connected(follows_a_loss, loss, way, method="fork")
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+    assert result.root_cause.message == "ValueError: the cause"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [("bare", "wrapped"), ("wrapped", "bare"), ("wrapped", "wrapped")], ids="-".join)
+def test_of_lost_connections_the_first_is_named(ways: tuple[str, str]) -> None:
+    """The first rank has lost a server of its own; its peer's failure is not dated before that."""
+    result = run_connected(both_lose, ways, method="fork", settle=TIMEOUT)
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+
+
+@pytest.mark.slow
+def test_a_failure_that_follows_a_handled_loss_is_the_cause_if_nothing_else_failed() -> None:
+    result = run_connected(both_lose, ("real", "wrapped"), method="fork", settle=TIMEOUT)
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+    assert result.root_cause.message == "ValueError: the cause"
 
 
 @pytest.mark.slow
@@ -562,6 +601,41 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
             "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
         )
         assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
+
+
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+@pytest.mark.parametrize("way", ["exit", "from", "again", "hidden", "afterwards", "0"])
+def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str, way: str) -> None:
+    if kind == "script":
+        with script_group(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        result = run(exits_while_handling, {0: (way,)}, start_method=kind)
+    if way == "0":
+        assert result.succeeded
+        return
+    failure = result.failures[0]
+    assert failure.exitcode == 3
+    if way in ("hidden", "afterwards"):
+        assert (failure.message, failure.traceback) == ("exited with code 3; no error was recorded", "")
+        return
+    assert failure.message == "exited with code 3 while handling ValueError: loss is nan"
+    assert re.fullmatch(r"Traceback .*\n  File \".*\n.*ValueError: loss is nan\n", failure.traceback, re.DOTALL)
+    assert not re.search("SystemExit|_engine", failure.traceback)
+
+
+def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: Path) -> None:
+    child = "from phalanx.errors import record\n@record\ndef main(): raise KeyError('the cause')\nmain()\n"
+    parent = (
+        "import subprocess, sys\n"
+        "try: subprocess.run([sys.executable, '-c', %r], check=True)\n"
+        "except subprocess.CalledProcessError as error: sys.exit(error.returncode)"
+    )
+    with script_group(tmp_path, parent % child) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.failures[0].message == "KeyError: 'the cause'"
 
 
 @pytest.mark.slow

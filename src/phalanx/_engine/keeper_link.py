@@ -15,7 +15,7 @@ from phalanx._base.loop import READ, WRITE
 from phalanx._base.process import Process
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.keeper_watchdog import KeeperWatchdog
-from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, START_WAIT
+from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, SHORT_SETTLE, START_WAIT
 from phalanx._engine.start_errors import KeeperLostError
 
 TYPE_CHECKING = False
@@ -45,8 +45,8 @@ class KeeperLink:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
         notice: Seconds from the notice of a planned stop to the death signal.
         hang_report: What writes down hangs; None: no timers are watched.
-        stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
-            asks. It is called by ``on_thread``.
+        stands_alone: Returns whether a failure was not brought about by a peer's end; None: that is not known. It may
+            take a disk. It is called by ``on_thread``. None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
         events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
@@ -69,7 +69,7 @@ class KeeperLink:
         self.settle, self.grace, self.linger = policy
         self.notice = 0.0
         self.hang_report: HangReporter | None = None
-        self.stands_alone: Callable[[WorkerRecord], bool] | None = None
+        self.stands_alone: Callable[[WorkerRecord], bool | None] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.failing: Callable[[], object] | None = None
         self.events: GroupEvents | None = None
@@ -175,7 +175,7 @@ class KeeperLink:
     def _on_state(self, name: str, moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
         self._mirror.state = name
         bound = {
-            "SETTLING": self.settle,
+            "SETTLING": max(self.settle, SHORT_SETTLE),
             "NOTICED": self.notice,
             "STOPPING": self.grace + KILL_WAIT,
             "LINGERING": self.linger,
@@ -196,14 +196,14 @@ class KeeperLink:
                 self._judge(worker)
 
     def _judge(self, worker: WorkerRecord) -> None:
-        """Tell the keeper whether the settle window may end early: for the first failure, unless it was a hang's."""
+        """Send the keeper how long the settle window must last: for the first failure, unless it was a hang's."""
         judge, self.stands_alone = self.stands_alone, None
         if judge is None or worker.struck:
             return
 
         def look() -> None:
-            if judge(worker):
-                self._loop.call(lambda: None if self.ended else self.send(protocol.conclusive(worker.rank)))
+            if (alone := judge(worker)) is not None:
+                self._loop.call(lambda: None if self.ended else self.send(protocol.judged(worker.rank, alone)))
 
         self.on_thread(look)
 

@@ -14,6 +14,7 @@ processes of one kernel share, so that they order failures that fall into the sa
 - ``pid``: the process that failed.
 - ``left``: true if the exception is known to have left the main function.
 - ``handled_ns``: when the exception was freed without having left the main function; null if it has not been.
+- ``lost_connection``: true if the exception, or any in its chain, is a lost connection: a peer may have caused it.
 - ``observer``: who wrote the file, if not the process itself: ``"timer"`` or ``"launcher"``.
 - ``detail``: for an expired timer, lines on what expired.
 - ``before``: what the file held before, in brief if it was evidence of this process, whole if not.
@@ -268,6 +269,11 @@ def handled_at(data: dict[str, Any] | None) -> int | None:
 def has_left(data: dict[str, Any] | None) -> bool:
     """Whether the exception of error file data is known to have left the main function."""
     return extra_info(data).get("left") is True
+
+
+def has_lost_connection(data: dict[str, Any] | None) -> bool:
+    """Whether the exception of error file data, or one in its chain, is known to be a lost connection."""
+    return extra_info(data).get("lost_connection") is True
 
 
 def is_observed(data: dict[str, Any] | None) -> bool:

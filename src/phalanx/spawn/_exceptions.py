@@ -115,8 +115,12 @@ def exited(index: int, pid: int, code: int) -> ProcessExitedException:
 
 
 def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
-    """Whether the traceback is the cause. A process stopped by us while it was tearing down had raised before."""
-    return bool(failure.traceback) and (failure.exitcode >= 0 or failure.local_rank in stopped)
+    """Whether the traceback is the cause. A process stopped by us while it was tearing down had raised before.
+
+    One that left by ``sys.exit`` has not, though there may be an exception that it was handling.
+    """
+    raised = failure.traceback and not failure.message.startswith("exited with code ")
+    return bool(raised) and (failure.exitcode >= 0 or failure.local_rank in stopped)
 
 
 def _what(failure: ProcessFailure, stopped: Collection[int]) -> str:
