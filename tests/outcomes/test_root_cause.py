@@ -218,7 +218,6 @@ def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambd
 @pytest.mark.parametrize(
     "loss,way",
     [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
-    ids=" ".join,
 )
 def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way: str) -> None:
     """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
@@ -231,7 +230,7 @@ def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [("bare", "wrapped"), ("wrapped", "bare"), ("wrapped", "wrapped")], ids="-".join)
+@pytest.mark.parametrize("ways", [("bare", "wrapped"), ("wrapped", "bare"), ("wrapped", "wrapped")])
 def test_of_lost_connections_the_first_is_named(ways: tuple[str, str]) -> None:
     """The first rank has lost a server of its own; its peer's failure is not dated before that."""
     result = run_connected(both_lose, ways, method="fork", settle=TIMEOUT)

@@ -226,12 +226,13 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
         return
 
 
-def _handled_by(leave: BaseException) -> BaseException | None:
+def _handled_by(leave: SystemExit) -> BaseException | None:
     """Return the exception that was handled when a SystemExit was raised, or None: ``from None`` means that, too."""
+    found: BaseException | None = leave
     for _ in range(_CHAIN):
-        leave = leave.__cause__ or (None if leave.__suppress_context__ else leave.__context__)
-        if not isinstance(leave, SystemExit):
-            return leave
+        if not isinstance(found, SystemExit):
+            return found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return None
 
 
