@@ -217,7 +217,7 @@ def evidence_taken(serial: int) -> Message:
 
 
 def judged(rank: int, alone: bool) -> Message:  # noqa: FBT001 - the fields of a message
-    """The first failure that was seen, of this worker, had no peer for a cause (``alone``), or was a lost connection."""
+    """This worker's failure, the first that was seen, was caused by no peer (``alone``), or is a lost connection."""
     return "judged", rank, alone
 
 
