@@ -125,10 +125,11 @@ def test_ports_that_programs_of_the_kernel_or_the_administrator_choose_are_left_
 ) -> None:
     everything = set(range(1024, 65536))
     for ephemeral, set_aside, first, others in (
-        ("32768 60999", "", range(61000, 65536), range(1024, 32768)),
-        ("32768 60999", "61000-65000,65002-65535", [65001], range(1024, 32768)),
+        ("32768 60999", "", range(61000, 63536), {*range(1024, 32768), *range(63536, 65536)}),
+        ("32768 60999", "61000-63000,63002-65535", [63001], range(1024, 32768)),
         ("49152 65535", "8080", [], everything - {8080, *range(49152, 65536)}),
-        ("1024 65000", "65003", {*range(65001, 65536)} - {65003}, []),
+        ("1024 63000", "63003", {*range(63001, 63536)} - {63003}, range(63536, 65536)),
+        ("1024 65000", "65003", [], {*range(65001, 65536)} - {65003}),
         ("10240 65535", "1024-9999,10001", [], {10000, *range(10002, 10240)}),
         ("40000 40001", "1024-40000,50000-65535", range(49152, 50000), range(40002, 49152)),
         ("1024 65535", "8080", [], []),
@@ -138,6 +139,12 @@ def test_ports_that_programs_of_the_kernel_or_the_administrator_choose_are_left_
         assert set(numbers[: len(first)]) == set(first)
         assert set(numbers[len(first) :]) == set(others)
         assert len(numbers) == len(set(numbers))
+
+
+@outside
+def test_programs_may_add_to_it() -> None:
+    numbers = [next(master_port._numbers(), 0) for _ in range(200)]
+    assert max(numbers) + 2000 <= 65535
 
 
 @outside

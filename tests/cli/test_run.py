@@ -594,6 +594,33 @@ def test_what_follows_the_script_belongs_to_the_script(place: Place) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "typed,expected",
+    [
+        ("SCRIPT -- --lr 1", ["--lr", "1"]),
+        ("SCRIPT -- a -- b", ["a", "--", "b"]),
+        ("SCRIPT a -- b", ["a", "--", "b"]),
+        ("SCRIPT -- -- x", ["--", "x"]),
+        ("SCRIPT --", []),
+        ("-- SCRIPT -- x", ["--", "x"]),
+        ("-- SCRIPT a -- b", ["a", "--", "b"]),
+        ("-m train -- --lr 1", ["--lr", "1"]),
+        ("-m -- train -- x", ["--", "x"]),
+        ("--no-python sys.sh -- -x", ["-x"]),
+        ("--nproc-per-node=1 SCRIPT -- -- SCRIPT --", ["--", "SCRIPT", "--"]),
+    ],
+)
+def test_one_separator_after_the_script_is_left_out(place: Place, typed: str, expected: list[str]) -> None:
+    """As torchrun's parser does it: `test_torchrun_options_torch` runs that."""
+    script = place.write("import sys; print(sys.argv[1:])", "train.py")
+    binary = place.write(f"#!{sys.executable}\nimport sys; print(sys.argv[1:])", "sys.sh")
+    os.chmod(binary, 0o700)
+    argv = [{"SCRIPT": script, "sys.sh": binary}.get(word, word) for word in typed.split()]
+    expected = [{"SCRIPT": script}.get(word, word) for word in expected]
+    assert place.run(*argv).out == f"[0] {expected}\n"
+
+
+@pytest.mark.slow
 def test_a_module(place: Place) -> None:
     place.write("", "package/__init__.py")
     place.write("import sys; print(__name__, __package__, sys.argv[1:])", "package/job.py")

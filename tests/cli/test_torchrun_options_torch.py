@@ -85,6 +85,20 @@ def test_arguments_of_a_binary(place: Place) -> None:
         shutil.rmtree(place.folder / "logs")
 
 
+@pytest.mark.parametrize("typed", ["SCRIPT -- x", "SCRIPT -- -- x", "-- SCRIPT -- x", "SCRIPT a -- x", "-m train -- x"])
+def test_the_separator_after_the_script(place: Place, typed: str) -> None:
+    script = place.write("import sys; print(sys.argv[1:])", "train.py")
+    argv = [str(script) if word == "SCRIPT" else word for word in typed.split()]
+    found = []
+    for head in ([str(BIN / "torchrun")], [str(BIN / "phalanx"), "run"]):
+        done = place.program(*head, "--log-dir", "logs", "-r", 1, *argv)
+        assert done.status == 0, done
+        (path,) = (place.folder / "logs").glob("*/attempt_0/0/stdout.log")
+        found.append(path.read_text())
+        shutil.rmtree(place.folder / "logs")
+    assert found[0] == found[1]
+
+
 def test_the_name_of_a_script(place: Place) -> None:
     for name in ("of 0$.py", "of 1$.py"):
         place.write(f"print({name!r})", name)

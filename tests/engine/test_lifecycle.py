@@ -58,6 +58,15 @@ SCRIPTS: dict[str, Script] = {
         ("ALL_ENDED", "SWEEPING", SWEEP),
         *EMPTY,
     ],
+    "one fails and does not exit, and nor does a peer": [
+        *STARTED,
+        ("ONE_LEAVES", "SETTLING", ("ARM_SETTLE",)),
+        ("SETTLED", "STOPPING", STOP),
+        ("ONE_FAILED", "STOPPING", ()),
+        ("GRACE_OVER", "KILLING", KILL),
+        ("ALL_ENDED", "KILLING", ()),
+        *EMPTY,
+    ],
     "one fails, and no peer does anything": [
         *FAILED,
         ("QUIET", "STOPPING", STOP),

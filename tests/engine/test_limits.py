@@ -585,33 +585,3 @@ def test_a_run_that_was_stopped_has_not_succeeded() -> None:
     code, cause = verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
     assert (code, cause) == (1, "rank 0: stopped by us (SIGTERM)")
     assert verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "succeeded", 0)})) == (0, "")
-
-
-def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
-    """The policy that the engine has for those who decide themselves what a failure means."""
-    from phalanx._engine.protocol import Spec
-    from phalanx._engine.supervisor import Supervisor
-
-    supervisor = Supervisor(settle=0.0, grace=1.0, together=False)
-    supervisor.boot()
-    codes = {0: "import os; os._exit(3)", 1: f"import os; {ready.python()}; {gate.python()}"}
-    env = {b"PATH": os.fsencode(os.environ["PATH"])}
-    command = os.fsencode(sys.executable)
-    specs = [
-        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, None, [], (0, 0, False), None)
-        for rank, code in codes.items()
-    ]
-    supervisor.start(specs)
-    try:
-        supervisor.wait_until_up()
-        ready.wait()
-        assert supervisor.mirror.workers[0].ended.wait(TIMEOUT)
-        assert not supervisor.ended.wait(0.2)
-        assert supervisor.mirror.state == "RUNNING"
-        gate.open()
-        assert supervisor.ended.wait(TIMEOUT)
-    finally:
-        supervisor.abort()
-        supervisor.join()
-    assert [worker.exit.returncode for worker in supervisor.mirror.workers.values() if worker.exit] == [3, 0]
-    assert all(worker.signalled is None for worker in supervisor.mirror.workers.values())

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._engine import keeper_link
 from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _raised, verdict
-from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
 from tests.support.disks import until
 from tests.support.families import KINDS
 from tests.support.helpers import TIMEOUT, pass_gate, rest, tell
@@ -33,6 +34,8 @@ from tests.support.racing_workers import (
     SLOW_EXIT,
     crashes,
     exits_while_handling,
+    fail_and_stay,
+    fail_below,
     handled_before,
     leave_slowly,
     loses_its_peer,
@@ -76,6 +79,11 @@ def run(entrypoint: Any, args: dict[int, tuple[Any, ...]], **options: Any) -> Ru
 
 def states(result: RunProcsResult) -> list[str]:
     return [result.outcomes[rank].state for rank in sorted(result.outcomes)]
+
+
+def stayed(after: str) -> str:
+    """Return the pattern of what is reported of a rank that was killed because it did not exit."""
+    return rf"had not exited \d+ s after its {after}(, in .+:\d+\))?: SIGKILL, sent by us"
 
 
 def cause(result: RunProcsResult) -> int:
@@ -135,18 +143,18 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_peace", [False, True], ids=["stopped while it leaves", "left in peace"])
+@pytest.mark.parametrize("in_peace", [False, True], ids=["killed while it leaves", "left in peace"])
 @pytest.mark.parametrize("method", METHODS)
 def test_evidence_counts_more_than_the_order_of_exits(
     method: str, in_peace: bool, ready: Ready, gate: Gate, tmp_path: Path
 ) -> None:
-    # Rank 1 records its exception and takes long to leave; rank 2 is gone 0.1 s after the exception. Without a settle
-    # window rank 1 meets our SIGTERM on its way out, and has failed all the same.
+    # Rank 1 records its exception and takes long to leave; rank 2 is gone 0.1 s after the exception. If rank 1 has not
+    # left when the grace period is over, it is killed on its way out, and has failed all the same.
     where = (ready.address, gate.address, str(tmp_path / "r2"))
     args = {rank: (rank, *where) for rank in range(3)}
     worker = functools.partial(slow_part, rank_0_waits=not in_peace)
-    settle = TIMEOUT if in_peace else 0.0
-    with start_processes("evidence", worker, args, start_method=method, settle=settle) as group:
+    settle, grace = (TIMEOUT, TIMEOUT) if in_peace else (2.0, 0.1)
+    with start_processes("evidence", worker, args, start_method=method, settle=settle, grace=grace) as group:
         ready.wait(3)
         gate.open()
         result = group.wait(TIMEOUT)
@@ -156,9 +164,9 @@ def test_evidence_counts_more_than_the_order_of_exits(
     assert result.root_cause.message == "ValueError: the cause"
     assert states(result) == ["succeeded" if in_peace else "stopped", "failed", "failed"]
     assert (result.failures[1].observed_ns or 0) > (result.failures[2].observed_ns or 0)
-    assert result.outcomes[1].exitcode == (1 if in_peace else -15)
+    assert result.outcomes[1].exitcode == (1 if in_peace else -9)
     assert result.root_cause.exitcode == 1  # and so is that of the whole
-    assert result.root_cause.detail == ("" if in_peace else "SIGTERM, sent by us, came while it was leaving")
+    assert re.fullmatch("" if in_peace else stayed("exception"), result.root_cause.detail)
     assert verdict(result) == (1, "rank 1: ValueError: the cause")
     assert result.outcomes[2].exitcode == 5
 
@@ -227,6 +235,42 @@ def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way
     result = run_connected(follows_a_loss, loss, way, method="fork")
     assert (states(result), cause(result)) == (["failed", "failed"], 0)
     assert result.root_cause.message == "ValueError: the cause"
+
+
+BUSY_LAUNCHER = """
+import os, signal, socket, sys, time
+rank, launcher, path = os.environ["RANK"], int(os.environ["LAUNCHER"]), sys.argv[1]
+with socket.socket(socket.AF_UNIX) as ours:
+    if rank == "0":
+        ours.bind(path + ".new")
+        ours.listen()
+        os.rename(path + ".new", path)
+        peer, _ = ours.accept()
+        try:
+            raise ValueError("the cause")
+        finally:
+            peer.close()
+            time.sleep(0.3)
+            os.kill(launcher, signal.SIGCONT)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    ours.connect(path)
+    ours.recv(1)
+    os.kill(launcher, signal.SIGSTOP)
+    raise RuntimeError("step 7 failed") from ConnectionResetError()
+"""
+
+
+@pytest.mark.long
+def test_a_busy_launcher_does_not_stop_the_cause_on_its_way_up(tmp_path: Path) -> None:
+    """The keeper does not know what the first failure is, as long as the launcher cannot tell it."""
+    (tmp_path / "train.py").write_text(BUSY_LAUNCHER)
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
+    command += [str(tmp_path / "train.py"), str(tmp_path / "socket")]
+    shell = f"LAUNCHER=$$ exec {shlex.join(command)}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 1
+    assert re.search(r"Root Cause.*?rank +: 0 .*?error +: ValueError: the cause", done.stderr, re.DOTALL)
 
 
 @pytest.mark.slow
@@ -494,27 +538,143 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
     """A peer that only saw its connection close is not the cause; nor is one that we stopped."""
     path = str(tmp_path / "socket")
-    settle = 0.1 if teardown == TIMEOUT else TIMEOUT
+    times = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
         script = tmp_path / "train.py"
         script.write_text(SLOW_EXIT)
         argv = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
-        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), settle=settle)
+        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), **times)
         group.start()
         with group:
             result = group.wait(TIMEOUT)
         assert result is not None
     else:
         args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
-        result = run(serve_and_leave, args, start_method=kind, settle=settle)
+        result = run(serve_and_leave, args, start_method=kind, **times)
     assert cause(result) == 0
     assert result.failures[0].exitcode == 3
     assert states(result) == ["failed", "failed"]
     assert result.root_cause is not None
     assert result.root_cause.error_file == "<N/A>"
     assert result.root_cause.message == "exited with code 3; no error was recorded"
-    if teardown == TIMEOUT:  # beyond the settle window, however late the peer is
-        assert result.root_cause.detail == "SIGTERM, sent by us, came while it was leaving"
+    assert re.fullmatch(stayed("sys.exit") if teardown == TIMEOUT else "", result.root_cause.detail)
+
+
+def staying(tmp_path: Path, kind: str, how: str, nprocs: int = 2, **options: Any) -> PContext:
+    """Start a group whose last rank fails, and stays, as `STAYS` has it. The others rest."""
+    args = {rank: (1 if rank == nprocs - 1 else 0, how, str(tmp_path / "done")) for rank in range(nprocs)}
+    if kind != "script":
+        return start_processes("stays", fail_and_stay, args, start_method=kind, **options)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_OF_STAYS)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    argv = {rank: tuple(map(str, each)) for rank, each in args.items()}
+    group = ScriptContext("stays", str(script), argv, dict.fromkeys(argv, env), DefaultLogsSpecs(), **options)
+    group.start()
+    return group
+
+
+SCRIPT_OF_STAYS = """
+import sys
+from tests.support.racing_workers import STAYS, rest
+if sys.argv.pop(1) == "0":
+    rest()
+exec(STAYS)
+"""
+WAYS = ["thread", "pool", "exit handler", "sys.exit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_who_has_failed_and_does_not_exit_is_the_cause_and_holds_up_nobody(tmp_path: Path, kind: str, how: str) -> None:
+    with staying(tmp_path, kind, how, settle=0.1, grace=0.2) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert states(result) == ["stopped", "failed"]
+    assert (result.outcomes[0].signal_sent, result.outcomes[1].signal_sent) == (15, 9)
+    assert cause(result) == 1
+    root = result.failures[1]
+    if how == "sys.exit":
+        assert (root.exitcode, root.message) == (3, "exited with code 3; no error was recorded")
+    else:
+        assert (root.exitcode, root.message) == (1, "ValueError: loss is nan")
+        assert 'raise ValueError("loss is nan")' in root.traceback or "ValueError: loss is nan" in root.traceback
+    assert re.fullmatch(stayed("sys.exit" if how == "sys.exit" else "exception"), root.detail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "fork"])
+def test_it_is_found_where_it_stays(tmp_path: Path, kind: str) -> None:
+    with staying(tmp_path, kind, "thread", settle=0.1, grace=3.0) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert "exception, in _shutdown (threading.py:" in result.failures[1].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "spawn"])
+def test_a_group_of_one_that_has_failed_and_does_not_exit(tmp_path: Path, kind: str) -> None:
+    with staying(tmp_path, kind, "thread", 1, settle=0.1, grace=0.2) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert states(result) == ["failed"]
+    assert result.failures[0].message == "ValueError: loss is nan"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_who_has_failed_may_finish_within_the_grace_period(tmp_path: Path, kind: str) -> None:
+    """Its exit handlers upload, or save: our death signal, which would end it at once, is for the others."""
+    with staying(tmp_path, kind, "saves", settle=0.1, grace=TIMEOUT) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert states(result) == ["stopped", "failed"]
+    assert (result.outcomes[1].signal_sent, result.failures[1].detail) == (None, "")
+    assert result.outcomes[1].exitcode == 1
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "fork"])
+def test_who_has_failed_has_failed_whatever_its_exit_code(tmp_path: Path, kind: str) -> None:
+    with staying(tmp_path, kind, "exits well", settle=0.1) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert cause(result) == 1
+    assert result.outcomes[1].exitcode == 0
+    assert result.failures[1].message == "ValueError: loss is nan"
+    assert result.failures[1].detail == "it had failed before it exited with code 0"
+
+
+@pytest.mark.slow
+def test_who_has_failed_and_does_not_exit_gets_the_signal_of_an_ordered_end(tmp_path: Path) -> None:
+    with staying(tmp_path, "script", "exit handler", settle=0.1, grace=3600) as group:
+        until(lambda: set(group.alive) == {1})  # rank 0 has been stopped
+        group.close(timeout=3600)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert cause(result) == 1
+    assert result.failures[1].detail == "SIGTERM, sent by us, came while it was leaving"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fork_that_fails_is_not_its_worker(method: str) -> None:
+    result = run(fail_below, {0: ()}, start_method=method)
+    assert result.return_values == {0: "went on"}
+
+
+@pytest.mark.slow
+def test_who_has_returned_and_does_not_exit_is_announced_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper_link, "LATE", 0.2)
+    with staying(tmp_path, "spawn", "returns", 1) as group:
+        until(lambda: bool(caplog.messages))
+        assert group.wait(0) is None
+    assert len(caplog.messages) == 1
+    line = "rank 0 has returned from its main function, but has not exited yet"
+    assert re.fullmatch(rf"{line}(: in _shutdown \(threading.py:\d+\))?", caplog.messages[0])
 
 
 def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:

@@ -302,12 +302,14 @@ def test_an_agent_that_restarts_twice_and_succeeds_or_gives_up(restarts: int, lo
     else:
         assert state == "FAILED"
         expected = [*retried, *failed, "agent.gave_up", "agent.state FAILED", "agent.ended FAILED", "agent.step"]
+    # A worker sends that it leaves before it exits, and may have exited when that arrives.
+    lines = [line for line in heard.lines if line != "group.state SETTLING"]
     # The agent's thread and that of the group go on side by side when the group is up.
     side_by_side = {"agent.step", "agent.status START", "agent.state RUNNING"}
-    assert [line for line in heard.lines if line not in side_by_side] == [
+    assert [line for line in lines if line not in side_by_side] == [
         line for line in expected if line not in side_by_side
     ]
-    assert sorted(heard.lines) == sorted(expected)
+    assert sorted(lines) == sorted(expected)
     assert [line for line in heard.lines if line.startswith("agent.")] == [
         line for line in expected if line.startswith("agent.")
     ]

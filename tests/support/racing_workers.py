@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx._base import procfs
 from phalanx.errors import record
-from tests.support.helpers import pass_gate, tell
+from tests.support.helpers import pass_gate, rest, tell
 
 
 def falls(ready: str, gate: str, tells: str) -> None:
@@ -143,6 +143,46 @@ def serve_and_leave(path: str, rank: int, teardown: float) -> None:
     """`SLOW_EXIT` as a function."""
     sys.argv[1:] = [str(rank), path, str(teardown)]
     exec(SLOW_EXIT, {"__name__": "slow"})  # noqa: S102 - the program above
+
+
+STAYS = """
+import atexit, concurrent.futures, os, sys, threading, time
+how, done = sys.argv[1:3]
+if how in ("thread", "returns"):
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+elif how == "pool":
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 3600)
+elif how == "saves":
+    def save():
+        time.sleep(0.5)
+        open(done, "w").close()
+    atexit.register(save)
+elif how == "exits well":
+    atexit.register(os._exit, 0)
+else:
+    atexit.register(time.sleep, 3600)
+if how == "sys.exit":
+    sys.exit(3)
+if how != "returns":
+    raise ValueError("loss is nan")
+"""
+
+
+def fail_and_stay(rank: int, how: str, done: str = "") -> None:
+    """`STAYS` as a function, in rank 1. Rank 0 goes on until it is stopped."""
+    if rank == 0:
+        rest()
+    sys.argv[1:] = [how, done]
+    exec(STAYS, {"__name__": "stays"})  # noqa: S102 - the program above
+
+
+def fail_below() -> str:
+    """Have a fork fail as the worker would, which goes on and succeeds."""
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("of a fork")
+    os.waitpid(pid, 0)
+    return "went on"
 
 
 def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> None:

@@ -8,14 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.error_file import write_error_file
-from phalanx._group import start as group_start
 from phalanx._timers import escalation
 from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.support import hang_workers
@@ -72,21 +69,6 @@ def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
     result = result_of(group)
     assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
     assert result.root_cause is result.failures[0]
-
-
-@pytest.mark.slow
-def test_where_ranks_do_not_fall_together_it_has_failed_as_well(
-    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_start, "Supervisor", partial(Supervisor, together=False))
-    args = (gate.address, "done")
-    group = start(hang_workers.one_ends_well, args, events, 2, on_expiry="terminate", start_method="fork")
-    events.wait("worker.reaped")
-    gate.open()
-    result = result_of(group)
-    assert result.state == "failed"
-    assert result.return_values == {1: "done"}
-    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "succeeded"]
 
 
 @pytest.mark.slow

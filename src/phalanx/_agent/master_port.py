@@ -33,8 +33,9 @@ EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 SET_ASIDE = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 """Ports that the administrator keeps for programs of theirs: "8080,9148-9150"."""
 
-RANGES = (range(49152, 65536), range(1024, 49152))
-"""Where a port is looked for: among those that are registered for nothing (RFC 6335) first."""
+RANGES = (range(49152, 63536), range(1024, 49152), range(63536, 65536))
+"""Where a port is looked for: among those that are registered for nothing (RFC 6335) first. The highest 2,000 come
+last: programs add to the port (``int(os.environ["MASTER_PORT"]) + 1``), and 65536 is none."""
 
 _held: WeakSet[ReservedPort] = WeakSet()
 

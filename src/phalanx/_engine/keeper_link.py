@@ -13,6 +13,7 @@ from phalanx._base import channels, clock
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE
 from phalanx._base.process import Process
+from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.keeper_watchdog import KeeperWatchdog
 from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, SHORT_SETTLE, START_WAIT
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror, WorkerRecord
     from phalanx._timers.hang_reporter import HangReporter
+
+LATE = 30.0
+"""Seconds from the first return of a main function until it is announced which workers have not exited since."""
+
+_RETURNED = "have returned from their main functions, but have"
 
 
 class KeeperLink:
@@ -47,6 +53,8 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         stands_alone: Returns whether a failure was not brought about by a peer's end; None: that is not known. It may
             take a disk. It is called by ``on_thread``. None: nobody asks.
+        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `live.locate`. It
+            takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
         events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
@@ -71,8 +79,10 @@ class KeeperLink:
         self.hang_report: HangReporter | None = None
         self.stands_alone: Callable[[WorkerRecord], bool | None] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
+        self.locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None
         self.failing: Callable[[], object] | None = None
         self.events: GroupEvents | None = None
+        self._judged = False
         self.up = Latch()
         self.ended = False
         self.keeper_error: KeeperLostError | None = None
@@ -87,6 +97,7 @@ class KeeperLink:
         self._running = running
         self._received = 0  # messages
         self._was_up = False
+        self._expects_exits = False  # of workers that have left their main function well
         self._killed_by_loss = False  # a helper was lost before anything else had ended the group
 
     @property
@@ -188,6 +199,8 @@ class KeeperLink:
         if name != "SETTLING" and self.failing is not None and any(one.failed for one in self._mirror.workers.values()):
             failing, self.failing = self.failing, None
             failing()
+        if name == "STOPPING":
+            self._loop.after(min(LATE, self.grace) / 2, self._locate_failing)
 
     def _on_exits(self, reports: list[tuple[Any, ...]]) -> None:
         for worker in self._mirror.exits(reports):
@@ -196,16 +209,60 @@ class KeeperLink:
                 self._judge(worker)
 
     def _judge(self, worker: WorkerRecord) -> None:
-        """Send the keeper how long the settle window must last: for the first failure, unless it was a hang's."""
-        judge, self.stands_alone = self.stands_alone, None
-        if judge is None or worker.struck:
+        """Send the keeper what the first failure is: the length of the settle window depends on that."""
+        if self._judged:
             return
+        self._judged, judge = True, self.stands_alone
 
         def look() -> None:
-            if (alone := judge(worker)) is not None:
-                self._loop.call(lambda: None if self.ended else self.send(protocol.judged(worker.rank, alone)))
+            alone = None if judge is None or worker.struck else judge(worker)
+            self._loop.call(lambda: None if self.ended else self.send(protocol.judged(worker.rank, alone)))
 
         self.on_thread(look)
+
+    def _on_failing(self, rank: int) -> None:
+        self._mirror.leaving(rank)
+        self._display.reveal(rank)
+        self._judge(self._mirror.workers[rank])
+
+    def on_leaving(self, pid: int, code: int) -> None:
+        """A program has left its main function, to exit with ``code``."""
+        if self.ended:
+            return
+        if code:
+            self.send(protocol.leaving(pid))
+        elif not self._expects_exits:
+            self._expects_exits = True
+            self._loop.after(LATE, self._report_late)
+
+    def _locate_failing(self) -> None:
+        """Find out where those are that have failed and do not exit, before they are killed."""
+
+        def note(found: dict[int, str]) -> None:
+            for rank, where in found.items():
+                self._mirror.workers[rank].where = where
+
+        self._locate(partial(self._mirror.not_exited, well=False), note)
+
+    def _report_late(self) -> None:
+        """Announce who has left its main function and does not exit, which may be intended."""
+        self._expects_exits = False
+        late = partial(self._mirror.not_exited, well=True)
+        ranks = late()
+
+        def announce(found: dict[int, str]) -> None:
+            for where in sorted({found.get(rank, "") for rank in ranks}):
+                there = [rank for rank in ranks if found.get(rank, "") == where]
+                returned = "has returned from its main function, but has" if len(there) == 1 else _RETURNED
+                self._display.announce(f"{name_ranks(there)} {returned} not exited yet{f': in {where}' * bool(where)}")
+
+        if self._mirror.state == "RUNNING":
+            self._locate(late, announce)
+
+    def _locate(self, alive: Callable[[], dict[int, int]], then: Callable[[dict[int, str]], None]) -> None:
+        locate = self.locate
+        if locate is not None and not self.ended and alive():
+            self.on_thread(lambda: then(locate(alive)))
 
     def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
         self._mirror.signalled(number, moment, ranks)
@@ -327,6 +384,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "running": KeeperLink._on_running,
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,
+    "failing": KeeperLink._on_failing,
     "signalled": KeeperLink._on_signalled,
     "noticed": KeeperLink._on_noticed,
     "lingering": KeeperLink._on_lingering,

@@ -44,6 +44,7 @@ class WorkerRecord:
         "exiting_ns",
         "hang",
         "hung",
+        "leaving",
         "max_rss_kib",
         "noticed",
         "noticed_ns",
@@ -57,6 +58,7 @@ class WorkerRecord:
         "signalled",
         "signalled_ns",
         "struck",
+        "where",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -75,6 +77,8 @@ class WorkerRecord:
         self.abandoned = ""
         self.struck = 0  # the last signal that it was sent for an expired timer; 0: none
         self.hung = ""  # why it was sent that signal
+        self.leaving = False  # whether it counted as failed before its exit: its failure had left its main function
+        self.where = ""  # where it was found when it had left its main function and did not exit
         self.hang = ""  # what is known of its hangs, and is in no file
         self.oom = ""
         self.max_rss_kib = 0
@@ -85,13 +89,13 @@ class WorkerRecord:
 
     @property
     def ended_well(self) -> bool:
-        """Whether its exit was seen, with code 0, and it had not hung."""
-        return self.exit is not None and self.exit.ok and not self.struck
+        """Whether its exit was seen, with code 0, and it had neither hung nor failed before."""
+        return self.exit is not None and self.exit.ok and not self.struck and not self.leaving
 
     @property
     def failed(self) -> bool:
         """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
-        return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.asked is None
+        return self.leaving or (self.exit is not None and (not self.exit.ok or self.struck > 0) and self.asked is None)
 
     @property
     def asked(self) -> tuple[int, int] | None:
@@ -109,13 +113,14 @@ class WorkerRecord:
 class _Said:
     """What a process has sent, which may be a worker: its first value, and its first evidence."""
 
-    __slots__ = ("received_fds", "result", "sent_evidence", "wrong")
+    __slots__ = ("code", "received_fds", "result", "sent_evidence", "wrong")
 
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
         self.received_fds = ReceivedFds()
         self.sent_evidence: Sent | None = None
         self.wrong = ""  # why its first malformed packet is one
+        self.code: int | None = None  # with what it is to exit, once its program has left its main function
 
 
 class Mirror:
@@ -132,6 +137,8 @@ class Mirror:
         """The processes that workers left behind and the keeper ended,"""
         self.leftovers_beyond = 0
         """and how many more there were."""
+        self.on_leaving: Callable[[int, int], None] = lambda _pid, _code: None
+        """Called when the program of a process has left its main function: its pid, and the code it is to exit with."""
         self._said: dict[int, _Said] = {}  # by pid
         self._pids: set[int] | None = None  # of all workers, once no other will be added
         self._exits = 0
@@ -191,6 +198,10 @@ class Mirror:
                 said.wrong = said.wrong or packet.wrong
         elif packet.letter == worker_messages.EVIDENCE:
             said.sent_evidence = said.sent_evidence or Sent(packet.content)
+        elif packet.letter == worker_messages.LEAVING:
+            if said.code is None:
+                said.code = packet.content[0]
+                self.on_leaving(packet.pid, said.code)
         elif said.result is not None:  # it has returned once
             drop(packet.fds)
         elif packet.cut:
@@ -241,6 +252,16 @@ class Mirror:
             if worker.signalled is None:
                 worker.signalled_ns = moment
             worker.signalled = number
+
+    def leaving(self, rank: int) -> None:
+        """Note that a worker has failed which has not exited: its failure has left its main function."""
+        self.workers[rank].leaving = True
+
+    def not_exited(self, *, well: bool) -> dict[int, int]:
+        """The pids, by rank, of workers that have left their main function, ``well`` or not, and have not exited."""
+        codes = {pid: said.code for pid, said in self._said.copy().items() if said.code is not None}
+        alive = self.alive.items()
+        return {rank: pid for rank, pid in alive if pid in codes and (codes[pid] == 0) == well}
 
     def noticed(self, number: int, moment: int, ranks: list[int]) -> None:
         """Note that workers were given notice of a planned stop."""

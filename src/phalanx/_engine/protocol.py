@@ -28,7 +28,7 @@ START_WAIT = 300.0
 
 SHORT_SETTLE = 1.0
 """Seconds of a settle window: a longer one is for peers whose own timeouts run out, and is kept. A shorter one may end
-early, and lasts so long if the first failure is a lost connection."""
+early, and lasts so long if the first failure is a lost connection, or as long as the launcher does not report that."""
 
 ANSWER_WAIT = 2.0
 """Seconds beyond its own last deadline after which a keeper that has sent nothing is taken for stopped and is woken
@@ -176,15 +176,15 @@ def start(
     environment: dict[bytes, bytes],
     specs: list[tuple[Any, ...]],
     oom_counter: tuple[str, int],
-    policy: tuple[float, float, float, bool, float],
+    policy: tuple[float, float, float, float],
     timers: tuple[Any, ...] | None,
     notice: tuple[int, float, int] | None,
 ) -> Message:
     """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
 
     ``forked``: forks of the keeper, which loads ``modules`` (name, folder) first; ``specs``: packed `Spec`;
-    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds,
-    whether the group falls together, and the orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
+    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period, linger and
+    orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
     heartbeat, steps; None: no timers; ``notice``: what precedes a planned stop: a signal, seconds, and the index of the
     descriptor of the page with the stop flag; None: nothing does.
     """
@@ -216,12 +216,20 @@ def evidence_taken(serial: int) -> Message:
     return "evidence_taken", serial
 
 
-def judged(rank: int, alone: bool) -> Message:  # noqa: FBT001 - the fields of a message
-    """This worker's failure, the first that was seen, was caused by no peer (``alone``), or is a lost connection."""
+def judged(rank: int, alone: bool | None) -> Message:  # noqa: FBT001 - the fields of a message
+    """This worker's failure, the first that was seen, was caused by no peer (``alone``), or is a lost connection.
+
+    None: it is not known which. This ends no settle window early, and lets none last longer than it is.
+    """
     return "judged", rank, alone
 
 
-TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, judged)
+def leaving(pid: int) -> Message:
+    """This process, if it is a worker, has failed: its program has left its main function. It may not exit soon."""
+    return "leaving", pid
+
+
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, judged, leaving)
 
 # --- keeper to launcher; from the guard, where it has taken over
 
@@ -249,6 +257,11 @@ def state(name: str, moment: int) -> Message:
 def exits(reports: list[tuple[Any, ...]]) -> Message:
     """Workers have exited, in this order: packed `ExitReport`."""
     return "exits", reports
+
+
+def failing(rank: int) -> Message:
+    """This worker counts as failed, though it has not exited: see `leaving`."""
+    return "failing", rank
 
 
 def signalled(number: int, moment: int, ranks: list[int]) -> Message:
@@ -306,7 +319,7 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, running, state, exits, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
+    *(up, started, running, state, exits, failing, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
     *(start_failed, ended, ended_by_loss),
 )
 

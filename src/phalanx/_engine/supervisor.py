@@ -53,7 +53,6 @@ class Supervisor:
         settle: Seconds between the first failure and the stopping of the others.
         grace: Seconds between SIGTERM and SIGKILL then.
         linger: Seconds for what workers left behind that have all succeeded.
-        together: Whether a failure stops the others.
         orphan_grace: Seconds between SIGTERM and SIGKILL when this process has died; 0: SIGKILL at once.
         write_line: Takes lines of ours that the display cannot take, on a thread of its own.
     """
@@ -64,7 +63,6 @@ class Supervisor:
         settle: float,
         grace: float,
         linger: float = 0.0,
-        together: bool = True,
         orphan_grace: float = 0.0,
         write_line: Callable[[str], None] | None = None,
     ) -> None:
@@ -86,8 +84,9 @@ class Supervisor:
         self._results = ResultReceiver(self._loop, self.mirror)
         # Plain numbers: `marshal` takes no subclass, and a NumPy float would arrive as bytes.
         policy = (float(settle), float(grace), float(linger))
-        self._policy = (*policy, together, float(orphan_grace))
+        self._policy = (*policy, float(orphan_grace))
         self._link = KeeperLink(self._loop, self._keeper, self.mirror, self._display, self._on_running, policy)
+        self.mirror.on_leaving = self._link.on_leaving
         self._chores: Iterable[Callable[[], None]] = ()
         self._chored = SerialExecutor("phalanx-chores")
         self._thread: threading.Thread | None = None
@@ -136,6 +135,7 @@ class Supervisor:
         after: Latch | None = None,
         notice: StopFlag | None = None,
         stands_alone: Callable[[WorkerRecord], bool | None] | None = None,
+        locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None,
         events: GroupEvents | None = None,
         failed: Callable[[], None] | None = None,
     ) -> None:
@@ -152,11 +152,13 @@ class Supervisor:
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
             notice: What precedes a planned stop, if anything does. It is closed with the group.
             stands_alone: See `KeeperLink`.
+            locate: See there.
             events: Emits what happens, if anybody observes it.
             failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
                 process of the group is left, or before that if it takes long.
         """
-        self._link.stands_alone, self._link.on_thread = stands_alone, self._chored.submit
+        self._link.stands_alone, self._link.locate = stands_alone, locate
+        self._link.on_thread = self._chored.submit
         self._link.events = events
         self._failed, self._link.failing = failed, partial(self._loop.after, SOON, self._report_failure)
         self._notice = notice

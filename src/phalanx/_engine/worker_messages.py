@@ -1,4 +1,4 @@
-"""What function workers send to their launcher: the packets, and the check of each one.
+"""What workers send to their launcher: the packets, and the check of each one.
 
 Owns both ends of the report socket, and the form of its packets. All workers of a group hold one end of it, and so may
 any process that they start: the launcher trusts no packet. The kernel tells who sent it (SCM_CREDENTIALS, unix(7)). Its
@@ -11,6 +11,7 @@ A packet is a letter and a content::
     R  the pickle of a value; descriptors: those that belong to the value
     L  nothing: a large value; the last descriptor is of its file, see `sealed_memfd`
     E  evidence that the worker could not write to a file, see `_evidence.sent`
+    X  the exit code (1 byte) of a program that has left its main function
     T  nothing: a worker asks for the resource tracker, over the socket that is the one descriptor
 """
 
@@ -26,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-RESULT, LARGE, EVIDENCE, TRACKER = b"R", b"L", sent.LETTER, b"T"
+RESULT, LARGE, EVIDENCE, LEAVING, TRACKER = b"R", b"L", sent.LETTER, sent.LEAVING, b"T"
 
 PACKET = 33 * 1024
 """The most bytes of a packet."""
@@ -188,6 +189,8 @@ def _judge(packet: Packet) -> str:
             sent.Sent(content)
         except ValueError as error:
             why = str(error)
+    elif letter == LEAVING:
+        why = "" if len(content) == 1 and not fds else "an exit code that is none"
     elif letter in (LARGE, TRACKER) and content:
         why = f"a packet {letter.decode()} with a content"
     elif letter == LARGE:

@@ -1,6 +1,7 @@
-"""Sends evidence that no file takes to the launcher: one packet on the report socket, see `worker_messages`.
+"""Sends what a worker's files cannot to the launcher, in packets on the report socket, see `worker_messages`.
 
-Owns both ends of that packet's content. A worker loads this module before its script starts, in whatever Python the
+That is evidence that no file takes, and that its program has left its main function: the launcher waits for no file.
+Owns both ends of these packets' content. A worker loads this module before its script starts, in whatever Python the
 script runs (3.8 or later).
 """
 
@@ -17,6 +18,9 @@ _LATEST = 1 << 63
 LETTER = b"E"
 """How the packet begins. Its content: the moment (8 bytes), the errno for which no file took it (4; 0: not known), the
 length of the message in bytes (4), the message, the traceback."""
+
+LEAVING = b"X"
+"""How the packet begins by which a program that has left its main function sends its exit code: 1 byte."""
 
 DESCRIPTORS_ENV = "PHALANX_DESCRIPTORS"
 """The variable with the numbers of the descriptors that a worker with an interpreter of its own inherits, the report
@@ -70,13 +74,25 @@ class Report:
         imported: the process may not be able to read a file any more. write(2) sends one packet.
         """
         try:
+            self._send(pack(_cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT), moment, max(number, 0)))
+        except (ValueError, OverflowError, MemoryError):
+            return
+
+    def send_leaving(self, code: int) -> None:
+        """Send that the program has left its main function, and is to exit with ``code``. Never raises.
+
+        The exit may come much later, or never: the interpreter joins threads and runs exit handlers before it.
+        """
+        self._send(LEAVING + bytes((code & 0xFF,)))
+
+    def _send(self, body: bytes) -> None:
+        try:
             fd = self.number()
             if fd is None:
                 return
-            body = pack(_cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT), moment, max(number, 0))
             os.set_blocking(fd, True)  # others share it, and wait no longer
             os.write(fd, body)
-        except (OSError, ValueError, OverflowError, MemoryError):
+        except OSError:
             return
 
 

@@ -238,6 +238,7 @@ class GroupStart(ABC):
                     after=self._after,
                     notice=stop_flag,
                     stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
+                    locate=partial(_locate, self.logs.error_files),
                     events=events,
                     failed=first.announce if first.announces else None,
                 )
@@ -366,3 +367,9 @@ class GroupStart(ABC):
         undo.callback(flag.close)
         self._stop_page = flag.environment()
         return flag
+
+
+def _locate(error_files: Mapping[int, str], alive: Callable[[], dict[int, int]]) -> dict[int, str]:
+    from phalanx._stacks import live  # most groups never need it
+
+    return live.locate(alive, error_files)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 WHILE_LEAVING = "came while it was leaving"
+NOT_EXITED = "had not exited"
 """The end of a detail that names the signal of ours by which a process died that had failed before."""
 
 _NO_DATA = {"message": "<NONE>"}  # the `error_file_data` of a failure without an error file

@@ -10,7 +10,7 @@ import re
 
 from phalanx._base.control_chars import plain
 from phalanx._base.rank_ranges import name_ranks
-from phalanx._outcomes.failure import WHILE_LEAVING, first_failure
+from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, first_failure
 from phalanx._outcomes.outcome import NOT_AVAILABLE
 
 TYPE_CHECKING = False
@@ -222,7 +222,8 @@ def signature(failure: ProcessFailure) -> object:
     """Return what two failures must have in common to count as the same; of long texts, the two ends."""
     # With a traceback the exit code does not count: a rank that raised may have been stopped in its teardown.
     code = None if failure.traceback else failure.exitcode
-    detail = "\n".join(line for line in failure.detail.split("\n") if not line.endswith(WHILE_LEAVING))
+    lines = failure.detail.split("\n")
+    detail = "\n".join(one for one in lines if not (one.endswith(WHILE_LEAVING) or one.startswith(NOT_EXITED)))
     texts = [failure.message, detail, failure.traceback]
     if not failure.traceback and failure.exitcode >= 0:
         texts.append(failure.stderr_tail)

@@ -28,7 +28,7 @@ from phalanx._evidence.error_file import (
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
 from phalanx._evidence.lost_connections import reads_as_lost_connection
 from phalanx._evidence.recording import read_exit, write_record
-from phalanx._outcomes.failure import WHILE_LEAVING, ProcessFailure
+from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, ProcessFailure
 from phalanx._outcomes.outcome import Outcome, signal_name
 
 TYPE_CHECKING = False
@@ -48,6 +48,8 @@ EARLY_SHARE = 0.1
 
 _LONGEST_RELEASE = 600_000_000_000  # nanoseconds at the most from a fatal signal to the exit: core dumps are large
 _LEAVING = 1_000_000_000  # nanoseconds at the most between a process's closed connections and its evidence, or its end
+
+_LEFT_WELL = "when it was stopped, and then left with code 0"
 
 
 class RunProcsResult(Value):
@@ -273,7 +275,7 @@ def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int
 
 def _stopped(worker: WorkerRecord, failure: ProcessFailure) -> bool:
     """Whether a worker ended because we stopped it, and had not failed by itself before that."""
-    if worker.asked is None or worker.exit is None:
+    if worker.asked is None or worker.exit is None or worker.leaving:
         return False
     number, asked_ns = worker.asked
     # Evidence from before our signal is of a failure of its own, whatever the signal did after that.
@@ -334,10 +336,9 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
         logs: The paths of its files.
         sends_evidence: Whether an exception that it could not write down was sent, and is not known here.
     """
-    assert worker.exit is not None
-    path, code = logs.error_files[worker.rank], worker.exit.returncode
+    path, code = logs.error_files[worker.rank], 1 if worker.exit is None else worker.exit.returncode
     told = read_fallback(path, worker.pid)
-    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
+    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns or None, told=told)
     if failure.evidence_ns is None and code > 0 and (sends_evidence or disk.shortage(os.path.dirname(path))):
         return None
     return None if failure.unreadable else not is_cut_off(failure)
@@ -389,9 +390,16 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
     if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, timer_detail(path) or worker.hang or _detail(worker)
-    left = read_exit(path, worker.pid) or _raised(path, worker.pid)
+    raised = _raised(path, worker.pid)
+    left = read_exit(path, worker.pid) or raised
+    if worker.leaving and left is None:  # no file took its evidence
+        left = 1, worker.signalled_ns or worker.exit_ns
     if left is not None and worker.asked is not None and number == worker.asked[0] and left[1] <= worker.asked[1]:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
+        if worker.leaving and number == signal.SIGKILL:
+            where = f", in {worker.where}" if worker.where else ""
+            since = f"{(worker.asked[1] - left[1]) / clock.NS:.0f} s after its {'exception' if raised else 'sys.exit'}"
+            detail = f"{NOT_EXITED} {since}{where}: SIGKILL, sent by us"
     if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1
         seen = timer_detail(path) or worker.hang.removeprefix(worker.hung).lstrip()
@@ -399,7 +407,8 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
         detail = f"{seen}\n{struck}".lstrip()
         told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
     elif code == 0:  # its own handler for our signal ended it with code 0
-        code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
+        code = 1 if left is None else left[0]
+        detail = "it had failed " + ("before it exited with code 0" if worker.asked is None else _LEFT_WELL)
     return ProcessFailure(
         rank,
         worker.pid,

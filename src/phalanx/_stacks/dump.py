@@ -176,12 +176,13 @@ def _frames_of(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
 def program_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Cut off the outermost frames by which Phalanx has started the user's program; unless there are no others."""
     for index, frame in enumerate(frames):
-        if index and _is_starter(frame):
+        if index and is_starter(frame):
             return frames[:index]
     return frames
 
 
-def _is_starter(frame: Frame) -> bool:
+def is_starter(frame: Frame) -> bool:
+    """Whether a frame is one by which Phalanx starts and ends a worker's program."""
     called = os.path.basename(frame.path) == _CALLED or frame.function == _IMPORTED
     return not called and frame.path.startswith(_STARTERS)
 

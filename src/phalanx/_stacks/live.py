@@ -1,4 +1,4 @@
-"""Looks at the workers of a group that goes on, and returns their stacks. Waits meanwhile; nothing is written."""
+"""Takes the stacks of the workers of a group that goes on, and returns them. Waits meanwhile; nothing is written."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 
 from phalanx._base import clock
 from phalanx._base.process import Process
-from phalanx._stacks.collect import Collection
-from phalanx._stacks.dump import EXITED
+from phalanx._stacks.collect import BOUND, Collection
+from phalanx._stacks.dump import EXITED, Frame, Halted, is_starter, location
 from phalanx._stacks.request import Target
 from phalanx._stacks.wrappers import working_process
 
@@ -38,6 +38,20 @@ def take(alive: Callable[[], Mapping[int, int]], error_files: Mapping[int, str],
     for first in range(0, len(ranks), AT_ONCE):
         texts |= _look(ranks[first : first + AT_ONCE], alive, error_files, max(0.0, until - clock.now()))
     return texts
+
+
+def locate(alive: Callable[[], Mapping[int, int]], error_files: Mapping[int, str]) -> dict[int, str]:
+    """Return where these workers are, by rank, in words, as far as their stacks have a frame; at most `BOUND` later.
+
+    See `take`. Nothing is raised: what has no stack has none here.
+    """
+    try:
+        found = {rank: location(text) for rank, text in take(alive, error_files, BOUND).items()}
+    except OSError:  # no descriptor is left
+        return {}
+    frames = {rank: where.frame if isinstance(where, Halted) else where for rank, where in found.items()}
+    is_theirs = {rank: isinstance(frame, Frame) and not is_starter(frame) for rank, frame in frames.items()}
+    return {rank: str(where) for rank, where in found.items() if is_theirs[rank]}
 
 
 def _look(

@@ -101,6 +101,7 @@ def run(
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     if print_config and dry_run:
         raise click.UsageError("--print-config and --dry-run exclude each other")
+    args = _without_separator(ctx, script, args)
     config = _config(ctx, script, args, options)
     try:
         with ExitStack() as until_end:
@@ -228,6 +229,16 @@ def _dry_run(plan: RunPlan) -> None:
     from phalanx.cli._dry_run import show
 
     show(plan)
+
+
+def _without_separator(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out the one ``--`` between script and arguments, as torchrun's parser does: unless one stood before both.
+
+    The script gets any other.
+    """
+    if script is None or args[:1] != ("--",) or argv_of(ctx)[-len(args) - 2] == "--":
+        return args
+    return args[1:]
 
 
 def _config(ctx: click.Context, script: str | None, args: tuple[str, ...], options: dict[str, Any]) -> RunConfig:

@@ -30,7 +30,7 @@ _REAPED = 256  # orphans that are reaped before other events have their turn
 class LiveWorker:
     """A worker that has not been reaped, so its pid cannot have been reused."""
 
-    __slots__ = ("exited_ns", "exiting_early", "exiting_ns", "pid", "pidfd", "rank", "signalled", "struck")
+    __slots__ = ("exited_ns", "exiting_early", "exiting_ns", "leaving", "pid", "pidfd", "rank", "signalled", "struck")
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
@@ -40,6 +40,7 @@ class LiveWorker:
         self.struck = 0  # the last signal that it was sent for an expired timer
         self.exiting_ns = 0  # when it was first seen exiting, by itself
         self.exiting_early = False  # whether that was when the first failure was seen
+        self.leaving = False  # whether it has failed, and left its main function
         self.exited_ns = 0  # when it was seen to have exited while a tracer kept it from being reaped
 
     def gone(self) -> bool:
@@ -54,11 +55,14 @@ class Children:
 
     Args:
         loop: Watches the workers' pidfds.
-        ended: Called with the report of each worker's exit, in the order in which they exited.
+        ended: Called with the report of each worker's exit, in the order in which they exited; and whether it had
+            failed before, and left its main function.
         reaped: Called with pid and wait status of each other child that has ended.
     """
 
-    def __init__(self, loop: Loop, ended: Callable[[ExitReport], None], reaped: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, loop: Loop, ended: Callable[[ExitReport, bool], None], reaped: Callable[[int, int], None]
+    ) -> None:
         self.workers: dict[int, LiveWorker] = {}
         """The live workers, by pid."""
         self.started: list[tuple[int, int]] = []
@@ -125,7 +129,8 @@ class Children:
         oom = self._oom_kill() if killed and worker.signalled != linux.SIGKILL else ""
         seconds = usage.ru_utime + usage.ru_stime
         exiting = worker.exiting_ns, worker.exiting_early
-        self._ended(ExitReport(worker.rank, status, moment, usage.ru_maxrss, seconds, oom, *exiting, worker.struck))
+        report = ExitReport(worker.rank, status, moment, usage.ru_maxrss, seconds, oom, *exiting, worker.struck)
+        self._ended(report, worker.leaving)
 
     def _oom_kill(self) -> str:
         """What the kernel tells of an OOM kill just now, or ""."""
@@ -185,11 +190,14 @@ class Children:
 
     # --- signals
 
-    def signal(self, number: int) -> list[int]:
-        """Send ``number`` to every worker that has not exited. Returns the ranks of those."""
+    def signal(self, number: int, *, but_leaving: bool = False) -> list[int]:
+        """Send ``number`` to every worker that has not exited. Returns the ranks of those.
+
+        ``but_leaving``: not to those that leave by themselves: what they do in their exit handlers may be of use.
+        """
         reached = []
         for worker in self.workers.values():
-            if not worker.gone() and send(worker.pid, number):
+            if not (but_leaving and worker.leaving) and not worker.gone() and send(worker.pid, number):
                 worker.signalled = number
                 reached.append(worker.rank)
         return reached

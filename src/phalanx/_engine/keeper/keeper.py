@@ -63,7 +63,8 @@ class Keeper:
             sent=lambda: self._see("REPORTED") if self._state == "ENDED" else None,
         )
         self._waits = Waits(self.loop, self._see)
-        self._together, self._orphan_grace = True, 0.0
+        self._orphan_grace = 0.0
+        self._ordered = False  # whether the launcher has ordered the end, or died
         self._death_signal: int = signal.SIGTERM
         self._notice: Notice | None = None
         self._order: tuple[Any, ...] = ()
@@ -140,10 +141,21 @@ class Keeper:
         self._see("START")
 
     def _on_stop(self, number: int, grace: float) -> None:
-        self._death_signal, self._waits.grace = number, grace
+        self._death_signal, self._waits.grace, self._ordered = number, grace, True
         if self._notice is not None and self._state != "RUNNING":
             self._notice.set_flag()
         self._see("STOP_WITH_NOTICE" if self._notice is not None and self._state == "RUNNING" else "STOP")
+
+    def _on_leaving(self, pid: int) -> None:
+        """A worker has left its main function by a failure. While it is being stopped, that is none of its own."""
+        worker = self._children.workers.get(pid)
+        if self._state == "STARTING":
+            self.loop.call(lambda: self._on_leaving(pid))  # when all are started
+        elif worker is not None and self._state in ("RUNNING", "SETTLING"):
+            worker.leaving = True
+            self._connection.send(protocol.failing(worker.rank))
+            if self._state == "RUNNING":
+                self._see("ONE_LEAVES")
 
     def _on_evidence_taken(self, serial: int) -> None:
         if self._escalation is not None:
@@ -154,6 +166,7 @@ class Keeper:
             return
         self._last_message = _ORPHANED
         self._connection.silence()
+        self._ordered = True
         if self._orphan_grace > 0:
             if self._notice is not None:
                 self._notice.set_flag()
@@ -178,7 +191,7 @@ class Keeper:
 
         start = start_group.Start(*self._order)
         self._order = ()
-        self._waits.settle, self._waits.grace, self._waits.linger, self._together, self._orphan_grace = start.policy
+        self._waits.settle, self._waits.grace, self._waits.linger, self._orphan_grace = start.policy
         if self._orphan_grace > 0:
             self._connection.note(protocol.orphan_grace_note(self._orphan_grace))
         self._children.oom_counter = start.oom_counter
@@ -253,15 +266,16 @@ class Keeper:
         self._more_to_reap = False
         self._reap()
 
-    def _on_worker_exit(self, report: protocol.ExitReport) -> None:
+    def _on_worker_exit(self, report: protocol.ExitReport, leaving: bool) -> None:  # noqa: FBT001 - as it is called
         if not self._exits:  # all that this round of the loop sees goes in one message
             self.loop.call(self._after_exits)
         self._exits.append(report)
-        failed = bool(report.status or report.struck)  # whatever its status: a worker that hung has failed
+        # Whatever its status: a worker that hung has failed, and so has one of which that was reported.
+        failed = bool(report.status or report.struck or leaving)
         self._all_well = self._all_well and not failed
         if not self._children.workers:
             self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
-        elif failed and self._together:
+        elif failed:
             self._see("ONE_FAILED")
         else:
             self._see("ONE_ENDED")
@@ -303,9 +317,9 @@ class Keeper:
             if count:  # else /proc does not show them
                 self._connection.send(protocol.lingering(orphans, count))
 
-    def _signal_all(self, number: int) -> None:
+    def _signal_all(self, number: int, *, but_leaving: bool = False) -> None:
         moment = clock.now_ns()
-        ranks = self._children.signal(number)
+        ranks = self._children.signal(number, but_leaving=but_leaving)
         self._connection.started(self._children.started)
         self._connection.signalled(number, moment, ranks)
 
@@ -368,7 +382,7 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "REPORT_STARTED": Keeper._report_started,
     "ARM_SETTLE": lambda keeper: keeper._settling.begin(),
     "GIVE_NOTICE": Keeper._give_notice,
-    "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal),
+    "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal, but_leaving=not keeper._ordered),
     "ARM_GRACE": lambda keeper: keeper._waits.arm_grace(),
     "ARM_LINGER": Keeper._arm_linger,
     "ARM_PATIENCE": lambda keeper: keeper._waits.arm_patience(),
@@ -389,4 +403,5 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
     "judged": lambda keeper, rank, alone: keeper._settling.judged(rank, alone),
+    "leaving": Keeper._on_leaving,
 }

@@ -8,7 +8,8 @@ stopped instead; the cause that is named is the same (`_outcomes.result.stands_a
 started are not looked at.
 
 A lost connection is brought about by a peer, as a rule, whose exception may still be on its way up, through handlers
-that close what it had open. The launcher reports such a first failure, too, and a short window becomes a long one.
+that close what it had open. A short window lasts longer for such a first failure: until the launcher, which may be
+busy, has reported that it is none.
 """
 
 from __future__ import annotations
@@ -57,23 +58,23 @@ class Settling:
         self._conclusive = False
         self._began = 0.0
         self._left = LOOKS
-        self._used: dict[int, int] = {}  # CPU time in nanoseconds of the live workers, by pid
+        self._used: dict[int, int] = {}  # CPU time in nanoseconds of the live workers that do not leave, by pid
 
     def begin(self) -> None:
         """Open the window: the first failure has just been seen."""
         self._began = clock.now()
         window = self._waits.settle
-        self._last(window)
+        self._last(max(window, SHORT_SETTLE) if window else 0.0)
         self._loop.when_idle(lambda: self._note_exiting(early=True))
         if 0 < window <= SHORT_SETTLE and len(self._children.workers) <= MOST:
             self._used = self._cpu_times()
             self._look_later()
 
-    def judged(self, rank: int, alone: bool) -> None:  # noqa: ARG002, FBT001 - as `protocol` has it
-        """The first failure was not brought about by a peer; or it is a lost connection."""
-        self._conclusive = alone
-        if not alone and self._lasts() and 0 < self._waits.settle < SHORT_SETTLE:
-            self._last(SHORT_SETTLE)
+    def judged(self, rank: int, alone: bool | None) -> None:  # noqa: ARG002, FBT001 - as `protocol` has it
+        """The first failure was not brought about by a peer; or it is a lost connection; None: that is not known."""
+        self._conclusive = bool(alone)
+        if alone is not False and self._lasts():
+            self._last(self._waits.settle)
 
     def _last(self, window: float) -> None:
         """Let the window last for so many seconds from its beginning."""
@@ -91,7 +92,7 @@ class Settling:
             self._loop.after(self._waits.settle / LOOKS, self._look)
 
     def _look(self) -> None:
-        if not self._lasts() or len(self._children.workers) < len(self._used):
+        if not self._lasts() or len(self._others()) < len(self._used):
             return
         before, self._used = self._used, self._cpu_times()
         if self._conclusive and before == self._used and self._all_sleep():
@@ -99,16 +100,20 @@ class Settling:
         else:
             self._look_later()
 
+    def _others(self) -> list[int]:
+        """The pids of the live workers, but for those that have failed and leave."""
+        return [pid for pid, worker in self._children.workers.items() if not worker.leaving]
+
     def _cpu_times(self) -> dict[int, int]:
-        """The CPU time of each live worker, all of its threads together; {}: it cannot be read."""
+        """The CPU time of each of these, all of its threads together; {}: it cannot be read."""
         try:
             # The clock of another process, see clock_getcpuclockid(3). A pid that is not reaped is nobody else's.
-            return {pid: time.clock_gettime_ns((~pid << 3) | 2) for pid in self._children.workers}
+            return {pid: time.clock_gettime_ns((~pid << 3) | 2) for pid in self._others()}
         except OSError:
             return {}
 
     def _all_sleep(self) -> bool:
-        """Whether the main thread of each live worker waits for something.
+        """Whether the main thread of each of these waits for something.
 
         One that waits for a processor, or for a disk, that is stopped, or on its way out, may have something to say;
         one that records an exception has. Its failure may have begun before the first one that was seen.
@@ -117,7 +122,7 @@ class Settling:
 
         recording = linux.text_of(linux.RECORDING)
         try:
-            stats = map(procfs.Stat, self._children.workers)
+            stats = map(procfs.Stat, self._others())
             return all(stat.state == "S" and not stat.exiting and stat.comm != recording for stat in stats)
         except OSError:
             return False

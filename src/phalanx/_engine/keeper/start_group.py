@@ -50,7 +50,7 @@ class Start:
         environment: dict[bytes, bytes],
         specs: list[tuple[Any, ...]],
         oom_counter: tuple[str, int],
-        policy: tuple[float, float, float, bool, float],
+        policy: tuple[float, float, float, float],
         timers: tuple[Any, ...] | None,
         notice: tuple[int, float, int] | None,
         fds: list[int],

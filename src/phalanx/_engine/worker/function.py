@@ -127,19 +127,26 @@ def _call(load: Callable[[], Call], child: Child, *, numbered: bool) -> int:
         value, known = None, {}
     if os.getpid() == pid:  # the watcher must expect no more heartbeats: what follows may take long
         getattr(sys.modules.get("phalanx.timer._beats"), "rest", int)()
-    if numbered or os.getpid() != pid:  # a process that the function forked, and that returned from it, sends no value
-        return 0
-    try:
-        _send(child, value, known)
-    except BaseException as error:  # noqa: BLE001 - as above
-        return _failed(error)
+    if not numbered and os.getpid() == pid:  # a process that the function forked, and that returned from it: no value
+        try:
+            _send(child, value, known)
+        except BaseException as error:  # noqa: BLE001 - as above
+            return _failed(error)
+    _send_leaving(0)
     return 0
+
+
+def _send_leaving(code: int) -> None:
+    child = ThisWorker.child
+    if child is not None:
+        child.socket.send_leaving(code)
 
 
 def _failed(error: BaseException) -> int:
     """Record the exception that has ended the call. Returns the exit code; -SIGINT if it was interrupted."""
     if isinstance(error, SystemExit):
         recording.note_exit(error, ThisWorker.error_file)
+        _send_leaving(exit_code(error))
         return shown_exit_code(error)
     _record(error)
     if not isinstance(error, KeyboardInterrupt):
@@ -220,6 +227,7 @@ def _record(error: BaseException) -> None:
     if trace is not None or main_module.says_it_all(error):
         BaseException.with_traceback(error, trace)  # its class may let no attribute be set: a frozen dataclass
     written = recording.record(error, ThisWorker.error_file, left=True)
+    _send_leaving(1)
     child = ThisWorker.child  # None: it failed before the worker began, and is printed as by any interpreter
     prints = ThisWorker.prints if ThisWorker.pid == os.getpid() else "all"  # a fork of the worker is not its rank
     is_shared = prints not in _UNSHARED

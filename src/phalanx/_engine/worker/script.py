@@ -77,17 +77,20 @@ def run(fd: int) -> None:
         note_exit(leave, path)
         if exit_code(leave) == 0:
             _end_heartbeats()
+        report.send_leaving(exit_code(leave))
         raise
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     else:
         _end_heartbeats()
+        report.send_leaving(0)
         return
     # Outside the handler, because the user's excepthook must find no exception being handled.
     moment = time.monotonic_ns()
     _strip(failure)
     if not record(failure, path, left=True):
         report.send_evidence(*describe(failure), moment, refused(path))
+    report.send_leaving(1)  # before the user's excepthook, which may take any time
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
