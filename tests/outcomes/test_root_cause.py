@@ -33,6 +33,7 @@ from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
 from tests.support.racing_workers import (
     SLOW_EXIT,
     crashes,
+    ends_at_once,
     exits_while_handling,
     fail_and_stay,
     fail_below,
@@ -538,7 +539,7 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
     """A peer that only saw its connection close is not the cause; nor is one that we stopped."""
     path = str(tmp_path / "socket")
-    times = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
+    times: dict[str, Any] = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
         script = tmp_path / "train.py"
         script.write_text(SLOW_EXIT)
@@ -782,6 +783,16 @@ def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str,
     assert failure.message == "exited with code 3 while handling ValueError: loss is nan"
     assert re.fullmatch(r"Traceback .*\n  File \".*\n.*ValueError: loss is nan\n", failure.traceback, re.DOTALL)
     assert not re.search("SystemExit|_engine", failure.traceback)
+
+
+def test_a_failure_has_its_own_time_and_not_that_of_the_end_of_its_group(ready: Ready) -> None:
+    ways = ("exit", "_exit", "kill", "abort", "waits")
+    result = run(ends_at_once, {rank: (way, ready.address) for rank, way in enumerate(ways)}, settle=2.5)
+    assert states(result) == ["failed"] * 4 + ["stopped"]
+    offset = time.time() - time.monotonic()
+    for failure in result.failures.values():
+        assert failure.observed_ns is not None
+        assert failure.timestamp <= failure.observed_ns / 1e9 + offset + 0.1
 
 
 def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: Path) -> None:

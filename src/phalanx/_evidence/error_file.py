@@ -82,14 +82,20 @@ def write_error_file(
     Raises:
         OSError: It could not be written. Nothing is left over, and a file that was there is untouched.
     """
+    moment = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     info = {
         "py_callstack": py_callstack,
-        "timestamp": str(int(time.time())),
-        "monotonic_ns": time.monotonic_ns() if monotonic_ns is None else monotonic_ns,
+        "timestamp": str(wall_clock(moment)),
+        "monotonic_ns": moment,
         "pid": os.getpid() if pid is None else pid,
     }
     info.update(extra)
     write_json(path, {"message": {"message": message, "extraInfo": info}})
+
+
+def wall_clock(moment: int) -> int:
+    """Convert a moment of CLOCK_MONOTONIC, in nanoseconds, to Unix time in whole seconds."""
+    return int(time.time() - (time.monotonic_ns() - moment) / 1e9)
 
 
 def write_json(path: str, value: Any) -> None:

@@ -28,6 +28,7 @@ from phalanx._evidence.error_file import (
     open_to_append,
     read_bytes,
     read_error_file,
+    wall_clock,
     write_data,
     write_json,
     written_by,
@@ -174,7 +175,7 @@ def write_record(
                 stamp["origin_pid"] = author
             _add_to(path, data, "" if same else message, stack, stamp)
             return
-    info = {"py_callstack": stack, "timestamp": str(int(time.time())), **stamp}
+    info = {"py_callstack": stack, "timestamp": str(wall_clock(recorded)), **stamp}
     before = _in_brief(data) if author == pid else data
     value = {"message": {"message": how + message, "extraInfo": info}}
     if before is not None:
