@@ -26,7 +26,7 @@ _MESSAGES = (
     r"(connection|socket|pipe) ((was|is|has been) )?((likely|unexpectedly) )?(closed|reset|aborted|lost|dropped)|"
     r"(peer|server|remote( (side|process|peer|host|end))?) ((has|is|was) )?(closed|gone|exited|disconnected)|"
     r"broken pipe|closed the connection|transport endpoint is not connected|\bunexpected eof\b|"
-    r"EOF occurred in violation|\beof \(this error originated at tensorpipe|ncclRemoteError"
+    r"EOF occurred in violation|payload is not completed|\beof \(this error originated at tensorpipe|ncclRemoteError"
 )
 """Messages of such exceptions: Python's, OpenSSL's, gloo's, tensorpipe's, NCCL's, of clients of all kinds."""
 
