@@ -228,12 +228,16 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
 
 
 def _handled_by(leave: SystemExit) -> BaseException | None:
-    """Return the exception that was handled when a SystemExit was raised, or None: ``from None`` means that, too."""
+    """Return the exception that was handled when a SystemExit was raised; None: there was none, by ``from None``, too.
+
+    None also for a KeyboardInterrupt and its like, which are requests to leave.
+    """
     found: BaseException | None = leave
     for _ in range(_CHAIN):
         if not isinstance(found, SystemExit):
-            return found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+            return found if isinstance(found, Exception) else None
+        cause = found.__cause__
+        found = cause if cause is not None or found.__suppress_context__ else found.__context__
     return None
 
 

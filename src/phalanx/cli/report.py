@@ -144,8 +144,9 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
                 state, code, sent, ended = (event[key] for key in ("state", "exitcode", "signal_sent", "timestamp"))
                 facts = latest.get((event["attempt"], event["rank"]))
                 if facts is not None and state in STATES and type(code) is int and type(sent) in (int, type(None)):
-                    ended = ended if 0 <= float(ended) < _LATEST else None
-                    facts.update(state=state, exitcode=code, signal_sent=sent, ended=ended)
+                    ended = float(ended)
+                    facts.update(state=state, exitcode=code, signal_sent=sent)
+                    facts["ended"] = ended if 0 <= ended < _LATEST else None
 
 
 def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
