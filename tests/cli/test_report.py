@@ -213,6 +213,21 @@ def test_a_report_that_cannot_be_written_fails_no_run_and_is_made_of_what_there_
     assert report(place).endswith(done.err[done.err.index(RULE) :])
 
 
+def test_a_failure_without_an_error_file_has_the_time_of_its_record(place: Place) -> None:
+    script = place.write("""
+        import os
+        os.mkdir(os.environ["TORCHELASTIC_ERROR_FILE"].partition("attempt_")[0] + "report.txt")
+        os._exit(3)
+        """)
+    assert place.run(script).status == 3
+    facts = record(folder(place))
+    facts["attempts"][-1]["ranks"][0]["ended"] = 1e9
+    (folder(place) / "run.json").write_text(json.dumps(facts))
+    shown = report(place)
+    assert f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(1e9))}\n" in shown
+    assert "  error     : exited with code 3" in shown
+
+
 def test_a_report_that_others_have_written_has_no_effect_on_a_terminal(place: Place) -> None:
     place.run(place.write(""))
     (folder(place) / "report.txt").write_bytes(b"a\x1b[2J\xff\n")

@@ -151,7 +151,7 @@ def test_a_window_of_more_than_a_second_is_kept() -> None:
 def test_a_peer_that_sleeps_in_a_handler_is_named_if_its_end_brought_about_the_first_exit(
     ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outcomes, "_UNWINDING", 10 * 10**9)  # for how long a handler may take, on any machine
+    monkeypatch.setattr(outcomes, "_LEAVING", 10 * 10**9)  # for how long a handler may take, on any machine
     # Rank 1 is gone long before rank 0 has recorded anything, and rank 0 uses no CPU time for several looks.
     path = str(tmp_path / "sock")
     args = {rank: (rank, path, ready.address, gate.address, WINDOW / 2) for rank in range(2)}

@@ -185,6 +185,16 @@ def test_an_exit_code(method: str, code: object, expected: int) -> None:
 
 
 @pytest.mark.slow
+def test_an_exit_while_an_exception_is_handled_is_an_exit() -> None:
+    with pytest.raises(mp.ProcessExitedException) as caught:
+        mp.spawn(spawned.leave_of_an_error, (3,), 2)
+    error = caught.value
+    assert (str(error), error.exit_code) == (f"process {error.error_index} terminated with exit code 3", 3)
+    assert notes_of(error)[-2].endswith("ValueError: loss is nan\n")
+    assert notes_of(error)[-1] == str(error)
+
+
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("code", [None, 0])
 def test_exit_code_0_is_no_failure(method: str, code: object) -> None:
@@ -217,7 +227,7 @@ def test_an_interrupt_that_is_not_ours_is_a_failure(method: str) -> None:
 
 @pytest.mark.slow
 @each_method
-def test_the_first_of_several_failures_is_raised_and_the_others_are_its_notes(
+def test_the_first_of_several_failures_is_raised_and_the_others_have_a_line_each(
     method: str, tmp_path: Path, ready: Ready
 ) -> None:
     """Two exceptions, a signal and an exit code, all within the settle window.
@@ -240,18 +250,24 @@ def test_the_first_of_several_failures_is_raised_and_the_others_are_its_notes(
         gate.close()
     error = caught.value
     assert (error.error_index, message_of(error)) == (2, "ValueError: the first")
-    first, second, third = notes_of(error)
-    assert first.startswith("-- Process 1 terminated with the following error:\nTraceback")
-    assert first.endswith("ValueError: the second\n")
-    assert second == "-- Process 3 terminated with signal SIGUSR1"
-    assert third == "-- Process 0 terminated with exit code 7"
+    assert str(error).splitlines()[:7] == [
+        "",
+        "",
+        "-- Process 1 raised ValueError: the second",
+        "-- Process 3 terminated with signal SIGUSR1",
+        "-- Process 0 terminated with exit code 7",
+        "-- Process 2 terminated with the following error:",
+        "Traceback (most recent call last):",
+    ]
+    assert notes_of(error) == []
 
 
 @pytest.mark.slow
 def test_failures_that_are_the_same_are_told_together() -> None:
     with pytest.raises(mp.ProcessExitedException) as caught:
         mp.spawn(spawned.leave_at_once, (5,), 4, settle=15)
-    (note,) = notes_of(caught.value)
+    note, last = notes_of(caught.value)
+    assert last == str(caught.value) == f"process {caught.value.error_index} terminated with exit code 5"
     others = sorted({0, 1, 2, 3} - {caught.value.error_index})
     assert set(map(int, re.findall(r"\d(?=[-, ])", note.partition(" terminated")[0] + " "))) <= set(others)
     assert note.startswith("-- Processes ")
@@ -260,7 +276,10 @@ def test_failures_that_are_the_same_are_told_together() -> None:
         mp.spawn(spawned.fail_at_once, ("what all say",), 4, settle=15)
     others = sorted({0, 1, 2, 3} - {raised.value.error_index})
     assert f"{type(raised.value).__module__}.{type(raised.value).__name__}" == "phalanx.spawn.ProcessRaisedException"
-    assert notes_of(raised.value) == [f"-- Processes {format_ranks(others)} terminated with the same error"]
+    assert str(raised.value).startswith(
+        f"\n\n-- Processes {format_ranks(others)} terminated with the same error\n-- Process "
+    )
+    assert str(raised.value).endswith("ValueError: what all say\n")
 
 
 @pytest.mark.slow
@@ -270,9 +289,9 @@ def test_a_process_that_is_stopped_in_its_teardown_has_raised_before() -> None:
     with pytest.raises(mp.ProcessRaisedException, match="in rank 0") as caught:
         mp.spawn(spawned.fail_one_after_the_other, (failed,), 3)
     assert caught.value.error_index == 0
-    (note,) = notes_of(caught.value)
-    assert note.startswith("-- Process 1 terminated with the following error:")
-    assert note.endswith("ValueError: because of rank 0\n")
+    assert str(caught.value).startswith(
+        "\n\n-- Process 1 raised ValueError: because of rank 0\n-- Process 0 terminated"
+    )
 
 
 @pytest.mark.slow

@@ -29,9 +29,12 @@ from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, S
 from tests.support.disks import until
 from tests.support.families import KINDS
 from tests.support.helpers import TIMEOUT, pass_gate, rest, tell
+from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
 from tests.support.racing_workers import (
     SLOW_EXIT,
     crashes,
+    ends_at_once,
+    exits_while_handling,
     fail_and_stay,
     fail_below,
     handled_before,
@@ -198,20 +201,92 @@ def test_who_was_killed_comes_before_whose_connection_broke(
     assert failure_module._KILL_NOTICED_NS >= 100 * 10**6
     monkeypatch.setattr(failure_module, "_KILL_NOTICED_NS", 10 * 10**9)
     for _ in range(ROUNDS):
-        with contextlib.ExitStack() as held:
-            ends = multiprocessing.Pipe()
-            for end in ends:
-                held.callback(end.close)
-            args = {rank: (rank, ends, gate.address) for rank in (0, 1)}
-            group = held.enter_context(start_processes("p", loses_its_peer, args, start_method=method, settle=TIMEOUT))
-            held.pop_all()
-            for end in ends:
-                end.close()
-            gate.open()
-            result = group.wait()
-            group.close()
+        result = run_connected(loses_its_peer, gate.address, method=method, opened=gate.open, settle=TIMEOUT)
         assert result.failures.keys() == {0, 1}
         assert cause(result) == 0
+
+
+def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambda: None, **options: Any) -> Any:
+    """Run two workers with a pipe between them, of which nobody else holds an end."""
+    with contextlib.ExitStack() as held:
+        ends = multiprocessing.Pipe()
+        for end in ends:
+            held.callback(end.close)
+        args = {rank: (rank, ends, *arguments) for rank in (0, 1)}
+        group = held.enter_context(start_processes("p", worker, args, start_method=method, **options))
+        held.pop_all()
+        for end in ends:
+            end.close()
+        opened()
+        result = group.wait()
+        group.close()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss,way",
+    [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
+)
+def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way: str) -> None:
+    """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
+
+    Nor does it end the settle window, in which the cause sleeps.
+    """
+    result = run_connected(follows_a_loss, loss, way, method="fork")
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+    assert result.root_cause.message == "ValueError: the cause"
+
+
+BUSY_LAUNCHER = """
+import os, signal, socket, sys, time
+rank, launcher, path = os.environ["RANK"], int(os.environ["LAUNCHER"]), sys.argv[1]
+with socket.socket(socket.AF_UNIX) as ours:
+    if rank == "0":
+        ours.bind(path + ".new")
+        ours.listen()
+        os.rename(path + ".new", path)
+        peer, _ = ours.accept()
+        try:
+            raise ValueError("the cause")
+        finally:
+            peer.close()
+            time.sleep(0.3)
+            os.kill(launcher, signal.SIGCONT)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    ours.connect(path)
+    ours.recv(1)
+    os.kill(launcher, signal.SIGSTOP)
+    raise RuntimeError("step 7 failed") from ConnectionResetError()
+"""
+
+
+@pytest.mark.long
+def test_a_busy_launcher_does_not_stop_the_cause_on_its_way_up(tmp_path: Path) -> None:
+    """The keeper does not know what the first failure is, as long as the launcher cannot tell it."""
+    (tmp_path / "train.py").write_text(BUSY_LAUNCHER)
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
+    command += [str(tmp_path / "train.py"), str(tmp_path / "socket")]
+    shell = f"LAUNCHER=$$ exec {shlex.join(command)}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 1
+    assert re.search(r"Root Cause.*?rank +: 0 .*?error +: ValueError: the cause", done.stderr, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [("bare", "wrapped"), ("wrapped", "bare"), ("wrapped", "wrapped")])
+def test_of_lost_connections_the_first_is_named(ways: tuple[str, str]) -> None:
+    """The first rank has lost a server of its own; its peer's failure is not dated before that."""
+    result = run_connected(both_lose, ways, method="fork", settle=TIMEOUT)
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+
+
+@pytest.mark.slow
+def test_a_failure_that_follows_a_handled_loss_is_the_cause_if_nothing_else_failed() -> None:
+    result = run_connected(both_lose, ("real", "wrapped"), method="fork", settle=TIMEOUT)
+    assert (states(result), cause(result)) == (["failed", "failed"], 0)
+    assert result.root_cause.message == "ValueError: the cause"
 
 
 @pytest.mark.slow
@@ -464,7 +539,7 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
     """A peer that only saw its connection close is not the cause; nor is one that we stopped."""
     path = str(tmp_path / "socket")
-    times = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
+    times: dict[str, Any] = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
         script = tmp_path / "train.py"
         script.write_text(SLOW_EXIT)
@@ -686,6 +761,51 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
             "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
         )
         assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
+
+
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+@pytest.mark.parametrize("way", ["exit", "from", "again", "hidden", "afterwards", "0"])
+def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str, way: str) -> None:
+    if kind == "script":
+        with script_group(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        result = run(exits_while_handling, {0: (way,)}, start_method=kind)
+    if way == "0":
+        assert result.succeeded
+        return
+    failure = result.failures[0]
+    assert failure.exitcode == 3
+    if way in ("hidden", "afterwards"):
+        assert (failure.message, failure.traceback) == ("exited with code 3; no error was recorded", "")
+        return
+    assert failure.message == "exited with code 3 while handling ValueError: loss is nan"
+    assert re.fullmatch(r"Traceback .*\n  File \".*\n.*ValueError: loss is nan\n", failure.traceback, re.DOTALL)
+    assert not re.search("SystemExit|_engine", failure.traceback)
+
+
+def test_a_failure_has_its_own_time_and_not_that_of_the_end_of_its_group(ready: Ready) -> None:
+    ways = ("exit", "_exit", "kill", "abort", "waits")
+    result = run(ends_at_once, {rank: (way, ready.address) for rank, way in enumerate(ways)}, settle=2.5)
+    assert states(result) == ["failed"] * 4 + ["stopped"]
+    offset = time.time() - time.monotonic()
+    for failure in result.failures.values():
+        assert failure.observed_ns is not None
+        assert failure.timestamp <= failure.observed_ns / 1e9 + offset + 0.1
+
+
+def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: Path) -> None:
+    child = "from phalanx.errors import record\n@record\ndef main(): raise KeyError('the cause')\nmain()\n"
+    parent = (
+        "import subprocess, sys\n"
+        "try: subprocess.run([sys.executable, '-c', %r], check=True)\n"
+        "except subprocess.CalledProcessError as error: sys.exit(error.returncode)"
+    )
+    with script_group(tmp_path, parent % child) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.failures[0].message == "KeyError: 'the cause'"
 
 
 @pytest.mark.slow

@@ -240,3 +240,33 @@ def one_has_handled(rank: int, ready: str, gate: str) -> None:
     if rank == 1:
         falls(ready, gate, "")
     handled_before("waits", ready)
+
+
+def ends_at_once(way: str, ready: str) -> None:
+    if way == "exit":
+        sys.exit(3)
+    if way == "_exit":
+        os._exit(3)
+    if way == "waits":
+        waits(ready)
+    os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGABRT)
+
+
+def exits_while_handling(way: str) -> None:
+    try:
+        raise ValueError("loss is nan")  # noqa: TRY301 - as programs do
+    except ValueError as error:
+        if way == "exit":
+            sys.exit(3)
+        if way == "from":
+            raise SystemExit(3) from error
+        if way == "hidden":
+            raise SystemExit(3) from None
+        if way == "again":
+            try:
+                sys.exit(5)
+            except SystemExit:
+                sys.exit(3)
+        if way == "0":
+            sys.exit(0)
+    sys.exit(3)

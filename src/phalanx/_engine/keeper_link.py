@@ -16,7 +16,7 @@ from phalanx._base.process import Process
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.keeper_watchdog import KeeperWatchdog
-from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, START_WAIT
+from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, SHORT_SETTLE, START_WAIT
 from phalanx._engine.start_errors import KeeperLostError
 
 TYPE_CHECKING = False
@@ -51,8 +51,8 @@ class KeeperLink:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
         notice: Seconds from the notice of a planned stop to the death signal.
         hang_report: What writes down hangs; None: no timers are watched.
-        stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
-            asks. It is called by ``on_thread``.
+        stands_alone: Returns whether a failure was not brought about by a peer's end; None: that is not known. It may
+            take a disk. It is called by ``on_thread``. None: nobody asks.
         locate: Returns where the workers are, by rank, for whose pids it is given a function, see `live.locate`. It
             takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
@@ -77,11 +77,12 @@ class KeeperLink:
         self.settle, self.grace, self.linger = policy
         self.notice = 0.0
         self.hang_report: HangReporter | None = None
-        self.stands_alone: Callable[[WorkerRecord], bool] | None = None
+        self.stands_alone: Callable[[WorkerRecord], bool | None] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None
         self.failing: Callable[[], object] | None = None
         self.events: GroupEvents | None = None
+        self._judged = False
         self.up = Latch()
         self.ended = False
         self.keeper_error: KeeperLostError | None = None
@@ -185,7 +186,7 @@ class KeeperLink:
     def _on_state(self, name: str, moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
         self._mirror.state = name
         bound = {
-            "SETTLING": self.settle,
+            "SETTLING": max(self.settle, SHORT_SETTLE),
             "NOTICED": self.notice,
             "STOPPING": self.grace + KILL_WAIT,
             "LINGERING": self.linger,
@@ -208,20 +209,21 @@ class KeeperLink:
                 self._judge(worker)
 
     def _judge(self, worker: WorkerRecord) -> None:
-        """Tell the keeper whether the settle window may end early: for the first failure, unless it was a hang's."""
-        judge, self.stands_alone = self.stands_alone, None
-        if judge is None or worker.struck:
+        """Send the keeper what the first failure is: the length of the settle window depends on that."""
+        if self._judged:
             return
+        self._judged, judge = True, self.stands_alone
 
         def look() -> None:
-            if judge(worker):
-                self._loop.call(lambda: None if self.ended else self.send(protocol.conclusive(worker.rank)))
+            alone = None if judge is None or worker.struck else judge(worker)
+            self._loop.call(lambda: None if self.ended else self.send(protocol.judged(worker.rank, alone)))
 
         self.on_thread(look)
 
     def _on_failing(self, rank: int) -> None:
         self._mirror.leaving(rank)
         self._display.reveal(rank)
+        self._judge(self._mirror.workers[rank])
 
     def on_leaving(self, pid: int, code: int) -> None:
         """A program has left its main function, to exit with ``code``."""

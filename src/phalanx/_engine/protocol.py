@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 START_WAIT = 300.0
 """Seconds that the keeper has to get up and to start all workers, on however slow a machine or file system."""
 
+SHORT_SETTLE = 1.0
+"""Seconds of a settle window: a longer one is for peers whose own timeouts run out, and is kept. A shorter one may end
+early, and lasts so long if the first failure is a lost connection, or as long as the launcher does not report that."""
+
 ANSWER_WAIT = 2.0
 """Seconds beyond its own last deadline after which a keeper that has sent nothing is taken for stopped and is woken
 (SIGCONT); once more, and it is killed. Also the seconds from the order to end the group until the keeper is woken."""
@@ -212,9 +216,12 @@ def evidence_taken(serial: int) -> Message:
     return "evidence_taken", serial
 
 
-def conclusive(rank: int) -> Message:
-    """The failure of this worker, the first that was seen, was not brought about by the end of a peer."""
-    return "conclusive", rank
+def judged(rank: int, alone: bool | None) -> Message:  # noqa: FBT001 - the fields of a message
+    """This worker's failure, the first that was seen, was caused by no peer (``alone``), or is a lost connection.
+
+    None: it is not known which. This ends no settle window early, and lets none last longer than it is.
+    """
+    return "judged", rank, alone
 
 
 def leaving(pid: int) -> Message:
@@ -222,7 +229,7 @@ def leaving(pid: int) -> Message:
     return "leaving", pid
 
 
-TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, conclusive, leaving)
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, judged, leaving)
 
 # --- keeper to launcher; from the guard, where it has taken over
 

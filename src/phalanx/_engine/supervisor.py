@@ -134,7 +134,7 @@ class Supervisor:
         report: HangReporter | None = None,
         after: Latch | None = None,
         notice: StopFlag | None = None,
-        stands_alone: Callable[[WorkerRecord], bool] | None = None,
+        stands_alone: Callable[[WorkerRecord], bool | None] | None = None,
         locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None,
         events: GroupEvents | None = None,
         failed: Callable[[], None] | None = None,

@@ -14,6 +14,7 @@ processes of one kernel share, so that they order failures that fall into the sa
 - ``pid``: the process that failed.
 - ``left``: true if the exception is known to have left the main function.
 - ``handled_ns``: when the exception was freed without having left the main function; null if it has not been.
+- ``lost_connection``: true if the exception, or any in its chain, is a lost connection: a peer may have caused it.
 - ``observer``: who wrote the file, if not the process itself: ``"timer"`` or ``"launcher"``.
 - ``detail``: for an expired timer, lines on what expired.
 - ``before``: what the file held before, in brief if it was evidence of this process, whole if not.
@@ -82,14 +83,20 @@ def write_error_file(
     Raises:
         OSError: It could not be written. Nothing is left over, and a file that was there is untouched.
     """
+    moment = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     info = {
         "py_callstack": py_callstack,
-        "timestamp": str(int(time.time())),
-        "monotonic_ns": time.monotonic_ns() if monotonic_ns is None else monotonic_ns,
+        "timestamp": str(wall_clock(moment)),
+        "monotonic_ns": moment,
         "pid": os.getpid() if pid is None else pid,
     }
     info.update(extra)
     write_json(path, {"message": {"message": message, "extraInfo": info}})
+
+
+def wall_clock(moment: int) -> int:
+    """Convert a moment of CLOCK_MONOTONIC, in nanoseconds, to Unix time in whole seconds."""
+    return int(time.time() - (time.monotonic_ns() - moment) / 1e9)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -286,6 +293,11 @@ def handled_at(data: dict[str, Any] | None) -> int | None:
 def has_left(data: dict[str, Any] | None) -> bool:
     """Whether the exception of error file data is known to have left the main function."""
     return extra_info(data).get("left") is True
+
+
+def has_lost_connection(data: dict[str, Any] | None) -> bool:
+    """Whether the exception of error file data, or one in its chain, is known to be a lost connection."""
+    return extra_info(data).get("lost_connection") is True
 
 
 def is_observed(data: dict[str, Any] | None) -> bool:

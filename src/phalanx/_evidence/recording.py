@@ -29,11 +29,13 @@ from phalanx._evidence.error_file import (
     open_to_append,
     read_bytes,
     read_error_file,
+    wall_clock,
     write_data,
     write_json,
     written_by,
 )
 from phalanx._evidence.fatal_signals import write_fallback
+from phalanx._evidence.lost_connections import any_is_lost_connection
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ _EXIT_LIMIT = 4096  # bytes that are read of the file of exits
 _refused = {}  # type: dict[str, int]  # by error file; a comment, because a worker may run Python 3.8
 
 
-def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False) -> bool:
+def record(
+    exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False, how: str = ""
+) -> bool:
     """Write an exception to the error file of this process, or to its fallback. Never raises.
 
     The last exception replaces an earlier one, which may have been handled; the file keeps the earlier one under
@@ -68,6 +72,7 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
         tb_text: A traceback to record, uncut, in place of the exception's own.
         left: Whether the exception has left the main function, and ends the process.
+        how: What a new record's message begins with, before the exception's own.
 
     Returns:
         Whether `path` now holds evidence of this process, or a copy that `mark_as_recorded` knows; or the fallback does
@@ -101,10 +106,13 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         of_launcher = any(callable(getattr(type(each), "get_first_failure", None)) for each in chain)
         try:
             check_root()
-            write_record(path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher)
+            write_record(
+                path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher,
+                lost=any_is_lost_connection(chain), how=how,
+            )  # fmt: skip
         except (OSError, ImportError) as error:  # ImportError of `json`: this process's user may not read the library
             _refused[path] = getattr(error, "errno", None) or 0
-            return left and write_fallback(path, message, text, began)
+            return left and write_fallback(path, how + message, text, began)
         _mark(exc, path, began)
     except BaseException:  # one of ours must not replace the exception that is being recorded
         return False
@@ -130,6 +138,8 @@ def write_record(
     pid: int | None = None,
     left: bool = False,
     of_launcher: bool = False,
+    lost: bool = False,
+    how: str = "",
 ) -> None:
     """Write a described exception to an error file, by the rules of `record` for what the file holds.
 
@@ -143,6 +153,8 @@ def write_record(
         pid: The process that it happened to. Default: this one.
         left: Whether the exception has left the main function.
         of_launcher: Whether the exception, or one in its chain, is that of a launcher whose workers failed.
+        lost: Whether the exception, or one in its chain, is a lost connection.
+        how: See `record`.
 
     Raises:
         OSError: It could not be written.
@@ -156,6 +168,8 @@ def write_record(
     if recorded != began:
         stamp["recorded_ns"] = recorded
     stamp.update({"left": True} if left else {"handled_ns": None})
+    if lost:
+        stamp["lost_connection"] = True
     if data is not None and author != pid and message_of(data) is not None:
         same = _tells_of(data, message)
         if of_launcher or (author is None and (same or _is_fresh(path))):
@@ -163,9 +177,9 @@ def write_record(
                 stamp["origin_pid"] = author
             _add_to(path, data, "" if same else message, stack, stamp)
             return
-    info = {"py_callstack": stack, "timestamp": str(int(time.time())), **stamp}
+    info = {"py_callstack": stack, "timestamp": str(wall_clock(recorded)), **stamp}
     before = _in_brief(data) if author == pid else data
-    value = {"message": {"message": message, "extraInfo": info}}
+    value = {"message": {"message": how + message, "extraInfo": info}}
     if before is not None:
         info["before"] = before
         encoded = encode(value)
@@ -175,7 +189,8 @@ def write_record(
         del info["before"]
     encoded = encode(value)
     if len(encoded) > READ_LIMIT:
-        value["message"]["message"], info["py_callstack"] = cut_middle(message, _SHORT), cut_middle(stack, _SHORT)
+        value["message"]["message"] = how + cut_middle(message, _SHORT)
+        info["py_callstack"] = cut_middle(stack, _SHORT)
         encoded = encode(value)
     write_data(path, encoded)
 
@@ -193,7 +208,8 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
 
     From then on the process closes its connections, and peers fail because of that long before it has exited: it still
     joins threads, runs exit handlers and frees memory. A recorded exception in the chain of this exit
-    (``except Exception: sys.exit(1)``) is recorded as having left the main function.
+    (``except Exception: sys.exit(1)``) is recorded as having left the main function; without one, the exception that
+    was handled is recorded, unless a process below this one has left evidence.
 
     Args:
         leave: The exception.
@@ -205,12 +221,26 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
         code = exit_code(leave)
         if path and code:
             _append_exit(path, code, moment)
-            for each in _chain(leave)[1:]:
-                if path in (_mark_of(each) or {"files": ()})["files"]:
-                    record(each, path, left=True)
-                    break
+            recorded = [each for each in _chain(leave)[1:] if path in (_mark_of(each) or {"files": ()})["files"]]
+            handled = recorded[0] if recorded else _handled_by(leave)
+            if handled is not None and (recorded or written_by(read_error_file(path)[0]) in (None, os.getpid())):
+                record(handled, path, left=True, how=f"exited with code {code} while handling ")
     except BaseException:  # the process leaves, whatever happens here
         return
+
+
+def _handled_by(leave: SystemExit) -> BaseException | None:
+    """Return the exception that was handled when a SystemExit was raised; None: there was none, by ``from None``, too.
+
+    None also for a KeyboardInterrupt and its like, which are requests to leave.
+    """
+    found: BaseException | None = leave
+    for _ in range(_CHAIN):
+        if not isinstance(found, SystemExit):
+            return found if isinstance(found, Exception) else None
+        cause = found.__cause__
+        found = cause if cause is not None or found.__suppress_context__ else found.__context__
+    return None
 
 
 def exit_path(path: str) -> str:

@@ -13,7 +13,7 @@ from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._evidence.attribution import attribute
-from phalanx._evidence.error_file import is_observed, message_of, read_error_file, recorded_at, written_by
+from phalanx._evidence.error_file import is_observed, message_of, read_error_file, recorded_at, wall_clock, written_by
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_path, read_fatal_stacks
 from phalanx._evidence.recording import read_exit
 from phalanx._evidence.truncate import truncate, truncate_data
@@ -68,7 +68,8 @@ class ProcessFailure(Value):
         message: The message of the error file, or of ``told``. Without both it is ``"Signal N (NAME) received by PID
             n"`` or a line on the exit code, with the last line of ``stderr_tail``. If the process recorded an exception
             and went on, it is a line on the exit, and ``detail`` mentions that exception.
-        timestamp: Unix time in whole seconds: of what ``message`` describes, or of construction if that is not known.
+        timestamp: Unix time in whole seconds: of what ``message`` describes, else of the exit; of construction if
+            neither is known.
         traceback: The traceback of the error file, or of ``told``, or the stacks of a fatal signal; ``""`` if there is
             none.
         unreadable: Why the error file could not be read; ``""`` if it could.
@@ -152,14 +153,16 @@ class ProcessFailure(Value):
         )
         if told is not None and (written_by(data) != pid or _is_later(told[2], data)):
             message, traceback, written = truncate(_text(told[0])), truncate(_text(told[1])), told[2]
-            timestamp = _wall_clock(written)
+            timestamp = wall_clock(written)
         else:
             detail = "\n".join(filter(None, (detail, remark)))
             if not is_cause:
-                message, timestamp = _exit_in_words(exitcode, pid), _wall_clock_if(left_ns or observed_ns)
+                message, timestamp = _exit_in_words(exitcode, pid), None
                 traceback = traceback if written is not None else ""
         if not traceback and -exitcode in FATAL_SIGNALS and named:
             traceback = truncate(read_fatal_stacks(path), fatal_path(path))
+        if timestamp is None:
+            timestamp = wall_clock(left_ns or observed_ns or time.monotonic_ns())
         moments = [moment for moment in (written, left_ns) if moment is not None]
         self._store(
             local_rank=local_rank,
@@ -175,7 +178,7 @@ class ProcessFailure(Value):
             stderr_file=stderr_file,
             error_file_data=dict(_NO_DATA) if data is None else data,
             message=message or _exit_message(exitcode, pid, stderr_tail),
-            timestamp=int(time.time()) if timestamp is None else timestamp,
+            timestamp=timestamp,
             traceback=traceback,
             unreadable=problem if problem != "missing" else "",
             evidence_ns=min(moments, default=None),
@@ -248,15 +251,6 @@ def _contents(data: dict[str, Any] | None) -> tuple[str, int | None, str]:
 def _text(value: object) -> str:
     """Return a value if it is text, else "". Lone surrogates, which JSON allows, become escapes."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else ""
-
-
-def _wall_clock(moment: int) -> int:
-    """Convert a moment of CLOCK_MONOTONIC, in nanoseconds, to Unix time in whole seconds."""
-    return int(time.time() - (time.monotonic_ns() - moment) / 1e9)
-
-
-def _wall_clock_if(moment: int | None) -> int | None:
-    return None if moment is None else _wall_clock(moment)
 
 
 def _timestamp(value: object) -> int | None:

@@ -17,6 +17,7 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._evidence.describe import describe
 from phalanx._evidence.error_file import (
     has_left,
+    has_lost_connection,
     message_of,
     read_error_file,
     recorded_at,
@@ -25,6 +26,7 @@ from phalanx._evidence.error_file import (
     written_by,
 )
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
+from phalanx._evidence.lost_connections import reads_as_lost_connection
 from phalanx._evidence.recording import read_exit, write_record
 from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, ProcessFailure
 from phalanx._outcomes.outcome import Outcome, signal_name
@@ -45,16 +47,7 @@ EARLY_SHARE = 0.1
 """if these are at least this share of the time for which the rest ran."""
 
 _LONGEST_RELEASE = 600_000_000_000  # nanoseconds at the most from a fatal signal to the exit: core dumps are large
-_UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between a closed connection and the evidence
-_LEAVING = 1_000_000_000  # and an exit between its closed connections and its end
-_PEER_GONE = (
-    r"^(Connection(Reset|Aborted)?|BrokenPipe|EOF|IncompleteRead)Error\b|"
-    r"connection (was )?(likely )?(closed|reset|aborted|lost)|broken pipe|"
-    r"peer (has |is )?(closed|gone|exited)|remote (side|process|peer) (has )?(closed|exited)|socket (is )?closed|"
-    r"ncclRemoteError"
-)
-"""Messages of exceptions that a peer's end causes: Python's, gloo's, NCCL's. A refused connection is none of them: the
-peer was not there before."""
+_LEAVING = 1_000_000_000  # nanoseconds at the most between a process's closed connections and its evidence, or its end
 
 _LEFT_WELL = "when it was stopped, and then left with code 0"
 
@@ -309,7 +302,7 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
         for peer in cut_off:
             moment = failures[peer].first_key
             if began:
-                is_first = min(began) <= moment + _UNWINDING
+                is_first = min(began) <= moment + _LEAVING
             else:
                 is_first = worker.exiting_early or (
                     worker.order < workers[peer].order and worker.exit_ns <= moment + _LEAVING
@@ -321,14 +314,18 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
 
 
 def is_cut_off(failure: ProcessFailure) -> bool:
-    """Whether a worker has recorded that it lost a connection."""
-    import re
+    """Whether a worker has recorded that it lost a connection, or an exception that follows from that."""
+    if failure.evidence_ns is None:
+        return False
+    data = failure.error_file_data
+    known = has_lost_connection(data) and failure.message == message_of(data)  # not what it had handled
+    return known or reads_as_lost_connection(failure.message)
 
-    return failure.evidence_ns is not None and bool(re.search(_PEER_GONE, failure.message, re.IGNORECASE))
 
-
-def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) -> bool:
+def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) -> bool | None:
     """Whether the failure that was seen first is the root cause, whatever peers may leave that have left nothing yet.
+
+    False: it is a lost connection. None: nothing is known of it.
 
     What they leave from now on is later than its own evidence, or its exit, unless they record it already
     (`linux.RECORDING`). Only of a failure by a lost connection may
@@ -339,13 +336,12 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
         logs: The paths of its files.
         sends_evidence: Whether an exception that it could not write down was sent, and is not known here.
     """
-    assert worker.exit is not None
-    path, code = logs.error_files[worker.rank], worker.exit.returncode
+    path, code = logs.error_files[worker.rank], 1 if worker.exit is None else worker.exit.returncode
     told = read_fallback(path, worker.pid)
-    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
+    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns or None, told=told)
     if failure.evidence_ns is None and code > 0 and (sends_evidence or disk.shortage(os.path.dirname(path))):
-        return False
-    return not failure.unreadable and not is_cut_off(failure)
+        return None
+    return None if failure.unreadable else not is_cut_off(failure)
 
 
 def _judge_success(

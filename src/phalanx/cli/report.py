@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _MOST = 16 << 20  # bytes of a report that are shown
 _MOST_EVENTS = 64 << 20  # of each file of events
+_LATEST = 1 << 37  # seconds of Unix time: a moment that `time.localtime` takes
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -140,16 +141,19 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
                 continue
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 event = json.loads(line)
-                state, code, sent = (event[key] for key in ("state", "exitcode", "signal_sent"))
+                state, code, sent, ended = (event[key] for key in ("state", "exitcode", "signal_sent", "timestamp"))
                 facts = latest.get((event["attempt"], event["rank"]))
                 if facts is not None and state in STATES and type(code) is int and type(sent) in (int, type(None)):
+                    ended = float(ended)
                     facts.update(state=state, exitcode=code, signal_sent=sent)
+                    facts["ended"] = ended if 0 <= ended < _LATEST else None
 
 
 def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
     """Return what the workers that have failed have left, by global rank."""
     from phalanx._logs.tail import TAIL_LINES, last_lines
     from phalanx._outcomes.failure import ProcessFailure
+    from phalanx._outcomes.outcome import NOT_AVAILABLE
 
     failures = {}
     for rank, (attempt, facts) in ranks.items():
@@ -160,8 +164,10 @@ def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]
         there = {name: path if os.path.lexists(path) else "" for name, path in paths.items()}
         tail = last_lines(there["stderr"], rotates=True) if there["stderr"] else b""
         lines = tail.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:]
-        failures[rank] = ProcessFailure(
+        failure = ProcessFailure(
             facts["local_rank"], facts["pid"], facts["exitcode"], os.path.join(own, "error.json"), rank=rank,
             host=run.host, stderr_tail="\n".join(lines), stdout_file=there["stdout"], stderr_file=there["stderr"],
         )  # fmt: skip
+        known = failure.error_file != NOT_AVAILABLE or facts["ended"] is None
+        failures[rank] = failure if known else failure.replace(timestamp=int(facts["ended"]))
     return failures

@@ -1,4 +1,4 @@
-"""Turns the failures of a group into an exception: the first failure is raised, the others are its notes.
+"""Turns the failures of a group into an exception: the first failure is raised, the others are lines of it.
 
 Owns the exceptions and their texts. Knows nothing of how a group is run.
 """
@@ -13,17 +13,18 @@ from phalanx._outcomes.outcome import signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
     from phalanx.multiprocessing import RunProcsResult
 
 
+_HANDLED = " while handling "  # see `_evidence.recording.note_exit`
+
+
 class ProcessException(Exception):  # noqa: N818 - torch's name
     """A process of a group has failed. It can be pickled and copied, notes included.
-
-    The notes tell what else is known, and which other processes failed by themselves.
 
     Attributes:
         msg: The message.
@@ -48,13 +49,15 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
 
 
 class ProcessRaisedException(ProcessException):
-    """The function raised: the message ends with the process's traceback."""
+    """The function raised: the message ends with the process's traceback. Before, other failures have a line each."""
 
     __module__ = "phalanx.spawn"
 
 
 class ProcessExitedException(ProcessException):
     """The process was ended by a signal, or left with an exit code other than 0.
+
+    Its notes are the other failures, a line each, and what else is known of this one.
 
     Attributes:
         exit_code: As `subprocess` gives it, negative for a signal.
@@ -72,40 +75,45 @@ class ProcessExitedException(ProcessException):
 
 
 def failed(result: RunProcsResult) -> ProcessException:
-    """Make the exception for the first failure, with the others as notes, one note for equal ones."""
+    """Make the exception for the first failure: its last line is the cause, with a line before for each other failure.
+
+    Equal ones share a line. An exception's text has these lines; those of an exit or a signal are notes, as is what
+    else is known of it, because its text is the cause alone.
+    """
     first, *others = sorted(result.failures.values(), key=lambda failure: failure.first_key)
     stopped = {rank for rank, outcome in result.outcomes.items() if outcome.exitcode == -(outcome.signal_sent or 0)}
-    error = _exception(first, stopped)
-    if not others:
-        return error
+    lines = _lines(first, others, stopped) if others else []
+    index, pid = first.local_rank, first.pid
+    if _has_raised(first, stopped):
+        text = f"-- Process {index} terminated with the following error:\n{sanitise(first.traceback)}"
+        return ProcessRaisedException("\n\n" + "\n".join([*lines, text]), index, pid)
+    error = exited(index, pid, first.exitcode)
+    notes = [*lines, *(sanitise(more) for more in (first.stderr_tail, first.traceback) if more)]
+    if notes or first.detail:
+        notes.append(sanitise(first.detail) or error.msg)
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+def _lines(first: ProcessFailure, others: Iterable[ProcessFailure], stopped: Collection[int]) -> list[str]:
     from phalanx._base.rank_ranges import format_ranks
-    from phalanx._outcomes.report import DIFFERENT, first_line, signature
+    from phalanx._outcomes.report import signature
 
-    same = signature(first)
-    by_signature: dict[object, list[ProcessFailure]] = {same: []}
+    alike: dict[object, list[ProcessFailure]] = {}
     for failure in others:
-        by_signature.setdefault(signature(failure), []).append(failure)
-    for number, (kind, failures) in enumerate(by_signature.items()):
-        if failures:
-            indices = [failure.local_rank for failure in failures]
-            what = _what(failures[0], stopped)
-            if kind == same:
-                what = "terminated with the same error" if first.traceback else _how(first.exitcode)
-            elif number > DIFFERENT:
-                what = f"{_how(failures[0].exitcode)}: {first_line(failures[0])}"
-            error.add_note(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}")
-    return error
-
-
-def _exception(failure: ProcessFailure, stopped: Collection[int]) -> ProcessException:
-    index, pid = failure.local_rank, failure.pid
-    if _has_raised(failure, stopped):
-        return ProcessRaisedException(f"\n\n-- Process {index} {_what(failure, stopped)}", index, pid)
-    error = exited(index, pid, failure.exitcode)
-    for more in (failure.detail, failure.traceback, failure.stderr_tail):
-        if more:
-            error.add_note(sanitise(more))
-    return error
+        alike.setdefault(signature(failure), []).append(failure)
+    lines, same = [], signature(first)
+    for kind, failures in alike.items():
+        one, indices = failures[0], [failure.local_rank for failure in failures]
+        cause = one_line(plain(one.message))
+        if _has_raised(one, stopped):
+            what = "terminated with the same error" if kind == same else f"raised {cause}"
+        else:
+            exit_of = f"exited with code {one.exitcode}"
+            what = _how(one.exitcode) + (cause.removeprefix(exit_of) if cause.startswith(exit_of + _HANDLED) else "")
+        lines.append(sanitise(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}"))
+    return lines
 
 
 def exited(index: int, pid: int, code: int) -> ProcessExitedException:
@@ -115,15 +123,12 @@ def exited(index: int, pid: int, code: int) -> ProcessExitedException:
 
 
 def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
-    """Whether the traceback is the cause. A process stopped by us while it was tearing down had raised before."""
-    return bool(failure.traceback) and (failure.exitcode >= 0 or failure.local_rank in stopped)
+    """Whether the traceback is the cause. A process stopped by us while it was tearing down had raised before.
 
-
-def _what(failure: ProcessFailure, stopped: Collection[int]) -> str:
-    if _has_raised(failure, stopped):
-        return f"terminated with the following error:\n{sanitise(failure.traceback)}"
-    more = sanitise(failure.detail or failure.traceback)
-    return _how(failure.exitcode) + (f":\n{more}" if more else "")
+    One that left by ``sys.exit`` has not, though there may be an exception that it was handling.
+    """
+    raised = failure.traceback and not failure.message.startswith("exited with code ")
+    return bool(raised) and (failure.exitcode >= 0 or failure.local_rank in stopped)
 
 
 def _how(code: int) -> str:

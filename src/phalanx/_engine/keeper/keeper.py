@@ -402,6 +402,6 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
-    "conclusive": lambda keeper, rank: keeper._settling.conclude(rank),
+    "judged": lambda keeper, rank, alone: keeper._settling.judged(rank, alone),
     "leaving": Keeper._on_leaving,
 }

@@ -6,11 +6,18 @@ can read its evidence; no other worker has exited, or is on its way out; and eac
 time for a twentieth of the window. A worker that would have failed later in the window, and slept in that time, is
 stopped instead; the cause that is named is the same (`_outcomes.result.stands_alone`). The processes that a worker has
 started are not looked at.
+
+A lost connection is brought about by a peer, as a rule, whose exception may still be on its way up, through handlers
+that close what it had open. A short window lasts longer for such a first failure: until the launcher, which may be
+busy, has reported that it is none.
 """
 
 from __future__ import annotations
 
 import time
+
+from phalanx._base import clock
+from phalanx._engine.protocol import SHORT_SETTLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,9 +26,6 @@ if TYPE_CHECKING:
     from phalanx._base.loop import Loop
     from phalanx._engine.keeper.children import Children
     from phalanx._engine.keeper.waits import Waits
-
-SHORT = 1.0
-"""Seconds: a longer window is for peers whose own timeouts run out, and is kept."""
 
 LOOKS = 20
 """The parts of a window, after each of which it may end."""
@@ -52,23 +56,32 @@ class Settling:
         self._lasts = lasts
         self._quiet = quiet
         self._conclusive = False
+        self._began = 0.0
         self._left = LOOKS
         self._used: dict[int, int] = {}  # CPU time in nanoseconds of the live workers that do not leave, by pid
 
     def begin(self) -> None:
         """Open the window: the first failure has just been seen."""
-        until = self._waits.arm_settle()
+        self._began = clock.now()
         window = self._waits.settle
-        if window > _BEFORE:  # not when it is over: a look at many takes milliseconds
-            self._loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
+        self._last(max(window, SHORT_SETTLE) if window else 0.0)
         self._loop.when_idle(lambda: self._note_exiting(early=True))
-        if 0 < window <= SHORT and len(self._children.workers) <= MOST:
+        if 0 < window <= SHORT_SETTLE and len(self._children.workers) <= MOST:
             self._used = self._cpu_times()
             self._look_later()
 
-    def conclude(self, rank: int) -> None:  # noqa: ARG002 - as `protocol` has it
-        """The first failure was not brought about by a peer."""
-        self._conclusive = True
+    def judged(self, rank: int, alone: bool | None) -> None:  # noqa: ARG002, FBT001 - as `protocol` has it
+        """The first failure was not brought about by a peer; or it is a lost connection; None: that is not known."""
+        self._conclusive = bool(alone)
+        if alone is not False and self._lasts():
+            self._last(self._waits.settle)
+
+    def _last(self, window: float) -> None:
+        """Let the window last for so many seconds from its beginning."""
+        until = self._began + window
+        self._waits.arm("SETTLED", until)
+        if window > _BEFORE:  # not when it is over: a look at many takes milliseconds
+            self._loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
 
     def _note_exiting(self, *, early: bool) -> None:
         self._children.note_exiting(self._lasts, early=early)

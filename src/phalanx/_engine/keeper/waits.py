@@ -48,12 +48,6 @@ class Waits:
         for event in [event for event in self._due if (state, event) not in lifecycle.TABLE]:
             self._due.pop(event).cancel()
 
-    def arm_settle(self) -> float:
-        """Begin the settle window. Returns when it ends."""
-        until = clock.now() + self.settle
-        self.arm("SETTLED", until)
-        return until
-
     def arm_grace(self) -> None:
         """Begin the grace period, or shorten the one that runs."""
         until = clock.now() + self.grace
