@@ -223,6 +223,7 @@ class Mirror:
         for worker in self.workers.values():
             said = self._said.pop(worker.pid, None)
             if worker.exit is not None and said is not None:
+                worker.leaving = worker.leaving or bool(said.code and worker.asked is None)
                 worker.result, worker.received_fds, worker.sent_evidence = (
                     said.result,
                     said.received_fds,

@@ -147,13 +147,18 @@ class Keeper:
         self._see("STOP_WITH_NOTICE" if self._notice is not None and self._state == "RUNNING" else "STOP")
 
     def _on_leaving(self, pid: int) -> None:
-        """A worker has left its main function by a failure. While it is being stopped, that is none of its own."""
-        worker = self._children.workers.get(pid)
+        """A worker has left its main function by a failure. While it is being stopped, that is none of its own.
+
+        It may have exited since, with whatever code.
+        """
+        rank, _error_file = self._children.error_files.get(pid, (-1, None))
         if self._state == "STARTING":
             self.loop.call(lambda: self._on_leaving(pid))  # when all are started
-        elif worker is not None and self._state in ("RUNNING", "SETTLING"):
-            worker.leaving = True
-            self._connection.send(protocol.failing(worker.rank))
+        elif rank >= 0 and self._state in ("RUNNING", "SETTLING"):
+            self._children.note_leaving(pid)
+            self._all_well = False
+            self._send_exits()
+            self._connection.send(protocol.failing(rank))
             if self._state == "RUNNING":
                 self._see("ONE_LEAVES")
 
