@@ -252,7 +252,7 @@ def test_an_order_to_close_returns_at_once() -> None:
         assert result.outcomes[0].signal_sent == signal.SIGTERM
         group.order_close()
     group.order_close()
-    with pytest.raises(ValueError, match="999 is not a valid Signals"):
+    with pytest.raises(ValueError, match=r"expected a signal, like signal\.SIGTERM or 15, got 999"):
         group.order_close(999)
 
 

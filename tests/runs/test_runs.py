@@ -258,7 +258,7 @@ def test_a_keeper_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None
     run = row(place)["run"]
     assert (run["state"], run["exit_code"]) == ("failed", 1)
     assert run["cause"] in done.err
-    assert [rank["state"] for rank in run["attempts"][0]["ranks"]] == ["lost"]
+    assert [rank["state"] for rank in run["attempts"][0]["ranks"]] == ["stopped"]
 
 
 def test_arguments_that_are_no_text(place: Place) -> None:

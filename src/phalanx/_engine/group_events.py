@@ -167,6 +167,7 @@ def _orphans(attempt: int, now: int, mirror: Mirror, entries: list[tuple[Any, ..
             signal=left.signal_sent, exitcode=left.exitcode,
         )
         for left in map(leftovers.of, entries)
+        if left.pid in workers or left.signal_sent
     ]  # fmt: skip
     beyond = mirror.leftovers_beyond
     return [*swept, kinds.SweptMore(attempt, now, count=beyond)] if beyond else swept

@@ -12,6 +12,7 @@ from functools import partial
 from phalanx._base import channels, clock
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
+from phalanx._base.linux import SIGKILL
 from phalanx._engine import worker_messages
 from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.protocol import ExitReport
@@ -281,12 +282,12 @@ class Mirror:
         count = len(unknown)
         for one in map(leftovers.of, entries):
             worker = unknown.pop(one.pid, None)
-            if worker is None:
+            if worker is None and one.signal_sent:
                 self.leftovers.append(one)
-            elif one.exitcode is not None:
+            elif worker is not None and one.exitcode is not None:
                 worker.exit, worker.exit_ns, worker.order = Exit(one.exitcode), clock.now_ns(), self._exits
-                if one.exitcode == -one.signal_sent:  # else it ended by itself
-                    worker.signalled, worker.signalled_ns = one.signal_sent, worker.exit_ns
+                if one.exitcode == -SIGKILL:  # by the guard, or by the kernel with the keeper; else it ended by itself
+                    worker.signalled, worker.signalled_ns = SIGKILL, worker.exit_ns
                 self._exits += 1
                 worker.ended.open()
         self.leftovers_beyond = max(0, beyond - len(unknown))

@@ -230,8 +230,11 @@ def check_signal(name: str, value: object) -> int:
 
     Raises ValueError if it is none.
     """
-    number = value if isinstance(value, int) else None
-    if number is None or number not in signal.valid_signals():
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is no number raises
+    except TypeError:
+        number = 0
+    if number not in signal.valid_signals():
         msg = f"{name}: expected a signal, like signal.SIGTERM or 15, got {value!r}"
         raise ValueError(msg)
     try:

@@ -64,6 +64,7 @@ class Keeper:
         )
         self._waits = Waits(self.loop, self._see)
         self._orphan_grace = 0.0
+        self._taken_over: dict[int, int] | None = None  # in the keeper's place: the children that ended, and how
         self._ordered = False  # whether the launcher has ordered the end, or died
         self._death_signal: int = signal.SIGTERM
         self._notice: Notice | None = None
@@ -93,7 +94,7 @@ class Keeper:
 
     def take_over(self, keeper: int, status: int, log_writer: int, launcher: int) -> None:
         """Kill all, in the place of a ``keeper`` (a pid) that has ended with ``status``. ``launcher`` is a pidfd."""
-        self._children.forker = keeper
+        self._children.forker, self._taken_over = keeper, {}
         self._last_message = protocol.ended_by_loss("keeper", os.waitstatus_to_exitcode(status))
         if log_writer:
             from phalanx._engine.keeper.rotated_logs import RotatedLogs
@@ -297,6 +298,8 @@ class Keeper:
 
     def _on_reaped(self, pid: int, status: int) -> None:
         """A child that is no worker has been reaped."""
+        if self._taken_over is not None:
+            self._taken_over[pid] = status
         if self._sweep is not None:
             self._sweep.reaped(pid, status)
         if self._logs is None or pid != self._logs.pid:
@@ -370,6 +373,10 @@ class Keeper:
         sent = True
         if self._last_message != _ORPHANED:
             entries, beyond = ([], 0) if self._sweep is None else self._sweep.report()
+            described = {pid for pid, *_ in entries}
+            # Workers among them, whom the launcher knows: the kernel kills them with the keeper (`die_with_parent`).
+            gone = [one for one in (self._taken_over or {}).items() if one[0] not in described]
+            entries += [protocol.Orphan(pid, -1, "", 0.0, 0, status).pack() for pid, status in gone]
             self._connection.orphans(entries, beyond)
             logs = "" if self._logs is None else self._logs.incomplete
             sent = self._connection.send(self._last_message or protocol.ended(self._abandoned[:BATCH], logs))
