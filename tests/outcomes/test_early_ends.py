@@ -12,10 +12,15 @@ import pytest
 from phalanx._base import clock
 from phalanx._outcomes.result import _early
 from phalanx.errors import Outcome
+from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
 from tests.cli.test_run import Launcher
-from tests.support.helpers import wait_gone
+from tests.support.disks import until
+from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.racing_workers import outlives
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
@@ -85,3 +90,39 @@ def test_it_is_said_and_recorded(place: Place, ready: Ready, gate: Gate, fails: 
     first_of_the_rest = min(ranks[0]["ended"], ranks[2]["ended"])
     assert ranks[1]["ended"] + ranks[1]["early"] == pytest.approx(first_of_the_rest, abs=1.0)  # two looks at two clocks
     assert [ranks[0]["early"], ranks[2]["early"]] == [0, 0]
+
+
+class DistStoreError(Exception):
+    """As torch has it."""
+
+
+SERVES = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+GONE = r"rank 0 had ended \d+\.\d s before, and with it what it served \(torch's store, at MASTER_PORT\)"
+
+
+@pytest.mark.parametrize(
+    "error,serves,detail",
+    [
+        (DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//metric"), SERVES, GONE),
+        (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed."), SERVES, GONE),
+        (BrokenPipeError(32, "Broken pipe"), SERVES, GONE),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES, GONE),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, ""),
+        (ConnectionRefusedError(111, "Connection refused"), {"RANK": "0"}, ""),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES | {"RANK": "2"}, ""),
+        (ValueError("loss is nan"), SERVES, ""),
+    ],
+)
+def test_who_loses_a_connection_when_rank_0_has_ended_is_told(
+    gate: Gate, tmp_path: Path, error: Exception, serves: dict[str, str], detail: str
+) -> None:
+    """The store of torch's programs is in rank 0."""
+    args, logs = {rank: (rank, gate.address, error) for rank in (0, 1)}, DefaultLogsSpecs(str(tmp_path))
+    envs = {0: serves, 1: serves | {"RANK": "1"}}
+    with start_processes("late", outlives, args, envs=envs, logs_specs=logs, start_method="fork") as group:
+        until(lambda: set(group.alive) == {1})
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.failures.keys() == {1}
+    assert re.fullmatch(detail, result.failures[1].detail)

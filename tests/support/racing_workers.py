@@ -102,6 +102,12 @@ def loses_its_peer(rank: int, ends: tuple[Any, Any], gate: str) -> None:
     mine.recv()  # EOFError, as soon as the kernel has closed the peer's end
 
 
+def outlives(rank: int, gate: str, error: Exception) -> None:
+    if rank == 1:
+        pass_gate(gate)
+        raise error
+
+
 def raises(rank: int, gate: str) -> None:
     pass_gate(gate)
     raise ValueError(f"rank {rank} fell")

@@ -49,6 +49,9 @@ EARLY_SHARE = 0.1
 _LONGEST_RELEASE = 600_000_000_000  # nanoseconds at the most from a fatal signal to the exit: core dumps are large
 _LEAVING = 1_000_000_000  # nanoseconds at the most between a process's closed connections and its evidence, or its end
 
+_SERVER_GONE = r"^(Dist(Network|Store)Error|ConnectionRefusedError)\b|connection refused"
+"""Messages of exceptions that a server's end may cause beside those: torch's store, and what is connected to anew."""
+
 _LEFT_WELL = "when it was stopped, and then left with code 0"
 
 
@@ -225,11 +228,14 @@ def failures_of(
         logs: The paths of their files.
         envs: Their environments, by rank.
     """
-    return {
+    workers = list(workers)
+    found = {
         worker.rank: (_leaving if worker.exit is None else _own_failure)(worker, logs, envs)
         for worker in workers
         if not worker.ended_well or (worker.asked is not None and worker.result is None)
     }
+    _name_server(found, workers, envs)
+    return found
 
 
 def first_of(workers: Iterable[WorkerRecord], found: Mapping[int, ProcessFailure | None]) -> ProcessFailure | None:
@@ -473,6 +479,30 @@ def _name_disks(failures: dict[int, ProcessFailure], workers: Mapping[int, Worke
             lines = "lines are missing from" if known else "lines may be missing from"
             text = disk.explain(number, folder) + f"; {lines} its logs" * bool(paths)
             failures[rank] = failure.replace(detail="\n".join(filter(None, (failure.detail, text))))
+
+
+def _name_server(
+    found: dict[int, ProcessFailure | None], workers: Iterable[WorkerRecord], envs: Mapping[int, Mapping[str, str]]
+) -> None:
+    """Add to connections that were lost or refused that rank 0 had ended well before, if a store of torch's was in it.
+
+    Under torchrun, the store is the launcher's, and outlives rank 0.
+    """
+    import re
+
+    server = next((worker for worker in workers if envs[worker.rank].get("RANK") == "0" and worker.ended_well), None)
+    if server is None or server.rank in found or "MASTER_PORT" not in envs[server.rank]:
+        return
+    if envs[server.rank].get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    for rank, failure in found.items():
+        if failure is None or failure.evidence_ns is None or server.exit_ns > failure.evidence_ns + _LEAVING:
+            continue
+        if is_cut_off(failure) or re.search(_SERVER_GONE, failure.message, re.IGNORECASE):
+            before = (failure.evidence_ns - server.exit_ns) / clock.NS
+            when = f"had ended {before:.1f} s before" if before >= 0 else "was leaving"
+            text = f"rank 0 {when}, and with it what it served (torch's store, at MASTER_PORT)"
+            found[rank] = failure.replace(detail="\n".join(filter(None, (failure.detail, text))))
 
 
 def _size(path: str) -> int:
