@@ -1,16 +1,22 @@
-"""Builds the command line of a Python interpreter that runs our code: which interpreter, and how it finds Phalanx."""
+"""Builds the command line of a Python interpreter: which one, how it finds Phalanx, how a debugger follows it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from contextlib import nullcontext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from typing import Any
 
 _OURS = sys.executable
+
+FOLLOW_ENV = b"PHALANX_DEBUGGER"
+"""The environment variable with `follow_fork` for a worker that is a fork."""
 
 HINT = "multiprocessing.set_executable() names a Python interpreter"
 
@@ -56,6 +62,34 @@ def command(options: Sequence[str], code: str, before: str = "") -> list[str]:
     first = boot if sys.version_info >= (3, 13) and os.path.exists(boot) else "-c"
     root = os.path.dirname(os.path.dirname(here))
     return [executable(), *options, first, f"import sys;{before}{_PATH.format(root=root)}{code}"]
+
+
+def debugger() -> Any:
+    """The part of pydevd that has replaced `os.fork` and its like, to follow the children of this process; else None."""
+    return sys.modules.get("_pydev_bundle.pydev_monkey") if hasattr(os, "original_fork") else None
+
+
+def followed(argv: Sequence[bytes]) -> list[bytes]:
+    """Add to a worker's command line what this process's debugger (debugpy, PyCharm's) adds to those of its children.
+
+    A Python connects to the debugger then, as a child of this process, before anything else.
+    """
+    patch = getattr(debugger(), "patch_args", None)
+    return list(argv) if patch is None else [os.fsencode(part) for part in patch([os.fsdecode(part) for part in argv])]
+
+
+def follow_fork() -> str:
+    """The code by which a fork, or a fork of a fork, connects to this process's debugger; "" without one."""
+    return os.fsdecode(followed([b"python", b"-c", b""])[-1])
+
+
+def unfollowed() -> AbstractContextManager[object]:
+    """In this context the debugger follows nothing that is started: guard, keeper and fork server are not debugged.
+
+    They run no code of the user's, have no thread to spare for a debugger, and must never be held by one.
+    """
+    skip: Any = getattr(debugger(), "skip_subprocess_arg_patch", nullcontext)
+    return skip()  # type: ignore[no-any-return]
 
 
 def folder_of(name: str) -> str:

@@ -49,9 +49,14 @@ class KeeperClient:
             command = interpreter.command(flags, f"from phalanx._engine.keeper.guard import main;main({fd})")
             self.executable = command[0]
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=self.marked.environment()
-            )
+            with interpreter.unfollowed():
+                self._popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[fd],
+                    start_new_session=True,
+                    env=self.marked.environment(),
+                )
             self._hold(self._popen.pid)
         except BaseException:
             self.channel.close()
@@ -73,13 +78,16 @@ class KeeperClient:
                 stream.flush()
         theirs = self._connect()
         try:
-            pid = os.fork()
+            with interpreter.unfollowed():
+                pid = os.fork()
         except BaseException:
             self.channel.close()
             theirs.close()
             raise
         if pid == 0:
             try:
+                if interpreter.debugger() is not None:
+                    sys.settrace(None)  # it traces the thread that forks
                 self.channel.close()
                 forget()
                 os.setsid()

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _KINDS = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}
+_PREPARATION = (
+    *("log_to_stderr", "log_level", "authkey", "name", "sys_path", "sys_argv", "orig_dir", "dir", "start_method"),
+    *("init_main_from_name", "init_main_from_path"),
+)
+"""The keys of what `multiprocessing.spawn.get_preparation_data` returns: our workers have these otherwise."""
+
 _INT = 4
 
 State = tuple[str, tuple[int, ...], str, str, int, bytes, bool, "int | None", bool]
@@ -53,6 +59,20 @@ class ChildIdentities:
     def name(self, rank: int) -> str:
         """The name of one worker, like ``"SpawnProcess-1"``."""
         return f"{_KINDS[self.method]}-{':'.join(map(str, self._identities[rank]))}"
+
+
+def prepared_by_others() -> bytes:
+    """What others have added to what `multiprocessing` sends its children first, pickled; b"" if nobody has.
+
+    coverage.py adds an object that acts as it is unpickled.
+    """
+    spawn = loaded("multiprocessing.spawn")
+    prepare: Any = getattr(spawn, "get_preparation_data", None)
+    if spawn is None or prepare is None or prepare.__module__ == spawn.__name__:
+        return b""
+    import pickle
+
+    return pickle.dumps([value for key, value in prepare("").items() if key not in _PREPARATION])
 
 
 def resource_tracker() -> int | None:

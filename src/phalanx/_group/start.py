@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import partial
 
-from phalanx._base import interrupts, linux
+from phalanx._base import interpreter, interrupts, linux
+from phalanx._base.interpreter import FOLLOW_ENV
 from phalanx._base.stderr import warn
 from phalanx._engine import host_signals, main_module, protocol
 from phalanx._engine.supervisor import Supervisor
@@ -328,7 +329,14 @@ class GroupStart(ABC):
         """What to start for each rank, and the descriptors of what is read."""
         files = {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
         places = {rank: number for number, rank in enumerate(files, 1 + len(plan.fds))}
-        return [self._spec(rank, *command, places) for rank, command in plan.commands.items()], [*files.values()]
+        specs = [self._spec(rank, *command, places) for rank, command in plan.commands.items()]
+        follow = os.fsencode(interpreter.follow_fork()) if plan.fork else b""
+        for spec in specs:
+            if follow:
+                spec.env[FOLLOW_ENV] = follow
+            elif not plan.fork:
+                spec.argv = interpreter.followed(spec.argv)
+        return specs, [*files.values()]
 
     def _spec(
         self, rank: int, path: str, argv: list[bytes], fds: list[int], places: Mapping[int, int]

@@ -105,6 +105,7 @@ def pack(
         for of_rank in numbers.values():
             of_rank.append(len(passed) - 1)
     index["fds"] = numbers
+    index["prepared"] = mp_parent.prepared_by_others()
     fds, fd_indices = _without_duplicates(passed, numbers)
     memfd = sealed_memfd.new("phalanx-payload")
     try:

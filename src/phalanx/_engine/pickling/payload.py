@@ -66,6 +66,11 @@ class Payload:
         tracker = self.index.get("tracker", -1)
         return self._received.take(tracker) if tracker in by_number else None
 
+    def prepare(self) -> None:
+        """Unpickle what others than `multiprocessing` have its children unpickle before all else."""
+        if self.index["prepared"]:
+            pickle.loads(self.index["prepared"])
+
     def load(self, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Unpickle the function and the arguments of ``rank``. Raises whatever unpickling raises."""
         data = io.BytesIO(b"".join(self._read(extent) for extent in self.index["parts"][rank]))

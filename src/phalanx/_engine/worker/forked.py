@@ -10,6 +10,7 @@ import os
 import sys
 
 from phalanx._base import linux, std_streams
+from phalanx._base.interpreter import FOLLOW_ENV
 from phalanx._engine.worker.function import REPORT, SIGINT, ThisWorker, recorded, run_call, run_payload, shown_exit_code
 from phalanx._engine.worker.mp_child import Child
 from phalanx._evidence.describe import describe
@@ -45,7 +46,14 @@ def serve_script(argv: list[bytes], fds: list[int]) -> None:
     if handler is not None and handler.is_enabled():
         handler.disable()
         handler.enable(2)
-    _end_interpreter(_exit_code_of(lambda: script.run(fds[REPORT])))
+    _end_interpreter(_exit_code_of(lambda: (_let_debugger_follow(), script.run(fds[REPORT]))))
+
+
+def _let_debugger_follow() -> None:
+    """Connect to the launcher's debugger, if it has one, see `interpreter.follow_fork`."""
+    code = os.environ.pop(os.fsdecode(FOLLOW_ENV), "")
+    if code:
+        exec(code, {})  # noqa: S102 - the debugger's
 
 
 def _reseed_generators() -> None:
@@ -61,7 +69,7 @@ def _reseed_generators() -> None:
         generator.seed()
 
 
-def _exit_code_of(program: Callable[[], None]) -> int:
+def _exit_code_of(program: Callable[[], object]) -> int:
     """Run a program that prints its own failure. Returns its exit code; -SIGINT if it was interrupted."""
     try:
         program()
@@ -135,6 +143,7 @@ def _as_own_interpreter(run: Callable[[], int]) -> int:
     # As by -u, with which the launcher's streams were made, or by the environment.
     unbuffered = getattr(sys.__stdout__, "write_through", False) or bool(os.environ.get("PYTHONUNBUFFERED"))
     std_streams.reopen(unbuffered=unbuffered)
+    _let_debugger_follow()
     return run()
 
 

@@ -79,6 +79,7 @@ def run_payload(rank: int, fds: list[int], *, forked: bool) -> int:
     child = Child(index["children"][rank], rank, fds[REPORT], forked=forked)
     sys.path[:] = index["path"]
     sys.argv[:] = index["argv"]
+    payload.prepare()
     child.tracker = payload.take(rank)
     child.environment = index["envs"].get(rank, {})
 
@@ -104,7 +105,7 @@ def run_call(load: Callable[[], Call], child: Child, *, numbered: bool) -> int:
     _begin(child)
     child.begin()
     try:
-        return _call(load, child, numbered=numbered)
+        return child.run(lambda: _call(load, child, numbered=numbered))
     finally:
         child.end()
 
