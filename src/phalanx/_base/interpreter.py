@@ -65,7 +65,7 @@ def command(options: Sequence[str], code: str, before: str = "") -> list[str]:
 
 
 def debugger() -> Any:
-    """The part of pydevd that has replaced `os.fork` and its like, to follow the children of this process; else None."""
+    """The part of pydevd that has replaced `os.fork` and its like, to follow this process's children; else None."""
     return sys.modules.get("_pydev_bundle.pydev_monkey") if hasattr(os, "original_fork") else None
 
 

@@ -46,7 +46,8 @@ def serve_script(argv: list[bytes], fds: list[int]) -> None:
     if handler is not None and handler.is_enabled():
         handler.disable()
         handler.enable(2)
-    _end_interpreter(_exit_code_of(lambda: (_let_debugger_follow(), script.run(fds[REPORT]))))
+    _let_debugger_follow()
+    _end_interpreter(_exit_code_of(lambda: script.run(fds[REPORT])))
 
 
 def _let_debugger_follow() -> None:
@@ -69,7 +70,7 @@ def _reseed_generators() -> None:
         generator.seed()
 
 
-def _exit_code_of(program: Callable[[], object]) -> int:
+def _exit_code_of(program: Callable[[], None]) -> int:
     """Run a program that prints its own failure. Returns its exit code; -SIGINT if it was interrupted."""
     try:
         program()
