@@ -28,7 +28,7 @@ from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import Std
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1357,7 +1357,8 @@ def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(pla
     argv = ["-m", "job"] if as_module else ["job.py"]
     done = place.run("--max-restarts", 1, *argv)
     assert done.status == 1
-    assert ("No module named job" if as_module else "'job.py'") in done.err
+    missing = "No module named job" if as_module else "can't find '__main__' module in 'job.py'"
+    assert f"exited with code 1; stderr ends with: {PYTHON}: {missing}\n" in done.err
     assert "[Errno 2] No such file or directory\n" not in done.err
 
 

@@ -168,7 +168,8 @@ def _details(find: Any, *names: str) -> Any:
     try:
         return find(*names, runpy._Error)  # type: ignore[attr-defined]  # as below
     except runpy._Error as error:  # type: ignore[attr-defined]  # typeshed hides it
-        sys.exit("{}: {}".format(sys.executable, error))
+        msg = "{}: {}".format(sys.executable, error)
+        raise SystemExit(msg) from None  # else the report would name runpy's private exception as handled
 
 
 def _under(namespace: dict[str, Any], spec: Any, code: CodeType) -> CodeType:
