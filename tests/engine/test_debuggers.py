@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.long, pytest.mark.each_python]
 
 _SCRIPT = """\
-    import os, sys
+    import os, sys, time
     rank = int(os.environ["RANK"])
     print(rank)  # the breakpoint
     assert "PHALANX_DEBUGGER" not in os.environ
+    open(f"{__file__}.{rank}", "w").close()
+    while not all(os.path.exists(f"{__file__}.{each}") for each in range(2)):
+        time.sleep(0.01)
     sys.exit(3 if sys.argv[1:] == [str(rank)] else 0)
 """
 _FUNCTION = """\

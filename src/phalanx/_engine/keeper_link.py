@@ -238,11 +238,11 @@ class KeeperLink:
     def _locate_failing(self) -> None:
         """Find out where those are that have failed and do not exit, before they are killed."""
 
-        def note(found: dict[int, str]) -> None:
+        def keep(found: dict[int, str]) -> None:
             for rank, where in found.items():
                 self._mirror.workers[rank].where = where
 
-        self._locate(partial(self._mirror.not_exited, well=False), note)
+        self._locate(partial(self._mirror.not_exited, well=False), keep)
 
     def _report_late(self) -> None:
         """Announce who has left its main function and does not exit, which may be intended."""

@@ -256,7 +256,7 @@ class Mirror:
             worker.signalled = number
 
     def leaving(self, rank: int) -> None:
-        """Note that a worker has failed which has not exited: its failure has left its main function."""
+        """Keep that a worker has failed: its failure has left its main function. It may not have exited."""
         self.workers[rank].leaving = True
 
     def not_exited(self, *, well: bool) -> dict[int, int]:
@@ -271,9 +271,9 @@ class Mirror:
             self.workers[rank].noticed, self.workers[rank].noticed_ns = number, moment
 
     def left_behind(self, entries: list[tuple[Any, ...]], beyond: int) -> bool:
-        """Note processes that workers left behind and the keeper ended.
+        """Keep the processes that workers left behind and the keeper ended.
 
-        To a guard, which has taken a keeper's place, workers are such processes, too: what is said of them is their
+        To a guard, which has taken a keeper's place, workers are such processes, too: what is reported of one is its
         exit. Returns whether there were any.
         """
         from phalanx._engine import leftovers
@@ -290,8 +290,9 @@ class Mirror:
                     worker.signalled, worker.signalled_ns = SIGKILL, worker.exit_ns
                 self._exits += 1
                 worker.ended.open()
-        self.leftovers_beyond = max(0, beyond - len(unknown))
-        return len(unknown) < count
+        is_guards = len(unknown) < count
+        self.leftovers_beyond = max(0, beyond - len(unknown)) if is_guards else beyond
+        return is_guards
 
     def abandoned(self, left: list[tuple[int, str, str]], seconds: float) -> None:
         """Note that the keeper waits no more for workers that have not exited ``seconds`` after SIGKILL.

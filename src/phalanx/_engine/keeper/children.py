@@ -97,8 +97,8 @@ class Children:
         """Return the open descriptors."""
         return [worker.pidfd for worker in self.workers.values() if worker.pidfd >= 0]
 
-    def note_leaving(self, pid: int) -> None:
-        """Note that a worker, if it has not exited, has failed, and left its main function."""
+    def mark_leaving(self, pid: int) -> None:
+        """Mark a worker that has failed and left its main function, unless it has exited."""
         if pid in self.workers:
             self.workers[pid].leaving = True
 

@@ -156,7 +156,7 @@ class Keeper:
         if self._state == "STARTING":
             self.loop.call(lambda: self._on_leaving(pid))  # when all are started
         elif rank >= 0 and self._state in ("RUNNING", "SETTLING"):
-            self._children.note_leaving(pid)
+            self._children.mark_leaving(pid)
             self._all_well = False
             self._send_exits()
             self._connection.send(protocol.failing(rank))
