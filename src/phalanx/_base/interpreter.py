@@ -89,7 +89,7 @@ def unfollowed() -> AbstractContextManager[object]:
     They run no code of the user's, have no thread to spare for a debugger, and must never be held by one.
     """
     skip: Any = getattr(debugger(), "skip_subprocess_arg_patch", nullcontext)
-    return skip()  # type: ignore[no-any-return]
+    return skip()  # type: ignore[no-any-return]  # pydevd has no types
 
 
 def folder_of(name: str) -> str:
