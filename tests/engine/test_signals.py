@@ -27,6 +27,8 @@ from tests.support.workers import run_script
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.helpers import Gate, Ready
+
 pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
 
 
@@ -109,16 +111,38 @@ def test_a_group_is_not_a_forks_to_close_nor_to_wait_for() -> None:
 # --- twice
 
 
-def test_the_same_request_does_not_cut_short_what_the_first_has_brought_about() -> None:
+def test_the_same_request_does_not_cut_short_what_the_first_has_brought_about(
+    ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `timeout` sends SIGTERM, and a closing terminal SIGHUP: twice within a moment."""
-    with start_processes("g", "sh", ("-c", "trap 'sleep 0.3; exit 7' TERM; echo; sleep 600 & wait"), nprocs=1) as group:
+    monkeypatch.setattr(host_signals, "_APART", 3600.0)  # however busy the machine is
+    code = f"""
+import signal, sys, time
+def save(*_):
+    {ready.python("'saves'")}
+    {gate.python()}
+    sys.exit(7)
+signal.signal(signal.SIGTERM, save)
+{ready.python("'up'")}
+time.sleep(600)
+"""
+
+    def again() -> None:
+        assert ready.wait() == ["saves"]
+        os.kill(os.getpid(), signal.SIGHUP)
+        gate.open()
+
+    with start_processes("g", sys.executable, ("-c", code), nprocs=1) as group:
+        assert ready.wait() == ["up"]
         with pytest.raises(SignalException):
             signal.raise_signal(signal.SIGTERM)
-        again = threading.Timer(0.04, os.kill, (os.getpid(), signal.SIGHUP))
-        again.start()
+        sending = threading.Thread(target=again)
+        sending.start()
         group.close()
-        again.join()
-        assert not group.is_open
+        sending.join()
+        result = group.wait()
+    assert result is not None
+    assert result.outcomes[0].exitcode == 7
 
 
 def test_a_further_request_is_one() -> None:
