@@ -224,7 +224,7 @@ def signals_when(ready: Ready) -> None:
 
 
 def test_a_second_signal_kills(ready: Ready) -> None:
-    team = shells(tells(ready, "trap '' TERM; echo; sleep 600 & wait"))
+    team = shells(f"trap '' TERM; {tells(ready, SLEEPS)}")
 
     def again() -> None:
         let_a_request_pass()

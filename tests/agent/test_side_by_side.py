@@ -310,7 +310,7 @@ def tells(ready: Ready, then: str) -> str:
 
 
 def test_a_signal_stops_all_within_one_grace_and_a_second_kills(ready: Ready) -> None:
-    teams = [shell_team(tells(ready, "trap '' TERM; echo; sleep 600 & wait")) for _ in range(3)]
+    teams = [shell_team(f"trap '' TERM; {tells(ready, 'sleep 600 & wait')}") for _ in range(3)]
     pids: list[int] = []
     sent: list[object] = []
 
