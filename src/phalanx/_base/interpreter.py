@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OURS = sys.executable
 
-FOLLOW_ENV = b"PHALANX_DEBUGGER"
+FOLLOW_ENV = "PHALANX_DEBUGGER"
 """The environment variable with `follow_fork` for a worker that is a fork."""
 
 HINT = "multiprocessing.set_executable() names a Python interpreter"

@@ -333,7 +333,7 @@ class GroupStart(ABC):
         follow = os.fsencode(interpreter.follow_fork()) if plan.fork else b""
         for spec in specs:
             if follow:
-                spec.env[FOLLOW_ENV] = follow
+                spec.env[os.fsencode(FOLLOW_ENV)] = follow
             elif not plan.fork:
                 spec.argv = interpreter.followed(spec.argv)
         return specs, [*files.values()]

@@ -52,7 +52,7 @@ def serve_script(argv: list[bytes], fds: list[int]) -> None:
 
 def _let_debugger_follow() -> None:
     """Connect to the launcher's debugger, if it has one, see `interpreter.follow_fork`."""
-    code = os.environ.pop(os.fsdecode(FOLLOW_ENV), "")
+    code = os.environ.pop(FOLLOW_ENV, "")
     if code:
         exec(code, {})  # noqa: S102 - the debugger's
 
