@@ -287,7 +287,7 @@ def test_a_process_that_is_stopped_in_its_teardown_has_raised_before() -> None:
     """Its signal is ours, and tells nothing."""
     failed = multiprocessing.get_context("spawn").Event()
     with pytest.raises(mp.ProcessRaisedException, match="in rank 0") as caught:
-        mp.spawn(spawned.fail_one_after_the_other, (failed,), 3)
+        mp.spawn(spawned.fail_one_after_the_other, (failed,), 3, grace=0.2)
     assert caught.value.error_index == 0
     # On a busy machine, process 1 is stopped before it has failed.
     text = str(caught.value).replace("-- Process 1 raised ValueError: because of rank 0\n", "")
