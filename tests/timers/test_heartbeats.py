@@ -170,7 +170,7 @@ def test_what_outlasts_a_script(way: str, code: int, ready: Ready, gate: Gate, t
 
 # --- none at all
 
-UNWATCHED = "phalanx: no rank has called phalanx.timer.beat() in 0.2s: the hang timeout watches nothing\n"
+UNWATCHED = "phalanx: local {} not called phalanx.timer.beat() in 0.2s: the hang timeout does not watch {}\n"
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_program_that_never_sends_one_is_not_watched_which_is_announced(gate: 
     argv = (*RUN, "--hang-timeout", "0.2", "--log-dir", str(tmp_path), str(script))
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stderr is not None
-        assert UNWATCHED in iter(launcher.stderr.readline, "")
+        assert UNWATCHED.format("rank 0 has", "it") in iter(launcher.stderr.readline, "")
         gate.open()
         assert launcher.stderr.read() == ""
     assert launcher.returncode == 0
@@ -192,4 +192,19 @@ def test_nothing_of_that_kind_is_announced_where_one_has_come(tmp_path: Path) ->
     script.write_text("import time\nfrom phalanx.timer import beat, rest\nbeat()\nwith rest(): time.sleep(0.6)")
     argv = (*RUN, "--hang-timeout", "0.5", "--log-dir", str(tmp_path), str(script))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
-    assert "no rank has called" not in done.stderr
+    assert "not called" not in done.stderr
+
+
+@pytest.mark.slow
+def test_workers_in_groups_of_their_own_are_named_one_by_one(gate: Gate, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(gate.python())
+    options = ("--nproc-per-node", "2", "--restart", "worker", "--max-restarts", "1")
+    argv = (*RUN, *options, "--hang-timeout", "0.2", "--log-dir", str(tmp_path), str(script))
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        named = (line for line in launcher.stderr if "timer.beat()" in line)
+        lines = sorted((next(named), next(named)))
+        gate.open(2)
+        assert [*named] == []
+    assert lines == [UNWATCHED.format(f"rank {rank} has", "it") for rank in (0, 1)]

@@ -147,9 +147,11 @@ class HangReporter:
     def show_unwatched(self) -> None:
         """Show that no heartbeat has come, if none has: the first one arms the watch over its rank."""
         if not self.table.has_beaten():
+            ranks = self._error_files  # of this machine, and of this group: each worker may have one of its own
+            have, them = ("has", "it") if len(ranks) == 1 else ("have", "them")
             self._show(
-                f"no rank has called phalanx.timer.beat() in {format_duration(self.hang_timeout or 0.0)}: "
-                "the hang timeout watches nothing"
+                f"local {name_ranks(ranks)} {have} not called phalanx.timer.beat() in "
+                f"{format_duration(self.hang_timeout or 0.0)}: the hang timeout does not watch {them}"
             )
 
     def hurry(self) -> None:
