@@ -43,6 +43,7 @@ from tests.support.racing_workers import (
     one_has_handled,
     part,
     raises,
+    return_and_stay,
     serve_and_leave,
     slow_part,
     waits,
@@ -676,6 +677,18 @@ def test_who_has_returned_and_does_not_exit_is_announced_and_left_alone(
     assert len(caplog.messages) == 1
     line = "rank 0 has returned from its main function, but has not exited yet"
     assert re.fullmatch(rf"{line}(: in _shutdown \(threading.py:\d+\))?", caplog.messages[0])
+
+
+@pytest.mark.slow
+def test_who_returns_later_is_announced_later_and_nobody_twice(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper_link, "LATE", 0.2)
+    with start_processes("stays", return_and_stay, {0: ("",), 1: (gate.address,)}, start_method="fork"):
+        until(lambda: len(caplog.messages) == 1)
+        gate.open()
+        until(lambda: len(caplog.messages) == 2)
+    assert [line[:20] for line in caplog.messages] == ["rank 0 has returned ", "rank 1 has returned "]
 
 
 def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:

@@ -182,6 +182,13 @@ def fail_and_stay(rank: int, how: str, done: str = "") -> None:
     exec(STAYS, {"__name__": "stays"})  # noqa: S102 - the program above
 
 
+def return_and_stay(gate: str) -> None:
+    """Return once this gate, if any, is open, and stay, as a thread does."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    if gate:
+        pass_gate(gate)
+
+
 def fail_below() -> str:
     """Have a fork fail as the worker would, which goes on and succeeds."""
     pid = os.fork()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from phalanx._timers.hang_reporter import HangReporter
 
 LATE = 30.0
-"""Seconds from the first return of a main function until it is announced which workers have not exited since."""
+"""Seconds from the return of a main function until it is announced that its worker has not exited since."""
 
 _RETURNED = "have returned from their main functions, but have"
 
@@ -97,7 +97,7 @@ class KeeperLink:
         self._running = running
         self._received = 0  # messages
         self._was_up = False
-        self._expects_exits = False  # of workers that have left their main function well
+        self._returned: dict[int, float] = {}  # when workers have left their main function well, by pid
         self._killed_by_loss = False  # a helper was lost before anything else had ended the group
 
     @property
@@ -231,9 +231,10 @@ class KeeperLink:
             return
         if code:
             self.send(protocol.leaving(pid))
-        elif not self._expects_exits:
-            self._expects_exits = True
-            self._loop.after(LATE, self._report_late)
+        else:
+            self._returned[pid] = clock.now()
+            if len(self._returned) == 1:
+                self._loop.after(LATE, self._report_late)
 
     def _locate_failing(self) -> None:
         """Find out where those are that have failed and do not exit, before they are killed."""
@@ -246,11 +247,18 @@ class KeeperLink:
 
     def _report_late(self) -> None:
         """Announce who has left its main function and does not exit, which may be intended."""
-        self._expects_exits = False
-        late = partial(self._mirror.not_exited, well=True)
-        ranks = late()
+        now = clock.now()
+        due = {pid for pid, moment in self._returned.items() if moment <= now - 0.9 * LATE}  # one line for all of these
+        for pid in due:
+            del self._returned[pid]
+        if self._returned:
+            self._loop.after(min(self._returned.values()) + LATE - now, self._report_late)
+
+        def late() -> dict[int, int]:
+            return {rank: pid for rank, pid in self._mirror.not_exited(well=True).items() if pid in due}
 
         def announce(found: dict[int, str]) -> None:
+            ranks = late()
             for where in sorted({found.get(rank, "") for rank in ranks}):
                 there = [rank for rank in ranks if found.get(rank, "") == where]
                 returned = "has returned from its main function, but has" if len(there) == 1 else _RETURNED
