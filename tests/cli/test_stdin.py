@@ -303,6 +303,25 @@ def test_each_attempt_of_a_run_in_the_foreground_reads_the_terminal(shell: Shell
 
 
 @pytest.mark.slow
+def test_a_debugger_that_follows_an_exception_has_all_the_time_of_its_user(shell: Shell, place: Place) -> None:
+    script = place.write("""
+        import pdb, sys, time
+        def debug(kind, error, trace):
+            time.sleep(0.5)  # longer than it takes to kill a rank that has failed and does not exit
+            pdb.post_mortem(trace)
+        sys.excepthook = debug
+        loss = 41
+        raise ValueError("loss is nan")
+        """)
+    shell.run("--settle", "0", "--grace", "0", script)
+    shell.until("(Pdb)")
+    shell.type("p loss + 1\n")
+    shell.until("42")
+    shell.type("q\n")
+    assert "error     : ValueError: loss is nan" in shell.until("code 1")
+
+
+@pytest.mark.slow
 def test_the_terminal_has_its_modes_again_when_a_worker_was_killed(shell: Shell, place: Place) -> None:
     """As at a prompt for a password. A shell does so for its own processes."""
     shell.run(place.write("import os, signal, tty; tty.setraw(0); os.kill(os.getpid(), signal.SIGKILL)"))

@@ -90,8 +90,14 @@ def run(fd: int) -> None:
     _strip(failure)
     if not record(failure, path, left=True):
         report.send_evidence(*describe(failure), moment, refused(path))
-    report.send_leaving(1)  # before the user's excepthook, which may take any time
-    _show(failure)
+    at_terminal = os.isatty(0)  # the user's excepthook may be a debugger, then, and wait for its user
+    if not at_terminal:
+        report.send_leaving(1)  # else before the hook, which may take any time
+    try:
+        _show(failure)
+    finally:
+        if at_terminal:
+            report.send_leaving(1)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
 
