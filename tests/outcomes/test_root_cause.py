@@ -608,15 +608,24 @@ def test_who_has_failed_and_does_not_exit_is_the_cause_and_holds_up_nobody(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["script", "fork"])
 def test_it_is_found_where_it_stays(tmp_path: Path, kind: str) -> None:
-    with staying(tmp_path, kind, "thread", settle=0.1, grace=3.0) as group:
+    exits: list[dict[str, Any]] = []
+
+    def observe(event: dict[str, Any]) -> None:
+        exits.extend([event] if event["name"] == "worker.exited" else [])
+
+    with staying(tmp_path, kind, "thread", settle=0.1, grace=3.0, on_event=observe) as group:
         result = group.wait(TIMEOUT)
     assert result is not None
     assert "exception, in _shutdown (threading.py:" in result.failures[1].detail
+    assert {event["rank"]: (event["state"], event["signal_sent"]) for event in exits} == {
+        0: ("stopped", signal.SIGTERM),
+        1: ("failed", signal.SIGKILL),
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["script", "spawn"])
-def test_a_group_of_one_that_has_failed_and_does_not_exit(tmp_path: Path, kind: str) -> None:
+def test_a_group_of_one_that_does_not_exit_ends_as_well(tmp_path: Path, kind: str) -> None:
     with staying(tmp_path, kind, "thread", 1, settle=0.1, grace=0.2) as group:
         result = group.wait(TIMEOUT)
     assert result is not None

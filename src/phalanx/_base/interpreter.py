@@ -9,7 +9,8 @@ from contextlib import nullcontext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import subprocess
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import Any
 
@@ -90,6 +91,19 @@ def unfollowed() -> AbstractContextManager[object]:
     """
     skip: Any = getattr(debugger(), "skip_subprocess_arg_patch", nullcontext)
     return skip()  # type: ignore[no-any-return]  # pydevd has no types
+
+
+def start_helper(
+    command: Sequence[str], fd: int, env: Mapping[str, str] | Mapping[bytes, bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a helper process of ours that inherits ``fd``, and that no debugger follows. Raises OSError.
+
+    It has a session of its own: a Ctrl-C at the terminal is for the launcher.
+    """
+    import subprocess
+
+    with unfollowed():
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=env)
 
 
 def folder_of(name: str) -> str:

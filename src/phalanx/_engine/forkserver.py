@@ -102,15 +102,7 @@ class ForkServer:
             fd = theirs.fileno()
             code = f"from phalanx._engine.forked.main import main;main({fd},path)"
             command = interpreter.command(self._flags, code, "path=sys.path[:];")
-            # A session of its own: a Ctrl-C at the terminal is for the launcher.
-            with interpreter.unfollowed():
-                self._popen = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[fd],
-                    start_new_session=True,
-                    env={**os.environ, **self._env},
-                )
+            self._popen = interpreter.start_helper(command, fd, {**os.environ, **self._env})
             self._channel = channels.Channel(ours)
             # A process that an import has started may hold the socket, and keep EOF from coming.
             self._pidfd = _pidfd(self._popen.pid)

@@ -134,7 +134,7 @@ def _exited(attempt: int, worker: WorkerRecord) -> Event:
         worker.exit_ns,
         rank=worker.rank,
         pid=worker.pid,
-        state="stopped" if worker.asked is not None else "failed" if worker.failed else "succeeded",
+        state="failed" if worker.failed else "stopped" if worker.asked is not None else "succeeded",
         how=worker.exit.description,
         exitcode=worker.exit.returncode,
         signal_sent=worker.signalled,

@@ -6,7 +6,6 @@ Owns their processes and the socket to them. Does not know when a group should s
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from phalanx._engine.protocol import GUARD_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from _socket import socket
     from collections.abc import Callable, Sequence
 
@@ -48,15 +48,7 @@ class KeeperClient:
             fd = theirs.fileno()
             command = interpreter.command(flags, f"from phalanx._engine.keeper.guard import main;main({fd})")
             self.executable = command[0]
-            # A session of its own: a Ctrl-C at the terminal is for the launcher.
-            with interpreter.unfollowed():
-                self._popen = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[fd],
-                    start_new_session=True,
-                    env=self.marked.environment(),
-                )
+            self._popen = interpreter.start_helper(command, fd, self.marked.environment())
             self._hold(self._popen.pid)
         except BaseException:
             self.channel.close()
