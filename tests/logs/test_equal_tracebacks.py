@@ -476,6 +476,23 @@ def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:
     assert prefixes in (["[0]", "[1-2]"], ["[0-1]", "[2]"], ["[0,2]", "[1]"], ["[0-2]"])
 
 
+def test_what_a_hidden_rank_writes_on_its_way_out_is_shown(place: Place) -> None:
+    script = place.write("""
+        import atexit, os, sys, time
+        def leave():
+            time.sleep(0.5)  # its failure is known by then
+            print("the last word", file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            atexit.register(leave)
+            raise ValueError("it fails")
+        time.sleep(60)
+        """)
+    done = place.run("--nproc-per-node", 2, "--ranks", 0, script)
+    lines = [line for line in done.err[: done.err.index("=====")].splitlines() if line.startswith("[1] ")]
+    assert lines[0] == "[1] Traceback (most recent call last):"
+    assert lines[-2:] == ["[1] ValueError: it fails", "[1] the last word"]
+
+
 def test_in_json_each_rank_has_its_own(place: Place) -> None:
     script = place.write("import sys; print('Traceback (most recent call last):', file=sys.stderr)")
     done = place.run("--nproc-per-node", 2, "--log-format", "json", script)

@@ -221,8 +221,7 @@ class KeeperLink:
         self.on_thread(look)
 
     def _on_failing(self, rank: int) -> None:
-        self._mirror.leaving(rank)
-        self._display.reveal(rank)
+        self._mirror.leaving(rank)  # its lines are revealed at its exit: it has still to print its traceback
         self._judge(self._mirror.workers[rank])
 
     def on_leaving(self, pid: int, code: int) -> None:
