@@ -58,6 +58,7 @@ class Launcher:
         settings.setdefault("stderr", subprocess.PIPE)
         settings.setdefault("stdin", subprocess.DEVNULL)
         self.process = subprocess.Popen(argv, **settings)
+        self._read = {"stdout": b"", "stderr": b""}  # and not returned
 
     def __enter__(self) -> Self:
         return self
@@ -71,19 +72,24 @@ class Launcher:
         self.process.send_signal(number)
 
     def read_until(self, text: str, stream: str = "stderr") -> str:
-        """What the launcher shows up to and with `text`."""
+        """What the launcher shows up to the line with `text`. What comes behind that line is left to others."""
         pipe = getattr(self.process, stream)
-        return read_until(pipe.fileno(), text)
+        shown = read_until(pipe.fileno(), text, before=self._read[stream]).encode()
+        line_end = shown.find(b"\n", shown.find(text.encode()))
+        end = line_end + 1 if line_end >= 0 and text.encode() in shown else len(shown)
+        self._read[stream] = shown[end:]
+        return shown[:end].decode()
 
     def end(self) -> Done:
         out, err = self.process.communicate(timeout=LIMIT)
-        return Done(self.process.returncode, (out or b"").decode(), (err or b"").decode())
+        out, err = self._read["stdout"] + (out or b""), self._read["stderr"] + (err or b"")
+        return Done(self.process.returncode, out.decode(), err.decode())
 
 
-def read_until(fd: int, text: str, timeout: float = TIMEOUT) -> str:
-    """Read a descriptor until `text` has come, or the end; unbuffered, so that nothing behind it is lost."""
+def read_until(fd: int, text: str, timeout: float = TIMEOUT, before: bytes = b"") -> str:
+    """Read a descriptor until `text` has come, or the end. What comes with it is read, and returned, too."""
     deadline = time.monotonic() + timeout
-    data = b""
+    data = before
     while text.encode() not in data:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"no {text!r} within {timeout} s: {data!r}"
