@@ -41,7 +41,7 @@ def source() -> Source | None:
     file; and for the ``__main__`` of a package, a folder or a zip file, which is a program without a guard.
     """
     main = sys.modules.get("__main__")
-    if main is None or hasattr(sys, "ps1"):
+    if main is None or hasattr(sys, "ps1") or _runs_in_marimo():
         return None
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None:
@@ -54,6 +54,12 @@ def source() -> Source | None:
         path = os.path.join(getattr(process, "ORIGINAL_DIR", None) or os.getcwd(), path)
     path = os.path.normpath(path)
     return ("path", path) if os.path.isfile(path) else None  # not /dev/fd/63
+
+
+def _runs_in_marimo() -> bool:
+    """Whether this is a cell of marimo's, whose names are not those of the file: in its editor, or `python file`."""
+    meta = getattr(sys.modules.get("marimo"), "app_meta", None)
+    return meta is not None and getattr(meta(), "mode", None) is not None
 
 
 def finds(obj: object, names: Mapping[str, object] | None = None) -> bool:

@@ -21,6 +21,7 @@ import types
 from phalanx._engine.main_module import NAMES
 from phalanx._engine.pickling.picklers import (
     PROTOCOL,
+    OnPath,
     importable_by,
     line_of,
     received,
@@ -100,6 +101,7 @@ class _PicklerByValue:
 
     def prepare(self, importable: Callable[[object], bool], sent: list[object] | None) -> None:
         self._importable = importable
+        self._modules = OnPath()
         self._returns = sent is None
         self._sent: list[object] = [] if sent is None else sent
         self._numbers = {id(obj): number for number, obj in enumerate(self._sent)}
@@ -152,7 +154,9 @@ class _PicklerByValue:
         if main and self._importable(obj):
             return NotImplemented
         reduced = super().reducer_override(obj)  # type: ignore[misc]  # the class that `make` builds has it
-        if reduced is NotImplemented and main:  # cloudpickle writes objects of __mp_main__ by name
+        if reduced is NotImplemented and (
+            main or not self._on_path(obj.__module__)
+        ):  # which cloudpickle writes by name
             if issubclass(type(obj), type):
                 return cloudpickle_module()._dynamic_class_reduce(obj)  # noqa: SLF001 - see `cloudpickle_module`
             return self._dynamic_function_reduce(obj)  # type: ignore[attr-defined]  # as above
@@ -231,12 +235,17 @@ class _PicklerByValue:
         module = _module_of(obj, name)
         if module in NAMES:
             return importable_by(obj, self._importable)
+        if not self._on_path(module):
+            return False
         if any(f"{module}.".startswith(f"{other}.") for other in registered()):
             return False
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
         return found is obj
+
+    def _on_path(self, module: object) -> bool:
+        return self._returns or self._modules.has(module)
 
     def _numbered(self, obj: object, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         """Wrap a reduction so that the object is built once, under its number."""

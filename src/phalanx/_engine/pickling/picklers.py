@@ -84,7 +84,30 @@ def plain(
     pickler = kind(file, protocol=PROTOCOL, buffer_callback=buffer_callback)
     pickler.importable = importable
     pickler.returns = returns
+    pickler.modules = OnPath()
     return pickler
+
+
+class OnPath:
+    """Which modules a worker can import, whose path is this process's.
+
+    A module that was loaded from a file without the path is one that it cannot (pytest's ``--import-mode=importlib``,
+    `importlib.util.spec_from_file_location`), and one whose folder has left the path. It suffices to search for the
+    outermost package: what is in it, it has loaded.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, bool] = {}
+
+    def has(self, module: object) -> bool:
+        """Whether workers find a module by its name; one that is not here, or was not loaded, counts as found."""
+        if not isinstance(module, str):
+            return True
+        top = module.partition(".")[0]
+        found = self._found.get(top)
+        if found is None:
+            found = self._found[top] = top in NAMES or top in sys.stdlib_module_names or _is_on_path(top)
+        return found
 
 
 class Unpickler(pickle.Unpickler):
@@ -143,6 +166,7 @@ def line_of(owner: object) -> tuple[type, ...]:
 class _Plain(pickle.Pickler):
     importable: Callable[[object], bool]
     returns: bool
+    modules: OnPath
     dispatch_table: dict[type, Callable[[Any], Any]]
 
     def reducer_override(self, obj: Any) -> Any:
@@ -150,7 +174,8 @@ class _Plain(pickle.Pickler):
         index = received.index(obj) if self.returns else None
         if index is not None:
             return the_launchers, (index,)
-        if getattr(obj, "__module__", None) in NAMES:
+        module = getattr(obj, "__module__", None)
+        if module in NAMES:
             if is_code(obj):
                 if not self.importable(obj):
                     raise NotByName
@@ -159,7 +184,28 @@ class _Plain(pickle.Pickler):
             if isinstance(reduced, str) and not importable_by(obj, self.importable):
                 raise NotByName
             return reduced
+        if not self.returns and is_code(obj) and not self.modules.has(module):
+            raise NotByName
         return NotImplemented
+
+
+def _is_on_path(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None:
+        return True
+    for finder in sys.meta_path:
+        try:
+            found = finder.find_spec(name, None)
+        except Exception:  # noqa: BLE001 - the user's finder: the worker's import tells what is wrong with it
+            return True
+        if found is not None:
+            return bool(
+                found.origin == spec.origin
+                if spec.has_location
+                else set(found.submodule_search_locations or ()) & set(spec.submodule_search_locations or ())
+                or found.origin == spec.origin
+            )
+    return False
 
 
 def is_code(obj: object) -> bool:

@@ -178,6 +178,12 @@ def _unpickled(payload: Payload, rank: int) -> Call:
         return payload.load(rank)
     except Exception as error:
         why = main_module.absent(error) if isinstance(error, AttributeError) else ""
+        if isinstance(error, ModuleNotFoundError):
+            why = (
+                f"The function or the arguments of rank {rank} need the module {error.name!r}, which this worker does "
+                "not find on its path, the launcher's sys.path. Put its folder there (PYTHONPATH), or send the module "
+                "by value: cloudpickle.register_pickle_by_value(module)."
+            )
         error.add_note(why or f"The function or the arguments of rank {rank} could not be unpickled in the worker.")
         raise
 
