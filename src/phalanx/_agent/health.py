@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 
 from phalanx._agent.endpoint import split_endpoint
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._events.agent_kinds import AgentState
 
 TYPE_CHECKING = False
@@ -149,7 +148,7 @@ class _Server:
         self._listener.setblocking(False)
         self._loop = Loop()
         self._loop.watch(self._listener.fileno(), self._accept)
-        self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="phalanx-health", daemon=True)
+        self._thread = unpatched.thread(target=self._serve, args=(self._loop,), name="phalanx-health")
         try:
             self._thread.start()
         except BaseException:

@@ -5,16 +5,16 @@ Owns that thread, which starts with the first call and ends after the last.
 
 from __future__ import annotations
 
-import threading
 from _thread import RLock
 from collections import deque
 from contextlib import suppress
 
-from phalanx._base import interrupts
+from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
 
@@ -58,7 +58,7 @@ class SerialExecutor:
             if self._over is not None:
                 return True
             over = self._over = Latch()
-        thread = threading.Thread(target=self._run, args=(over,), name=self._name, daemon=True)
+        thread = unpatched.thread(target=self._run, args=(over,), name=self._name)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started: at the interpreter's end, or at a limit
@@ -79,7 +79,7 @@ class SerialExecutor:
         over, thread = self._over, self._thread
         if over is not None and not over.wait(seconds):
             return False
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not unpatched.is_current(thread):
             thread.join(1)  # it has nothing left to do
         return True
 

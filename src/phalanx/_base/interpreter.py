@@ -7,6 +7,8 @@ import os
 import sys
 from contextlib import nullcontext
 
+from phalanx._base import unpatched
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
@@ -100,10 +102,11 @@ def start_helper(
 
     It has a session of its own: a Ctrl-C at the terminal is for the launcher.
     """
-    import subprocess
-
+    subprocess = unpatched.module("subprocess")
     with unfollowed():
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=env)
+        return subprocess.Popen(  # type: ignore[no-any-return]  # the unpatched module has no types
+            command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=env
+        )
 
 
 def folder_of(name: str) -> str:

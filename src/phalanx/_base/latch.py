@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 
-from phalanx._base import clock, interrupts
+from phalanx._base import clock, interrupts, unpatched
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Lock:
     """Waits on a thread other than the main one."""
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
+        self._lock = unpatched.module("_thread").allocate_lock()
         self._lock.acquire()
         self.ring = self._lock.release
 

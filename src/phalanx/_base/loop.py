@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from _thread import RLock
 
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._base.deadlines import Deadline, Deadlines
 from phalanx._base.suspension import Pauses, wait_slice
 
@@ -38,10 +38,11 @@ def wait_promptly(epoll: select.epoll, seconds: float) -> float:
     if epoll.fileno() >= _FD_SETSIZE:
         return seconds
     due = clock.now() + seconds
-    poll = select.poll()
+    native = unpatched.module("select")
+    poll = native.poll()
     poll.register(epoll, READ)
     while seconds > 0:
-        if poll.poll(int(seconds * 980)) if seconds > _BRIEF else select.select((epoll,), (), (), seconds)[0]:
+        if poll.poll(int(seconds * 980)) if seconds > _BRIEF else native.select((epoll,), (), (), seconds)[0]:
             break
         seconds = due - clock.now()
     return 0
@@ -60,7 +61,7 @@ class Loop:
         self.waited_from, self.waited_until = _FOREVER, -_FOREVER  # there was no wait yet
         self.pauses = Pauses()
         self._attends, self._part = -_FOREVER, 0.0  # until when it waits in slices, and of how many seconds
-        self._epoll = select.epoll()
+        self._epoll = unpatched.module("select").epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._deadlines = Deadlines()
         self._calls: deque[Callable[[], None]] = deque()

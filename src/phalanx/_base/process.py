@@ -136,13 +136,13 @@ def _check(stat: procfs.Stat, start: int | None, parent: int | None) -> None:
 def reap_later(reap: Callable[[], object]) -> None:
     """Call ``reap``, which waits for a child that outlives SIGKILL, on a thread of its own, for which nobody waits."""
     try:
-        import threading
+        from phalanx._base import interrupts, unpatched
 
-        from phalanx._base import interrupts
+        thread = unpatched.thread(target=reap, name="phalanx-reaper")
     except (ImportError, OSError):  # no descriptor is left to load them: it stays a zombie until this process ends
         return
     try:
         with interrupts.deferred():
-            threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
+            thread.start()
     except RuntimeError:  # no thread is to be had: as above
         return

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 
-from phalanx._base import channels, clock, interpreter, linux, procfs
+from phalanx._base import channels, clock, interpreter, linux, procfs, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._base.process import reap_later
 from phalanx._engine import fork_protocol
@@ -21,6 +20,7 @@ from phalanx._engine.fork_protocol import FORK_WAIT
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import _socket
+    import subprocess
     from collections.abc import Mapping, Sequence
     from typing import NoReturn
 
@@ -219,13 +219,14 @@ class ForkServer:
     def _end(self, seconds: float) -> int | None:
         """Reap it; kill it if it does not go within ``seconds``. Returns its exit code; None if it cannot be reaped."""
         assert self._popen is not None
+        late = unpatched.module("subprocess").TimeoutExpired
         try:
             return self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except late:
             self._popen.kill()
         try:
             return self._popen.wait(_KILLED)
-        except subprocess.TimeoutExpired:  # on a disk that does not answer
+        except late:  # on a disk that does not answer
             reap_later(self._popen.wait)
             return None
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from signal import SIGKILL
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, procfs, unpatched
 from phalanx._base.process import Process
 
 TYPE_CHECKING = False
@@ -143,7 +143,7 @@ class _Search:
             return
         threads = []
         while self._todo and not self.blind and clock.now() < deadline:
-            thread = threading.Thread(target=self._look, name="phalanx-last-resort", daemon=True)
+            thread = unpatched.thread(target=self._look, name="phalanx-last-resort")
             try:
                 thread.start()
             except RuntimeError:  # no thread can be started

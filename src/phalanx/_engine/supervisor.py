@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from functools import partial
 
-from phalanx._base import interpreter, procfs
+from phalanx._base import interpreter, procfs, unpatched
 from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
@@ -29,6 +28,7 @@ from phalanx._engine.start_errors import KeeperLostError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
@@ -168,7 +168,7 @@ class Supervisor:
         try:
             self._display.open(pump, after)
             self._send_order(specs, fds, fork=fork, modules=modules)
-            self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
+            self._thread = unpatched.thread(target=self._run, name="phalanx")
             self._thread.start()
         except RuntimeError as error:  # "can't start new thread"
             self.abort()
@@ -310,7 +310,7 @@ class Supervisor:
 
     def join(self) -> None:
         """Wait until nothing of the group is left in this process; not in the group's own thread."""
-        if self._thread is threading.current_thread():  # the garbage collector has run a `__del__` of the host in it
+        if unpatched.is_current(self._thread):  # the garbage collector has run a `__del__` of the host in it
             return
         self.done.wait()
         if self._thread is not None:

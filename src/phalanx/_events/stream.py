@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import weakref
 from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
 
-from phalanx._base import clock, interrupts, stderr
+from phalanx._base import clock, interrupts, stderr, unpatched
 from phalanx._base.latch import Latch
 from phalanx._events.kinds import EventsDropped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from typing import Any
 
@@ -165,7 +165,7 @@ class _Lane:
 
     def start(self) -> None:
         """Start the thread. Where none can be started, what waits is delivered by those who wait for it."""
-        thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        thread = unpatched.thread(target=self._run, name=self.name)
         if self._queue:
             self._ring()
         try:
@@ -186,7 +186,7 @@ class _Lane:
         """Return what opens when all that was put before has been taken."""
         latch = Latch()
         thread = self._thread
-        if thread is threading.current_thread():
+        if unpatched.is_current(thread):
             latch.open()
             return latch
         self._queue.append(latch)
@@ -204,7 +204,7 @@ class _Lane:
     def join(self) -> None:
         """Wait for the thread, which has nothing left to do."""
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not unpatched.is_current(thread):
             thread.join(1)
 
     def _ring(self) -> None:

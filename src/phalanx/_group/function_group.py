@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from phalanx._base import interpreter
+from phalanx._base import interpreter, unpatched
 from phalanx._engine import main_module
 from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._group.arguments import IMPORT
@@ -87,6 +87,7 @@ class MultiprocessContext(PContext):
         assert callable(function)
         identities = self._identities = ChildIdentities(self.start_method, args, daemon=self.daemon)
         if self.start_method == "fork":
+            unpatched.check_fork()
             from phalanx._engine.worker import forked
 
             collects = gc.isenabled()  # guard and keeper, its parents, switch it off

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from functools import partial
 
-from phalanx._base import interpreter, interrupts, linux
+from phalanx._base import interpreter, interrupts, linux, unpatched
 from phalanx._base.interpreter import FOLLOW_ENV
 from phalanx._base.stderr import warn
 from phalanx._engine import host_signals, main_module, protocol
@@ -185,6 +185,7 @@ class GroupStart(ABC):
         return bool(supervisor.up)
 
     def _start(self) -> None:
+        unpatched.check()
         template_or_default(self.console.template)  # refuses a bad template before anything is made
         if self._placement is not None:
             placed, warning = self._placement.resolve(self.nprocs)

@@ -9,12 +9,11 @@ other's lines. Showing may take long, and may fail: no supervisor waits for it. 
 from __future__ import annotations
 
 import os
-import threading
 from _thread import RLock
 from functools import partial
 from weakref import WeakValueDictionary
 
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, Loop
 from phalanx._base.stderr import mention
@@ -83,7 +82,7 @@ class _DisplayThread:
     def __init__(self) -> None:
         self.loop = Loop()
         self._shown: set[GroupDisplay] = set()
-        self._thread = threading.Thread(target=self._run, name="phalanx-display", daemon=True)
+        self._thread = unpatched.thread(target=self._run, name="phalanx-display")
         try:
             self._thread.start()
         except BaseException:

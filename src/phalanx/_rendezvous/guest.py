@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._base import interrupts
+from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
 from phalanx._rendezvous.guest_team import Calls, GuestTeam
 from phalanx._rendezvous.job_run import JobRun
@@ -138,7 +138,7 @@ class Guest:
         with self._lock, interrupts.deferred():
             if self._owner:
                 return
-            thread = threading.Thread(target=self._carry, name="phalanx-node", daemon=True)
+            thread = unpatched.thread(target=self._carry, name="phalanx-node")
             self._owner = os.getpid()
             try:
                 thread.start()
@@ -224,7 +224,7 @@ class Guest:
             self._conclude(part, AttemptEnd("stopped"))
         self._change()
         thread = self._thread
-        if thread is threading.current_thread() or not self._gone.wait(LONGEST_END):
+        if unpatched.is_current(thread) or not self._gone.wait(LONGEST_END):
             return False
         if thread is not None:
             thread.join(1.0)

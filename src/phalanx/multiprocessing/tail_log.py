@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 
-from phalanx._base import tty
+from phalanx._base import tty, unpatched
 from phalanx._base.files import ANY_LINK
 from phalanx._base.loop import Loop
 from phalanx._logs.console_view import target_of
@@ -25,6 +24,7 @@ from phalanx._logs.terminal import PlainOutput
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping
     from typing import Any, Self, TextIO
 
@@ -97,7 +97,7 @@ class TailLog:
             pump = self._pump = self._make(self._dst)
             try:
                 pump.open(loop)
-                self._thread = threading.Thread(target=self._run, name=f"TailLog_{self._name}", daemon=True)
+                self._thread = unpatched.thread(target=self._run, name=f"TailLog_{self._name}")
                 self._thread.start()
             except BaseException:
                 pump.close()

@@ -15,9 +15,8 @@ import fcntl
 import logging
 import math
 import os
-import threading
 
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._base.loop import Loop
 from phalanx.timer import _forks, _pipe, debug_info_logging
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
@@ -28,6 +27,7 @@ from phalanx.timer._victim import ExitedError, RefusedError, UnknownError, Victi
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable
     from typing import Self
 
@@ -120,7 +120,7 @@ class FileTimerServer:
             self._loop, self._pipe, self._armed = loop, pipe, math.inf
             self._timers.clear()
             loop.watch(pipe, self._on_requests)
-            thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-timer-file", daemon=self._daemon)
+            thread = unpatched.thread(target=self._serve, args=(loop,), name="phalanx-timer-file", daemon=self._daemon)
             self._progress.waits = True
             _forks.track(self)
             thread.start()
@@ -353,7 +353,7 @@ class FileTimerServer:
             return False
         self._thread = None
         loop.call(lambda: how(loop))
-        if thread is not threading.current_thread():
+        if not unpatched.is_current(thread):
             thread.join(_STOP_WITHIN)
             if thread.is_alive():
                 _log.error("timer server: its thread has not ended within %g s, and is left behind", _STOP_WITHIN)

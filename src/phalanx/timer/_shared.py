@@ -13,7 +13,7 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._base.durations import seconds
 from phalanx._base.loop import Loop
 from phalanx._timers.client import Seat
@@ -232,7 +232,7 @@ class SharedTimerServer:
             undo.callback(table.close)
             loop = Loop()
             undo.callback(loop.close)
-            thread = threading.Thread(target=_Watch(table, loop).run, name="phalanx-timers", daemon=self._daemon)
+            thread = unpatched.thread(target=_Watch(table, loop).run, name="phalanx-timers", daemon=self._daemon)
             thread.start()
             undo.pop_all()
         self._loop, self._thread, self._address = loop, thread, table.address

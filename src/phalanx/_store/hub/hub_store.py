@@ -7,9 +7,9 @@ is told all of its keys anew. A request that was lost on its way may have been m
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 
+from phalanx._base import unpatched
 from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.connection import Connection
@@ -18,6 +18,7 @@ from phalanx._store.store import Away, Back, Changed, Done, Entry, Fetched, Leas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from phalanx._store.hub.settings import HubSettings
@@ -59,7 +60,7 @@ class HubStore(Store):
             refused=self._see_refused,
         )  # fmt: skip
         loop.call(self._connection.begin)
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="phalanx-store", daemon=True)
+        self._thread = unpatched.thread(target=self._run, args=(loop,), name="phalanx-store")
         _running.add(self)
         try:
             self._thread.start()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from contextlib import ExitStack, suppress
 
+from phalanx._base import unpatched
 from phalanx._base.loop import Loop
 from phalanx._store.hub.door import Door
 from phalanx._store.hub.handshake import StoreSide
@@ -21,6 +21,7 @@ from phalanx._store.hub.settings import address_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from typing import Self
 
@@ -70,7 +71,7 @@ class HubServer:
             opened.callback(loop.close)
             self._door = Door(loop, listener, self._side, self._admit, self._tell)
             self._service = Service(loop, self._ttl)
-            thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-hub", daemon=True)
+            thread = unpatched.thread(target=self._serve, args=(loop,), name="phalanx-hub")
             _running.add(self)
             opened.callback(_running.discard, self)
             try:

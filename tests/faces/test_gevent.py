@@ -1,0 +1,111 @@
+"""Groups in a program that gevent has patched: its greenlets have their turns while a group is waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.each_python]
+
+
+def _program(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "patched.py"
+    script.write_text(dedent(text), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_program_that_gevent_has_patched_starts_groups(tmp_path: Path, method: str) -> None:
+    program = """
+        import gevent.monkey; gevent.monkey.patch_all()
+        import os, sys, time
+        import gevent
+        from phalanx import spawn
+        from phalanx.multiprocessing import start_processes
+
+        def work(gate):  # until a greenlet of the launcher's opens the gate: it has had its turn, then
+            assert os.read(os.open(gate, os.O_RDONLY), 1) == b"x"
+            return os.environ["NAME"]
+
+        def fail(rank):
+            if rank == 1:
+                raise ValueError("loss is nan")
+            time.sleep(3600)
+
+        def open_gate():
+            gevent.sleep(0.05)
+            os.write(gate, b"xx")
+
+        if __name__ == "__main__":
+            os.mkfifo("gate")
+            gate = os.open("gate", os.O_RDWR)
+            envs = {0: {"NAME": "zero"}, 1: {"NAME": "one"}}
+            group = start_processes("g", work, {0: ("gate",), 1: ("gate",)}, envs, start_method=sys.argv[1])
+            with group:
+                print(group.wait(0.01))
+                opens = gevent.spawn(open_gate)
+                print(group.wait(30).return_values)
+                opens.join()
+            try:
+                spawn.start_processes(fail, nprocs=2, start_method=sys.argv[1])
+            except spawn.ProcessRaisedException as error:
+                print(error.error_index, str(error).splitlines()[-1])
+        """
+    done = _program(tmp_path, program, method)
+    assert done.stdout == "None\n{0: 'zero', 1: 'one'}\n1 ValueError: loss is nan\n", done
+    assert done.returncode == 0
+
+
+def test_an_agent_works_there_too(tmp_path: Path) -> None:
+    program = """
+        import gevent.monkey; gevent.monkey.patch_all()
+        import os
+        from phalanx.launcher import LaunchConfig, elastic_launch
+        from phalanx.multiprocessing import DefaultLogsSpecs
+
+        def work():
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                raise ValueError("once")
+            return os.environ["RANK"]
+
+        if __name__ == "__main__":
+            config = LaunchConfig(
+                min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                max_restarts=1, start_method="spawn", logs_specs=DefaultLogsSpecs(log_dir="logs"),
+            )
+            print(elastic_launch(config, work)())
+        """
+    done = _program(tmp_path, program)
+    assert done.stdout == "{0: '0', 1: '1'}\n", done
+
+
+@pytest.mark.parametrize(
+    "patches, method, message",
+    [
+        ("import gevent.monkey; gevent.monkey.patch_all()", "fork", "start_method 'fork': gevent has patched"),
+        # What eventlet does, which its authors advise against, and which is therefore not installed here.
+        ("import select; del select.epoll, select.poll", "spawn", "eventlet has patched this program: no group"),
+    ],
+)
+def test_what_does_not_work_there_is_refused(tmp_path: Path, patches: str, method: str, message: str) -> None:
+    program = f"""
+        {patches}
+        from phalanx import spawn
+        if __name__ == "__main__":
+            try:
+                spawn.start_processes(print, nprocs=1, start_method="{method}")
+            except RuntimeError as error:
+                print(error)
+        """
+    done = _program(tmp_path, program)
+    assert done.stdout.startswith(message), done
+    assert done.stdout.count("\n") == 1
