@@ -101,6 +101,61 @@ def test_a_dumb_terminal_gets_no_colours(place: Place) -> None:
     assert "\033" not in on_a_terminal(place, FAILING)
 
 
+ASKED = r"""printf 'it is <%s>\n' "${FORCE_COLOR-unset}" """
+
+
+@pytest.mark.parametrize(
+    "env,options,value",
+    [
+        ({}, (), "1"),
+        ({}, ("--color", "never"), "unset"),
+        ({}, ("--no-force-color",), "unset"),
+        ({}, ("--log-format", "json"), "unset"),
+        ({"NO_COLOR": "1"}, (), "unset"),
+        ({"FORCE_COLOR": "3"}, (), "3"),
+        ({"PYTHON_COLORS": "0"}, (), "unset"),
+        ({"TERM": "dumb"}, (), "unset"),
+        ({}, ("-t", "0"), "unset"),
+    ],
+)
+def test_workers_use_colours_where_the_console_has_them(
+    place: Place, env: dict[str, str], options: tuple[str, ...], value: str
+) -> None:
+    place.env |= {"TERM": "xterm", **env}
+    assert f"it is <{value}>" in on_a_terminal(place, ASKED, *options)
+
+
+def test_workers_write_no_colours_where_only_one_stream_is_a_terminal(place: Place) -> None:
+    place.env["TERM"] = "xterm"
+    with terminal() as (ours, theirs), start_sh(place, ASKED, stderr=theirs) as launcher:
+        os.close(theirs)
+        assert "it is <unset>" in launcher.end().out
+        read_until(ours, "what never comes")
+
+
+def test_a_job_file_may_choose_for_the_workers(place: Place) -> None:
+    place.env["TERM"] = "xterm"
+    place.write("[env]\nFORCE_COLOR = ''\n", name="job.toml")
+    assert "it is <>" in on_a_terminal(place, ASKED, "-f", "job.toml")
+
+
+@pytest.mark.each_python
+def test_coloured_tracebacks_are_compared(place: Place) -> None:
+    """Since Python 3.13 tracebacks have colours."""
+    place.env["TERM"] = "xterm"
+    script = place.write("raise ValueError('the same')")
+    options = ("--nproc-per-node", 2, "--settle", 60)
+    with terminal() as (ours, theirs), place.start(*options, script, **_at(theirs)) as launcher:
+        os.close(theirs)
+        shown = read_until(ours, "what never comes")
+        launcher.process.wait(LIMIT)
+    coloured = "\033[1;35mValueError\033[0m: \033[35mthe same\033[0m"
+    lines = shown[: shown.index("=====")]
+    assert lines.count(coloured if sys.version_info >= (3, 13) else "ValueError: the same") == 1
+    assert "[0-1]" in lines
+    assert "ValueError: the same" in shown[shown.index("=====") :], "the report has its own colours"
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_runs_in_a_pipe(place: Place, force: bool) -> None:
     put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
+from phalanx._base.tty import use_colour
 from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
 from phalanx.cli._declare import CONSOLE, WHOLE, Declared, Flag, Many, Maybe, Option
 from phalanx.cli._options import Whole, read_ranks
@@ -11,6 +14,7 @@ from phalanx.multiprocessing import ConsoleSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 
@@ -91,6 +95,17 @@ class ConsoleOptions(Declared):
         section=CONSOLE,
         sentence="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it.",
     )
+
+
+def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what has workers, which write to files, use colours: nothing unless the console has them for all lines.
+
+    ``env`` are variables that all workers get; one that the user has set, there or for us, stays as it is.
+    """
+    chosen = not {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"}.isdisjoint({**os.environ, **env})
+    if chosen or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
+        return {}
+    return {"FORCE_COLOR": "1"}
 
 
 def console_specs(chosen: ConsoleOptions, **more: Any) -> ConsoleSpecs:

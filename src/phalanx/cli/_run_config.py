@@ -251,6 +251,10 @@ class EndOptions(Declared):
         written=TEXT + NUMBER,
         sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed.",
     )
+    no_force_color = Flag(
+        section=CONSOLE,
+        sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours.",
+    )
     drain = Option(
         time_of(),
         section=END,

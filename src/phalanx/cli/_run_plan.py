@@ -13,7 +13,7 @@ from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import shared
 from phalanx.cli import _python
 from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
-from phalanx.cli._console import console_specs
+from phalanx.cli._console import colours_of_workers, console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
 from phalanx.cli._rdzv_conf import exposed
@@ -178,7 +178,9 @@ class RunPlan:
         """
         config = self.config
         first_in_role = place.pop("first_in_role", first)
-        same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **variables}
+        shows = config.tee or (config.tee is None and config.redirects is None)
+        colours = colours_of_workers(self.console, config.env) if shows and not config.no_force_color else {}
+        same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **colours, **variables}
         return {
             rank: worker_env(
                 first + rank,
