@@ -66,14 +66,14 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize("options", [(), ("--no-python",), ("--preload", "json")], ids=" ".join)
 def test_the_table_has_what_a_worker_finds(place: Place, options: tuple[str, ...]) -> None:
     del place.env["OMP_NUM_THREADS"]
-    for name in ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"):
         place.env.pop(name, None)
     show = place.write("""
         import json, os
         print(json.dumps(dict(os.environ)))
         """)
     script = (sys.executable, show) if "--no-python" in options else (show,)
-    asked = ("--virtual-local-rank", "--notice", "USR1:60", "-r", 3)
+    asked = ("--virtual-local-rank", "--notice", "USR1:60", "-t", 3, "--color", "always")
     done = place.run("--nproc-per-node", 2, *asked, *options, *script)
     assert done.status == 0, done
     found = json.loads(place.log(1))
@@ -101,6 +101,7 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
+    "_console.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
     "_declare.py: name": set[str](),  # those of options
     "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below
     "placement.py: name": {

@@ -102,8 +102,8 @@ def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[st
 
     ``env`` are variables that all workers get; one that the user has set, there or for us, stays as it is.
     """
-    chosen = not {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"}.isdisjoint({**os.environ, **env})
-    if chosen or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
+    chosen = (name in os.environ or name in env for name in ("NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"))
+    if any(chosen) or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
         return {}
     return {"FORCE_COLOR": "1"}
 
