@@ -480,6 +480,7 @@ FLAGS = (
     "elapsed",
     "ignore_case",
     "log_compress",
+    "no_force_color",
     "raw",
     "virtual_local_rank",
 )

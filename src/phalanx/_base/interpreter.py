@@ -27,7 +27,8 @@ HINT = "multiprocessing.set_executable() names a Python interpreter"
 def executable() -> str:
     """Find the interpreter's path: that of `multiprocessing.set_executable`, else `sys.executable`.
 
-    Raises OSError when there is none: Python is embedded in another program.
+    Raises OSError when there is none: Python is embedded in another program; or the program is frozen (PyInstaller), so
+    that its interpreter is the program itself, and no other one could import what is within it.
     """
     spawn = sys.modules.get("multiprocessing.spawn")
     get = getattr(spawn, "get_executable", None)  # missing while another thread loads the module
@@ -35,6 +36,9 @@ def executable() -> str:
     path = chosen if chosen not in ("", _OURS) else sys.executable or ""
     if not path:
         raise OSError(errno.ENOENT, f"sys.executable is empty: this process is no Python interpreter; {HINT}")
+    if getattr(sys, "frozen", False) and (path == sys.executable or not os.path.isdir(os.path.dirname(__file__))):
+        what = f"this program is frozen, and its interpreter is {sys.executable}, which would run the program again"
+        raise OSError(errno.ENOEXEC, f"{what}: it can start functions, by start_method 'fork', and nothing else")
     return path
 
 

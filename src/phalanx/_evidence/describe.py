@@ -18,11 +18,13 @@ TEXT_LIMIT = 1 << 20
 """The most characters of a message, and of a traceback, that `describe` keeps."""
 
 OWN_FOLDERS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(path)), "") for path in (__file__, os.path.abspath(__file__))
+    os.path.join(os.path.dirname(os.path.dirname(path)), "")
+    for path in (__file__, os.path.abspath(__file__), (lambda: 0).__code__.co_filename)
 )
 """The folder of our package, with a slash: a frame is ours if its file's name starts with one of these.
 
-There are two, because an interpreter that runs without `site` keeps ``..`` in the names of its files.
+There are several, because an interpreter that runs without `site` keeps ``..`` in the names of its files, and the code
+of a frozen program has names below ``phalanx/``.
 """
 
 _BOOTSTRAP = '  File "<string>", line 1 in <module>\n'  # the code of our ``-c``, below what starts a worker

@@ -123,7 +123,7 @@ class ScriptContext(SubprocessContext):
         scripts = dict.fromkeys(args, script) if isinstance(script, str) else script
         head: tuple[str, ...] = ("-m",) if module else ()
         if not preload and warm is None:
-            head = ("-u", os.path.join(worker_package.__path__[0], "script.py"), *head)
+            head = ("-u", *_runner(worker_package.__path__[0]), *head)
         argv = {rank: (*head, scripts[rank], *values) for rank, values in args.items()}
         super().__init__(name, python or interpreter.executable(), argv, envs, logs_specs, log_line_prefixes, **options)
         self._warm = warm
@@ -139,3 +139,12 @@ class ScriptContext(SubprocessContext):
             rank: ("", [os.fsencode(str(value)) for value in values], [0]) for rank, values in self.args.items()
         }
         return Plan(forks, fork=True, warm=self._warm)
+
+
+def _runner(folder: str) -> tuple[str, ...]:
+    """What an interpreter runs that runs a program of Python: a file, or the code that runs it out of a zip file."""
+    path = os.path.join(folder, "script.py")
+    if os.path.exists(path):
+        return (path,)
+    names = {"__name__": "__main__", "__package__": None, "__file__": path}
+    return ("-c", f"from zipimport import zipimporter as z;exec(z({folder!r}).get_code('script'),{names!r})")

@@ -157,7 +157,7 @@ def _of_the_program(words: list[bytes]) -> list[bytes]:
     [b'/bin/python, forked by its worker']
     """
     for at, word in enumerate(words):
-        if word.endswith(_SCRIPT):
+        if _SCRIPT in word:  # the file, or the code that runs it out of a zip file
             return [words[0], *words[at + 1 :]]
         if word.startswith(_BOOT) and b"modules['encodings']" in word:
             return [words[0] + b", forked by its worker"]

@@ -1,0 +1,77 @@
+"""Phalanx in a zip file, made by `zipapp`: what it needs besides is in the environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipapp
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cli.test_run import Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.each_python]
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "phalanx"
+_AS_COMMAND = "from phalanx.cli import main\nif __name__ == '__main__':\n    main()\n"
+_OWN = """\
+import os, sys, time, phalanx
+from phalanx import spawn
+
+def work(rank):
+    if rank == 1:
+        raise ValueError("loss is nan")
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    print(phalanx.__file__)
+    try:
+        spawn.start_processes(work, nprocs=2, start_method=sys.argv[1])
+    except spawn.ProcessRaisedException as error:
+        print(error.error_index, str(error).splitlines()[-1])
+"""
+
+
+def _zip(folder: Path, main: str) -> Path:
+    """Phalanx and a main module in a file that can be run."""
+    content = folder / "content"
+    (content / "phalanx").mkdir(parents=True)
+    (content / "__main__.py").write_text(main, encoding="utf-8")
+    for path in PACKAGE.rglob("*"):
+        target = content / "phalanx" / path.relative_to(PACKAGE)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        elif "__pycache__" not in path.parts:
+            target.write_bytes(path.read_bytes())
+    file = folder / "ä file.pyz"
+    zipapp.create_archive(content, file)
+    return file
+
+
+@pytest.mark.parametrize("options", [(), ("-m",), ("--preload", "json"), ("--run-path",)], ids="".join)
+def test_the_command_runs_from_a_zip_file(place: Place, tmp_path: Path, options: tuple[str, ...]) -> None:
+    file = _zip(tmp_path, _AS_COMMAND)
+    script = place.write("""
+        import os, sys
+        if os.environ["RANK"] == "1":
+            raise ValueError("loss is nan")
+        print(sys.argv[1:])
+        """)
+    where = ("run", "--nproc-per-node", 2, "--settle", 60, "--log-dir", place.logs)
+    done = place.program(sys.executable, file, *where, *options, "script" if "-m" in options else script, "a", "b")
+    assert done.status == 1, done
+    assert "[0] ['a', 'b']" in done.out
+    assert "error     : ValueError: loss is nan" in done.err
+    assert "phalanx/_engine" not in done.err, "a frame of ours"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_program_in_a_zip_file_starts_functions(tmp_path: Path, method: str) -> None:
+    file = _zip(tmp_path, _OWN)
+    done = subprocess.run(
+        [sys.executable, file, method], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == f"{file}/phalanx/__init__.py\n1 ValueError: loss is nan\n", done
