@@ -24,6 +24,8 @@ SOURCES = (*TYPED, "docs")  # ruff looks at the Python in pages, too
 TORCH = "torch==2.13.0"
 TORCH_PYTHON = "3.11"
 """Where a wheel of it is likeliest to be found."""
+TORCH_TOOLS = ("accelerate==1.15.0", "lightning-fabric==2.6.6", "lightning-utilities==0.15.3")
+"""Tools that call torchrun's module. Not in constraints.txt: they ask for torch, whose builds can be huge."""
 
 FLOOR_TESTS = (
     "test_command_line",  # click
@@ -120,8 +122,9 @@ def install_torch(session: nox.Session) -> None:
     """Install torch for the compatibility tests, if a build for the CPU can be had here.
 
     A build for CUDA is left alone: it is huge, and cannot be imported without gigabytes more. So the metadata is asked
-    first, and torch is installed without its dependencies; of those the group `torch` has the few that `import torch`
-    needs. It is pip that is asked, not uv: pip's configuration names the folder or index that has builds for the CPU.
+    first, and torch and the tools are installed without their dependencies; of those the group `torch` has the few that
+    they need. It is pip that is asked, not uv: pip's configuration names the folder or index that has builds for the
+    CPU.
     """
     if os.environ.get("TORCH") == "no":
         return session.warn("torch tests are skipped: TORCH=no")
@@ -151,6 +154,7 @@ def install_torch(session: nox.Session) -> None:
     if subprocess.run([python, "-c", "import torch"], check=False).returncode:
         session.run_install("uv", "pip", "uninstall", "torch")
         return session.warn(f"torch tests are skipped: the {TORCH} that is here cannot be imported")
+    session.install("--no-deps", *TORCH_TOOLS)
     return None
 
 

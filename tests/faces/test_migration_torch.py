@@ -36,7 +36,7 @@ PAGES = [ROOT / "docs" / name for name in ("torchrun.md", "migration.md")]
 SAME, DIFFERS, NOT_THERE = "same", "differs", "not there"
 
 HERE = {
-    "torch.distributed.run": "phalanx.cli.run",
+    "torch.distributed.run": "phalanx.run",
     f"{ELASTIC}.multiprocessing": "phalanx.multiprocessing",
     f"{ELASTIC}.multiprocessing.errors": "phalanx.multiprocessing.errors",
     f"{ELASTIC}.timer": "phalanx.timer",

@@ -102,6 +102,7 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_console.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
+    "_args_parser.py: variable": set[str](),  # those of options, by torchrun's names
     "_declare.py: name": set[str](),  # those of options
     "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below
     "placement.py: name": {
@@ -119,6 +120,7 @@ OTHERWISE = {
     "TMPDIR", "TEMP", "TMP",  # by tempfile
     "_PHALANX_COMPLETE",  # by click
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK",  # in envs
+    "PHALANX_SHIM_PYTHON",  # by a shell script
     "PHALANX_ETCD_PASSWORD", "PHALANX_JOB_SECRET",  # in a mapping that a function is given
 }  # fmt: skip
 """Variables that the table has, and no look at the environment in the source."""

@@ -28,6 +28,9 @@ NOT_RUN = {
     "make bench": "takes minutes, and figures of a busy machine mean nothing",
     "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/project/test_benchmarks.py runs the cases briefly",
     "python -m benchmarks --no-peer --json result.json": "as above",
+    "phalanx torchrun-shim -- accelerate launch --multi_gpu --num_processes 8 train.py":
+        "needs accelerate; tests/cli/test_torchrun_shim_torch.py runs it",
+    "phalanx torchrun-shim -- ./launch.sh": "tests/cli/test_torchrun_shim.py runs such a script",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
     "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
     "python examples/kill_ranks.py --preload torch,sklearn.datasets":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ChildFailedError(Exception):
-    """Workers of a group have failed. Its text is the report of `format_msg`.
+    """Workers of a group have failed. Its text is the report of `format_msg`; one line, if that has been printed.
 
     Args:
         name: What was run.
@@ -24,6 +24,9 @@ class ChildFailedError(Exception):
         lost: The host that is lost, and a line on that, where the workers have failed of it; None: they have not.
         earlier: How the attempts before this one ended, a line each.
         gave_up: Why no other attempt follows, or ``""``.
+
+    Attributes:
+        is_reported: Whether the report has been printed, as `phalanx.run.main` does before it raises.
 
     Raises:
         ValueError: `failures` is empty.
@@ -58,6 +61,7 @@ class ChildFailedError(Exception):
         self.lost = lost
         self.earlier = list(earlier)
         self.gave_up = gave_up
+        self.is_reported = False
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the global rank and the failure of what failed first: by evidence, else by exit, else by timestamp."""
@@ -73,6 +77,9 @@ class ChildFailedError(Exception):
         )  # fmt: skip
 
     def __str__(self) -> str:
+        if self.is_reported:
+            rank, failure = self.get_first_failure()
+            return f"{self.name}: rank {rank}: {failure.message.partition(chr(10))[0]} (the report stands above)"
         return "\n" + self.format_msg()
 
     def __reduce__(self) -> tuple[Any, ...]:

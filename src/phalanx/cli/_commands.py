@@ -10,7 +10,7 @@ import click
 from phalanx import __version__
 from phalanx.cli._command import Command, Group
 
-_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack")
+_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack", "torchrun-shim")
 _ELSEWHERE = {
     "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
     "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
@@ -33,7 +33,8 @@ class _Commands(Group):
             return help_
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{cmd_name}"), cmd_name)
+        module = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{module}"), module)
         return command
 
     def not_there(self, ctx: click.Context, name: str) -> str:

@@ -273,6 +273,7 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             run(args, prog_name=_NAME)
         except _WorkersFailed as end:
+            end.error.is_reported = True
             raise end.error from None
         except SystemExit as end:
             if end.code:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import signal
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
-from phalanx._logs.specs import LogsSpecs
+from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
+from phalanx._logs.std import Std
 from phalanx.launcher._config import LaunchConfig
 from phalanx.rendezvous import OneMachineRendezvous, RendezvousParameters, rendezvous_handler_registry
 
@@ -28,15 +29,37 @@ _MAPPINGS = ("rdzv_configs", "metrics_cfg")
 
 
 def checked(config: Any) -> LaunchConfig:
-    """Return a copy, in which ``logs_specs`` and ``shutdown_timeout`` are not None. Raises TypeError."""
+    """Return a copy, in which ``logs_specs`` and ``shutdown_timeout`` are not None. Raises TypeError.
+
+    A config of torch's has the same fields, and torch's `DefaultLogsSpecs` the same parameters.
+    """
+    if _is_torchs(config, "LaunchConfig"):
+        names = [each.name for each in fields(LaunchConfig) if hasattr(config, each.name)]
+        config = LaunchConfig(**{name: getattr(config, name) for name in names})
     if not isinstance(config, LaunchConfig):
         msg = f"config: expected a phalanx.launcher.LaunchConfig, got {config!r}"
         raise TypeError(msg)
     copy = replace(config)
+    if _is_torchs(copy.logs_specs, "DefaultLogsSpecs"):
+        copy.logs_specs = _logs_specs_of(copy.logs_specs)
     if not isinstance(copy.logs_specs, LogsSpecs):
         msg = f"logs_specs: expected a LogsSpecs, or None, got {config.logs_specs!r}"
         raise TypeError(msg)
     return copy
+
+
+def _is_torchs(value: object, name: str) -> bool:
+    """Whether an object is of the class ``name`` of ``torch.distributed``, and of no subclass."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.")
+
+
+def _logs_specs_of(theirs: Any) -> DefaultLogsSpecs:
+    def streams(given: Any) -> Std | dict[int, Std]:
+        return {rank: Std(int(each)) for rank, each in given.items()} if isinstance(given, dict) else Std(int(given))
+
+    redirects, tee, ranks = theirs._redirects, theirs._tee, theirs._local_ranks_filter  # noqa: SLF001 - torch shows them nowhere else
+    return DefaultLogsSpecs(theirs.root_log_dir, streams(redirects), streams(tee), ranks)
 
 
 def rendezvous_of(config: LaunchConfig) -> RendezvousHandler:
