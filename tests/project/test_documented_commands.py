@@ -28,6 +28,9 @@ NOT_RUN = {
     "make bench": "takes minutes, and figures of a busy machine mean nothing",
     "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/project/test_benchmarks.py runs the cases briefly",
     "python -m benchmarks --no-peer --json result.json": "as above",
+    "python -m benchmarks clients": "takes a quarter of an hour, and torch; tests/project/test_clients.py runs a row of it",
+    "python -m benchmarks clients trainer --case kill --consoles seen": "as above",
+    "python -m benchmarks clients --page docs/compatibility.md": "as above",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
     "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
     "python examples/kill_ranks.py --preload torch,sklearn.datasets":
