@@ -94,7 +94,8 @@ def main(argv: list[str]) -> int:
         if case in (options.case or CASES)
     ]
     came: dict[tuple[str, str, str], Came] = {}
-    with ThreadPoolExecutor(options.jobs) as pool:
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
         running = {
             (client.name, case, launcher.name): pool.submit(
                 run, client, case, launcher, options.python, consoles=options.consoles
@@ -107,6 +108,8 @@ def main(argv: list[str]) -> int:
         for key, future in running.items():
             came[key] = future.result()
             sys.stderr.write(f"{': '.join(key)}: {came[key]}\n")
+    finally:
+        pool.shutdown(cancel_futures=True)
     text = lines(cases, came, known)
     print(text)
     if options.page:

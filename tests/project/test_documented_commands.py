@@ -28,7 +28,7 @@ NOT_RUN = {
     "make bench": "takes minutes, and figures of a busy machine mean nothing",
     "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/project/test_benchmarks.py runs the cases briefly",
     "python -m benchmarks --no-peer --json result.json": "as above",
-    "python -m benchmarks clients": "takes a quarter of an hour, and torch; tests/project/test_clients.py runs a row of it",
+    "python -m benchmarks clients": "takes minutes, and torch; tests/project/test_clients.py runs a row",
     "python -m benchmarks clients trainer --case kill --consoles seen": "as above",
     "python -m benchmarks clients --page docs/compatibility.md": "as above",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
