@@ -166,7 +166,7 @@ def run(
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as folder:
         env = environment(mark, folder) | launcher.variables | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": folder}
-        console = Path(consoles or folder, f"{client.name}-{case}-{'-'.join(launcher.name.split())}.txt")
+        console = Path(consoles or folder, re.sub(r"\W+", "-", f"{client.name} {case} {launcher.name}") + ".txt")
         command = [python, *launcher.command(client, case)]
         try:
             with console.open("wb") as file:
