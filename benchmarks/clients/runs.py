@@ -124,7 +124,7 @@ def named(text: str) -> tuple[str, str]:
     >>> named('''Root Cause (first observed failure):
     ... [0]:
     ...   rank      : 1 (local_rank: 1)
-    ...   exitcode  : 1 (pid: 4243)
+    ...   exitcode  : -6 (pid: 4243)  (SIGABRT)
     ...   traceback : Traceback (most recent call last):
     ...     File "train.py", line 1, in main
     ...   torch.distributed.DistNetworkError: connection reset
@@ -140,13 +140,13 @@ def named(text: str) -> tuple[str, str]:
         rank = re.search(r"^ *rank +: (\d+)", block[1], re.MULTILINE)
         code = re.search(r"^ *exitcode +: (-?\d+).*?(?:\((SIG\w+)\))? *$", block[1], re.MULTILINE)
         raised = _exceptions(block[1])
-        what = (code and code[2]) or (raised[-1] if raised else f"exit code {code[1]}" if code else "")
-        return (rank[1] if rank else ""), what
+        ended = (code[2] or f"exit code {code[1]}") if code else ""
+        return (rank[1] if rank else ""), raised[-1] if raised else ended
     spawned = re.search(r"^-- Process (\d+) terminated with the following error:\n(.*)", text, re.MULTILINE | re.DOTALL)
     if spawned:
         return spawned[1], next(iter(_exceptions(spawned[2])), "")
-    if ended := re.search(r"process (\d+) terminated with (?:signal (\w+)|(exit code \d+))", text):
-        return ended[1], ended[2] or ended[3]
+    if gone := re.search(r"process (\d+) terminated with (?:signal (\w+)|(exit code \d+))", text):
+        return gone[1], gone[2] or gone[3]
     return "", ""
 
 
