@@ -1,5 +1,7 @@
 """``python -m benchmarks [CASE...]``: run the cases, print medians (least..most), ratios and verdicts.
 
+``python -m benchmarks clients`` is another program: the table of ``benchmarks.clients``.
+
 The exit code is 1 when a target was missed or Phalanx failed to deliver, 2 for a bad argument, 0 otherwise; a peer
 that is absent or fails is said to be, and is nobody's fault.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from benchmarks import machine, peer, report
 from benchmarks.case import FLOOR, PEER, PHALANX
 from benchmarks.cases import NAMES, load
+from benchmarks.clients import table
 from benchmarks.runner import ROOT, run_case
 
 
@@ -29,9 +32,11 @@ def _positive(text: str) -> int:
 _positive.__name__ = "positive whole number"  # argparse names the type in its error
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Phalanx, its peer and the floor, measured in turn."
+        prog="python -m benchmarks",
+        description="Phalanx, its peer and the floor, measured in turn.",
+        epilog="`python -m benchmarks clients --help`: real programs and their faults, beside torchrun.",
     )
     parser.add_argument(
         "cases", nargs="*", metavar="CASE", help=f"which cases to run: {', '.join(NAMES)} (default: all)"
@@ -63,7 +68,10 @@ def _list(names: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
-    options = _parse(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["clients"]:
+        return table.main(words[1:])
+    options = _parse(words)
     names = options.cases or list(NAMES)
     if options.list:
         _list(names)

@@ -6,12 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from benchmarks.runner import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TORCH = "torch==2.13.0"
 NEEDS = (
@@ -40,16 +37,18 @@ class PeerError(Exception):
     """There is no peer to compare with; the message says why."""
 
 
-def find_or_make() -> str:
-    """Return an interpreter that has torch; raise ``PeerError`` when there is none and none can be made.
+def named() -> str:
+    """Return the interpreter that ``PHALANX_PEER_PYTHON`` names, else the one in ``.venv-peer``, there or not."""
+    return os.environ.get(VARIABLE) or str(FOLDER / "bin" / "python")
 
-    It is the one that ``PHALANX_PEER_PYTHON`` names, else the one in ``.venv-peer``.
-    """
-    if named := os.environ.get(VARIABLE):
-        if fault := _fault(named):
-            raise PeerError(f"{VARIABLE}={named}: {fault}")
-        return named
-    python = FOLDER / "bin" / "python"
+
+def find_or_make() -> str:
+    """Return the interpreter that is ``named``; raise ``PeerError`` when it has no torch and none can be made."""
+    if chosen := os.environ.get(VARIABLE):
+        if fault := _fault(chosen):
+            raise PeerError(f"{VARIABLE}={chosen}: {fault}")
+        return chosen
+    python = Path(named())
     if _fault(str(python)):
         _make(python)
     if fault := _fault(str(python)):

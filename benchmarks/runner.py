@@ -88,11 +88,11 @@ def run_contender(case: Case, contender: str, python: str) -> Sample:
         out, err = Path(folder, "out"), Path(folder, "err")
         try:
             with out.open("wb") as stdout, err.open("wb") as stderr:
-                environment = _environment(mark, folder)
+                env = environment(mark, folder)
                 code = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=environment,
+                    env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
@@ -111,8 +111,8 @@ def run_contender(case: Case, contender: str, python: str) -> Sample:
     return Sample(found["figures"], notes)
 
 
-def _environment(mark: str, folder: str) -> dict[str, str]:
-    """Return the environment of a contender.
+def environment(mark: str, folder: str) -> dict[str, str]:
+    """Return the environment of what is measured.
 
     This checkout comes first on the path; byte code may be kept, else each import would compile anew; and temporary
     files go where they are removed.

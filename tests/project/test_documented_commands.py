@@ -31,6 +31,9 @@ NOT_RUN = {
     "phalanx torchrun-shim -- accelerate launch --multi_gpu --num_processes 8 train.py":
         "needs accelerate; tests/cli/test_torchrun_shim_torch.py runs it",
     "phalanx torchrun-shim -- ./launch.sh": "tests/cli/test_torchrun_shim.py runs such a script",
+    "python -m benchmarks clients": "takes minutes, and torch; tests/project/test_clients.py runs a row",
+    "python -m benchmarks clients trainer --case kill --consoles seen": "as above",
+    "python -m benchmarks clients --page docs/compatibility.md": "as above",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
     "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
     "python examples/kill_ranks.py --preload torch,sklearn.datasets":

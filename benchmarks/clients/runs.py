@@ -1,0 +1,186 @@
+"""Runs one client, in one case, under one launcher, and reads from what that printed what it says has happened."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import uuid
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from benchmarks import procfs
+from benchmarks.runner import environment
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+CASES = {
+    "run": "run",
+    "exception": "exception",
+    "kill": "SIGKILL",
+    "wedge": "exception, and no exit",
+    "restart": "restart",
+}
+"""What `fault.py` knows them by, and the table."""
+
+STARTED = ("run", "exception", "kill", "wedge")
+"""Those of a program that starts its workers itself, and does so once."""
+
+LIMIT = 45.0
+"""Seconds after which a run counts as hung; more than any of these options gives a worker."""
+
+OPTIONS = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "5")
+"""Of both launchers; the last is 30 s without."""
+
+
+class Launcher(NamedTuple):
+    """What the workers are started by: a command, and what goes into its environment.
+
+    ``spawn`` is the module whose `spawn` takes its place in a program that starts its workers itself, if any does.
+    """
+
+    name: str
+    module: tuple[str, ...]
+    variables: dict[str, str]
+    spawn: str = ""
+
+    def command(self, client: Client, case: str) -> list[str]:
+        """Return the command line, from the module on."""
+        path = str(PROGRAMS / f"{client.name}.py")
+        if client.spawns:
+            return [path, case, self.spawn]
+        restarts = ("--max-restarts", "1") if case == "restart" else ()
+        return ["-m", *self.module, *OPTIONS, *restarts, path, case]
+
+
+TORCHRUN = Launcher("torchrun", ("torch.distributed.run",), {}, "torch.multiprocessing")
+OWN_STORE = Launcher("torchrun, store of rank 0", TORCHRUN.module, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+PHALANX = Launcher("Phalanx", ("phalanx", "run"), {}, "phalanx.spawn")
+LAUNCHERS = (TORCHRUN, OWN_STORE, PHALANX)
+
+
+class Client(NamedTuple):
+    """A program: what it imports that may not be there, whether it starts its workers itself, and its cases."""
+
+    name: str
+    needs: tuple[str, ...] = ("torch",)
+    spawns: bool = False
+    cases: tuple[str, ...] = tuple(CASES)
+
+
+CLIENTS = (
+    Client("ddp_checkpoints"),
+    Client("trainer"),
+    Client("hydra_like"),
+    Client("port_plus_one"),
+    Client("jax_initialize", ("torch", "jax")),
+    Client("spawn_tutorial", spawns=True, cases=STARTED),
+    Client("late_reader", cases=("run",)),
+)
+
+
+class Came(NamedTuple):
+    """What a run came to: exit code (``None``: it hung), what was named, and what was counted."""
+
+    code: int | None
+    rank: str = ""
+    named: str = ""
+    seconds: float | None = None
+    finished: int = 0
+    resumed: str = ""
+    left: int = 0
+
+    def __str__(self) -> str:
+        """As a cell of the table.
+
+        >>> str(Came(None)), str(Came(0, finished=2, resumed="2"))
+        ('**hung** (after 45 s)', 'finished, resumed at step 2')
+        >>> str(Came(137, "1", "SIGKILL", 0.31, left=2)), str(Came(1))
+        ('code 137, rank 1, SIGKILL, 0.3 s, **2 left behind**', 'code 1, no rank')
+        """
+        if self.code is None:
+            return f"**hung** (after {LIMIT:g} s)"
+        if self.code == 0 and self.finished == 2:
+            words = ["finished"]
+            if self.resumed:
+                words.append(f"resumed at step {self.resumed}")
+        else:
+            words = [f"code {self.code}", f"rank {self.rank}" if self.rank else "no rank"]
+            if self.named:
+                words.append(self.named)
+            if self.seconds is not None:
+                words.append(f"{self.seconds:.1f} s")
+        if self.left:
+            words.append(f"**{self.left} left behind**")
+        return ", ".join(words)
+
+
+def named(text: str) -> tuple[str, str]:
+    """Return the rank that a launcher has named as the cause, and the exception, signal or exit code of it.
+
+    In a report, that is the root cause; of `spawn`, it is the exception that the program did not catch.
+
+    >>> named('''Root Cause (first observed failure):
+    ... [0]:
+    ...   rank      : 1 (local_rank: 1)
+    ...   exitcode  : -6 (pid: 4243)  (SIGABRT)
+    ...   traceback : Traceback (most recent call last):
+    ...     File "train.py", line 1, in main
+    ...   torch.distributed.DistNetworkError: connection reset
+    ... ============================================================
+    ... ''')
+    ('1', 'DistNetworkError')
+    >>> named("...ProcessExitedException: process 1 terminated with signal SIGKILL")
+    ('1', 'SIGKILL')
+    >>> named("Segmentation fault")
+    ('', '')
+    """
+    if block := re.search(r"^Root Cause .*?:\n(.*?)^(?:---|===)", text, re.MULTILINE | re.DOTALL):
+        rank = re.search(r"^ *rank +: (\d+)", block[1], re.MULTILINE)
+        code = re.search(r"^ *exitcode +: (-?\d+).*?(?:\((SIG\w+)\))? *$", block[1], re.MULTILINE)
+        raised = _exceptions(block[1])
+        ended = (code[2] or f"exit code {code[1]}") if code else ""
+        return (rank[1] if rank else ""), raised[-1] if raised else ended
+    spawned = re.search(r"^-- Process (\d+) terminated with the following error:\n(.*)", text, re.MULTILINE | re.DOTALL)
+    if spawned:
+        return spawned[1], next(iter(_exceptions(spawned[2])), "")
+    if gone := re.search(r"process (\d+) terminated with (?:signal (\w+)|(exit code \d+))", text):
+        return gone[1], gone[2] or gone[3]
+    return "", ""
+
+
+def _exceptions(text: str) -> list[str]:
+    """Return the classes of the exceptions at the end of tracebacks, or behind the label `error`."""
+    return re.findall(r"^ *(?:error +: )?(?:\w+\.)*(\w+(?:Error|Exception|Exit|Interrupt))(?::|$)", text, re.MULTILINE)
+
+
+def run(
+    client: Client, case: str, launcher: Launcher, python: str, limit: float = LIMIT, consoles: Path | None = None
+) -> Came:
+    """Run a client once. Its working directory and its temporary files are in a folder that is removed.
+
+    What was printed is kept in the folder ``consoles``, if there is one.
+    What is left of it a second after its end is counted and killed; all of it is, if it has not ended by the limit.
+    """
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as folder:
+        env = environment(mark, folder) | launcher.variables | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": folder}
+        console = Path(consoles or folder, re.sub(r"\W+", "-", f"{client.name} {case} {launcher.name}") + ".txt")
+        command = [python, *launcher.command(client, case)]
+        try:
+            with console.open("wb") as file:
+                code = subprocess.run(
+                    command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=limit,
+                    check=False,
+                ).returncode  # fmt: skip
+            ended = monotonic()
+        except subprocess.TimeoutExpired:
+            return Came(None)
+        finally:
+            left = procfs.sweep(mark)
+        text = console.read_text(encoding="utf-8", errors="replace")
+        fault = Path(folder, "fault")
+        seconds = ended - float(fault.read_text(encoding="utf-8")) if fault.exists() else None
+    resumed = re.search(r"resumed at step (\d+)", text)
+    return Came(code, *named(text), seconds, text.count("has finished"), resumed[1] if resumed else "", left)

@@ -1,0 +1,85 @@
+"""The table of clients: its rows are read from what launchers print, and the page has them all."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.clients import runs
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Client, run
+from benchmarks.clients.table import BEGIN, END
+from benchmarks.runner import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+
+
+def test_docstrings_are_true() -> None:
+    found = doctest.testmod(runs)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_the_page_has_each_program_and_case_once() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    assert [row[:2] for row in ROW.findall(table)] == [
+        (client.name, CASES[case]) for client in CLIENTS for case in client.cases
+    ]
+    assert f"| program | case | {' | '.join(launcher.name for launcher in LAUNCHERS)} |" in table
+    assert {path.stem for path in runs.PROGRAMS.glob("*.py")} == {"fault", *(client.name for client in CLIENTS)}
+
+
+def test_a_program_whose_imports_are_missing_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.clients.table.CLIENTS", (Client("jax_initialize", ("no_such_module",)),))
+    assert main(["clients", "--python", sys.executable]) == 0
+    assert "| `jax_initialize` | not run: no_such_module is not installed | - | - | - |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_a_run_that_does_not_end_is_ended_and_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "PROGRAMS", tmp_path)
+    (tmp_path / "late_reader.py").write_text("import time\nprint('is here', flush=True)\ntime.sleep(3600)\n")
+    came = run(Client("late_reader"), "run", PHALANX, sys.executable, limit=3, consoles=tmp_path)
+    assert came.code is None
+    assert "is here" in (tmp_path / "late_reader-run-Phalanx.txt").read_text()
+
+
+@pytest.mark.torch
+@pytest.mark.long
+def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    words = ["ddp_checkpoints", "--case", "exception", "--page", str(page)]
+    assert main(["clients", *words, "--python", sys.executable]) == 0
+    table = page.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert table.strip() == capsys.readouterr().out.strip()
+    ((_, case, *cells),) = ROW.findall(table)
+    assert case == "exception"
+    for cell in cells:
+        assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
+
+
+@pytest.mark.torch
+@pytest.mark.long
+def test_a_restart_goes_on_from_the_checkpoint() -> None:
+    came = run(CLIENTS[0], "restart", PHALANX, sys.executable)
+    assert str(came) == "finished, resumed at step 2"
+
+
+@pytest.mark.torch
+@pytest.mark.long
+def test_what_spawn_raises_is_read() -> None:
+    client = next(client for client in CLIENTS if client.spawns)
+    for launcher in (TORCHRUN, PHALANX):
+        assert run(client, "kill", launcher, sys.executable)._replace(seconds=None) == runs.Came(1, "1", "SIGKILL")
