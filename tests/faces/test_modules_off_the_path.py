@@ -88,6 +88,23 @@ def test_a_module_that_was_loaded_from_its_file(tmp_path: Path) -> None:
     assert done.stdout == "{0: 6}\n", done
 
 
+@pytest.mark.parametrize("of_a_namespace", [False, True])
+def test_a_module_of_a_folder_that_the_launcher_has_left_goes_by_name(tmp_path: Path, of_a_namespace: bool) -> None:
+    name = "package.here" if of_a_namespace else "here"
+    _write(tmp_path / f"{name.replace('.', '/')}.py", "import sys\ndef found(): return __name__ in sys.modules\n")
+    code = f"""
+        import os
+        from phalanx.multiprocessing import start_processes
+        from {name} import found
+        if __name__ == "__main__":
+            os.chdir("/")
+            with start_processes("g", found, {{0: ()}}, {{0: {{}}}}) as group:
+                print(group.wait(60).return_values)
+        """
+    done = _run(tmp_path, sys.executable, "-c", dedent(code))
+    assert done.stdout == "{0: True}\n", done
+
+
 def test_a_module_that_a_worker_cannot_import_is_named_with_the_ways_out(tmp_path: Path) -> None:
     _write(tmp_path / "away" / "tail.py", "def half(number): return number / 2\n")
     program = _write(

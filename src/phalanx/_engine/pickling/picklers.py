@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from _frozen_importlib_external import PathFinder as _PathFinder  # without the time that `importlib.machinery` takes
 
 from phalanx._base.loaded_modules import loaded
 from phalanx._engine.main_module import NAMES
@@ -191,20 +192,19 @@ class _Plain(pickle.Pickler):
 
 def _is_on_path(name: str) -> bool:
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is None:
+    if not isinstance(spec, type(sys.__spec__)):  # it was not loaded, but made
         return True
+    from phalanx._engine.search_path import search_path  # here: workers load this module, and have no use for that one
+
     for finder in sys.meta_path:
         try:
-            found = finder.find_spec(name, None)
+            # The workers' path has working directories that the launcher has left.
+            found = finder.find_spec(name, search_path() if finder is _PathFinder else None)
         except Exception:  # noqa: BLE001 - the user's finder: the worker's import tells what is wrong with it
             return True
         if found is not None:
-            return bool(
-                found.origin == spec.origin
-                if spec.has_location
-                else set(found.submodule_search_locations or ()) & set(spec.submodule_search_locations or ())
-                or found.origin == spec.origin
-            )
+            folders = set(found.submodule_search_locations or ()) & set(spec.submodule_search_locations or ())
+            return found.origin == spec.origin and bool(spec.has_location or folders or spec.origin)
     return False
 
 
