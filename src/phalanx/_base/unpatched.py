@@ -77,9 +77,14 @@ def thread(
     return threading.Thread(target=target, name=name, args=args, daemon=daemon)
 
 
-def is_current(thread: threading.Thread | None) -> bool:
-    """Whether this is the thread that runs."""
-    return thread is not None and thread.ident == module("_thread").get_ident()
+def is_current(thread: object) -> bool:
+    """Whether this is the thread that runs, of those that `thread` has made."""
+    if isinstance(thread, _Thread):
+        return thread.is_alive() and thread.ident == module("_thread").get_ident()
+
+    import threading
+
+    return thread is threading.current_thread()
 
 
 def _is_patched() -> bool:

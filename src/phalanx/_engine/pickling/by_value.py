@@ -154,9 +154,8 @@ class _PicklerByValue:
         if main and self._importable(obj):
             return NotImplemented
         reduced = super().reducer_override(obj)  # type: ignore[misc]  # the class that `make` builds has it
-        if reduced is NotImplemented and (
-            main or not self._on_path(obj.__module__)
-        ):  # which cloudpickle writes by name
+        by_name = reduced is NotImplemented  # cloudpickle does so with __mp_main__, and with all that it finds here
+        if by_name and (main or not self._on_path(obj.__module__)):
             if issubclass(type(obj), type):
                 return cloudpickle_module()._dynamic_class_reduce(obj)  # noqa: SLF001 - see `cloudpickle_module`
             return self._dynamic_function_reduce(obj)  # type: ignore[attr-defined]  # as above
