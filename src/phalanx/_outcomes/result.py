@@ -404,7 +404,8 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str, *, is_value
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
         if worker.leaving and number == signal.SIGKILL:
             where = f", in {worker.where}" if worker.where else ""
-            since = f"{(worker.asked[1] - left[1]) / clock.NS:.0f} s after its {'exception' if raised else 'sys.exit'}"
+            seconds = (worker.asked[1] - left[1]) / clock.NS
+            since = f"{seconds:.{int(seconds < 1)}f} s after its {'exception' if raised else 'sys.exit'}"
             detail = f"{NOT_EXITED} {since}{where}: SIGKILL, sent by us"
     if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1
