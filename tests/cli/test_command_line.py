@@ -36,7 +36,7 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["ps"], "there is no command 'ps'; did you mean 'runs'?"),
         (["launch"], "there is no command 'launch'; did you mean 'run'?"),
         *(
-            ([name], f"there is no command '{name}'; there are run, logs, runs, report, rerun, stack\n")
+            ([name], f"there is no command '{name}'; there are run, logs, runs, report, rerun, stack, torchrun-shim\n")
             for name in ("xyz", "r", "ruxx")
         ),
         ([sys.executable], f"; to run a script: phalanx run {sys.executable}"),
