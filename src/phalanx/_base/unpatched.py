@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-_BUILTIN = type(len)
 _made: dict[str, Any] = {}
 
 
@@ -88,8 +87,9 @@ def is_current(thread: object) -> bool:
 
 
 def _is_patched() -> bool:
-    threads = sys.modules["_thread"]
-    return not (isinstance(threads.start_new_thread, _BUILTIN) and hasattr(_select, "epoll"))
+    # Not by the type of `start_new_thread`: debuggers replace that, too.
+    monkey = sys.modules.get("gevent.monkey")
+    return not hasattr(_select, "epoll") or (monkey is not None and monkey.is_module_patched("threading"))
 
 
 class _Thread:
