@@ -85,7 +85,7 @@ def states(result: RunProcsResult) -> list[str]:
 
 def stayed(after: str) -> str:
     """Return the pattern of what is reported of a rank that was killed because it did not exit."""
-    return rf"had not exited \d+ s after its {after}(, in .+:\d+\))?: SIGKILL, sent by us"
+    return rf"had not exited \d+(\.\d)? s after its {after}(, in .+:\d+\))?: SIGKILL, sent by us"
 
 
 def cause(result: RunProcsResult) -> int:
