@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+import phalanx
 from phalanx.run import get_args_parser, run
 from tests.cli.test_run import Launcher, Place
 
 if TYPE_CHECKING:
     from tests.cli.test_run import Done
 
-SHIM = (sys.executable, "-m", "phalanx", "torchrun-shim")
+SHIM = (sys.executable, "-P", "-m", "phalanx", "torchrun-shim")  # -P: as the command, it imports nothing from here
 
 
 def shim(place: Place, *command: object) -> Done:
@@ -80,10 +82,30 @@ def test_the_modules_of_torch_are_those_of_phalanx(place: Place) -> None:
 
 def test_the_users_own_sitecustomize_is_run(place: Place) -> None:
     _torch(place)
-    place.write("print('mine', __name__)", "sitecustomize.py")
+    place.write("print('mine', __name__); FLAG = 'of mine'", "sitecustomize.py")
     place.env["PYTHONPATH"] = str(place.folder)
+    show = "import sitecustomize; print(sitecustomize.FLAG)"
     # Once in the Python of the command itself, which ends then.
-    assert shim(place, sys.executable, "-c", "print('end')").out == "mine sitecustomize\n" * 2 + "end\n"
+    assert shim(place, sys.executable, "-c", show).out == "mine sitecustomize\n" * 2 + "of mine\n"
+    # One within another, of another installation.
+    (place.folder / "other").symlink_to(Path(phalanx.__file__).parent, target_is_directory=True)
+    place.env["PYTHONPATH"] = f"{place.folder}/other/cli/_shim:{place.folder}"
+    done = shim(place, sys.executable, "-c", show + "; import torch.distributed.run as it; print(it.main.__module__)")
+    assert (done.out, done.err) == ("mine sitecustomize\n" * 2 + "of mine\nphalanx.cli.run\n", "")
+
+
+def test_another_module_called_phalanx_is_no_phalanx(place: Place) -> None:
+    _torch(place)
+    place.write("", "phalanx/__init__.py")
+    done = shim(place, sys.executable, "-c", "import torch.distributed.run")
+    assert (done.out, done.err) == ("the module of torch\n", "")
+
+
+@pytest.mark.slow
+def test_what_lies_in_the_working_directory_is_not_imported(place: Place) -> None:
+    place.write("raise SystemExit('of the user')", "click.py")
+    script = place.write("print('runs')", "scripts/it.py")
+    assert "[0] runs\n" in shim(place, "torchrun", "--log-dir", place.logs, script).out
 
 
 def test_a_python_without_phalanx_is_left_alone(place: Place) -> None:
@@ -95,15 +117,37 @@ def test_a_python_without_phalanx_is_left_alone(place: Place) -> None:
     assert done.err == ""
 
 
+def test_torch_distributed_launch_is_refused_unless_the_script_reads_the_environment() -> None:
+    args = get_args_parser().parse_args(["it.py"])
+    args.use_env = False
+    with pytest.raises(SystemExit, match=r"add --use-env, and let the script read LOCAL_RANK"):
+        run(args)
+
+
+@pytest.mark.slow
+def test_what_a_tool_has_chosen_goes_before_variables(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = place.write("import os; print('of', os.environ['WORLD_SIZE'])")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    for typed, size in (((), 2), (("--nproc-per-node", "1"), 1)):
+        run(get_args_parser().parse_args([*typed, "--log-dir", str(place.logs), script]))
+        assert capfd.readouterr().out.count(f"of {size}\n") == size
+
+
 @pytest.mark.slow
 def test_a_namespace_is_run(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    script = place.write("import sys; print(sys.argv[1:])")
+    script = place.write("import sys; print(sys.argv[1:]); print('loss 1,5'); print('5 or 1')")
+    filters = ("--duplicate-stdout-filters", "1,,5,no")
     args = get_args_parser().parse_args(
-        ["--nproc_per_node", "2", "-t", "1", "--log-dir", str(place.logs), script, "-x", "--"]
+        ["--nproc_per_node", "2", *filters, "-t", "1", "--log-dir", str(place.logs), script, "-x", "--"]
     )
     args.of_the_tool = object()  # accelerate's namespace has much of its own
     run(args)
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] ['-x', '--']", "[1] ['-x', '--']"]
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in sorted(lines) if "-x" in line] == ["[0] ['-x', '--']", "[1] ['-x', '--']"]
+    (filtered,) = place.logs.glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(filtered.read_text().splitlines()) == ["[0] loss 1,5", "[1] loss 1,5"]
 
 
 def test_variables_are_defaults_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def test_the_table_has_what_a_worker_finds(place: Place, options: tuple[str, ...
     del place.env["OMP_NUM_THREADS"]
     for name in ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"):
         place.env.pop(name, None)
+    place.env.pop("TTY_INTERACTIVE", None)
     show = place.write("""
         import json, os
         print(json.dumps(dict(os.environ)))

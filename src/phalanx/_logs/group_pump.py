@@ -211,6 +211,7 @@ def _filtered(path: str, needles: list[str] | None) -> View | None:
     if not needles:
         return None
     from phalanx._logs.formats import Text
+    from phalanx._logs.patterns import readable
     from phalanx._logs.render import View
     from phalanx._logs.search import Only
     from phalanx._logs.sink import Sink
@@ -219,9 +220,11 @@ def _filtered(path: str, needles: list[str] | None) -> View | None:
     wanted = [os.fsencode(needle) for needle in needles]
 
     def select(block: bytes) -> bytes:
-        if not any(needle in block for needle in wanted):
+        text = readable(block)  # with the same lines
+        if not any(needle in text for needle in wanted):
             return b""
-        return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
+        lines = zip(block[:-1].split(b"\n"), text[:-1].split(b"\n"), strict=True)
+        return _joined(line for line, read in lines if any(needle in read for needle in wanted))
 
     return View(PlainOutput(Sink(path)), Text(), Only(select))
 

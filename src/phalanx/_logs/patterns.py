@@ -71,7 +71,7 @@ class Finder:
         """Return those of whole lines that match."""
         if not self._word:
             return pieces(block, self.spans(block))
-        text = _readable(block)
+        text = readable(block)
         if text is not block or text.count(self._word) * _SPARSE < len(text):
             return pieces(block, self.spans(block))
         word = self._word.decode("latin-1")  # `in` takes a third of the time in str
@@ -81,7 +81,7 @@ class Finder:
 
     def spans(self, block: bytes) -> Spans:
         """Return where the matching lines are."""
-        text = _readable(block)
+        text = readable(block)
         found = self._search(text)
         return found if text is block or not found else _moved(found, text, block)
 
@@ -196,7 +196,7 @@ def _unread() -> re.Pattern[bytes]:
     return re.compile(rb"\033(?:" + csi + rb"|" + string + rb"|[ -/]++[0-~]?|[0-~]?)|(?<!\r)\r++(?=\n)")
 
 
-def _readable(block: bytes) -> bytes:
+def readable(block: bytes) -> bytes:
     """Return a block's text as a person reads it, as UTF-8, with the same lines; the block itself if it is that."""
     text = _unread().sub(b"", block) if b"\033" in block or b"\r" in block else block
     if not text.isascii():

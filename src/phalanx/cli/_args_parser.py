@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from phalanx.cli._options import read_strings
 from phalanx.cli.run import main
 
 TYPE_CHECKING = False
@@ -54,7 +55,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     for name in _FLAGS:
         add(name, action="store_true")
     for name in _LISTS:
-        add(name, type=lambda text: text.split(","), default=[])
+        add(name, type=read_strings, default=[])
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
@@ -64,19 +65,26 @@ def run(args: argparse.Namespace) -> None:
     """Run what `get_args_parser`, or torchrun's own parser, has read: as ``phalanx run`` does, until it has succeeded.
 
     Args:
-        args: Attributes by torchrun's names. Those that have torchrun's defaults, or no such name, are not passed on.
+        args: Attributes by torchrun's names. Those that have their defaults (torchrun's, or those of ``PET_``
+            variables), or no such name, are not passed on.
 
-    Raises as `phalanx.run.main`.
+    Raises as `phalanx.run.main`; and SystemExit for what `torch.distributed.launch` adds, unless ``use_env`` is true.
     """
-    given = vars(args)
+    if not getattr(args, "use_env", True):
+        msg = (
+            "torch.distributed.launch gives the script --local-rank=N, which phalanx run does not: add --use-env, and "
+            "let the script read LOCAL_RANK"
+        )
+        raise SystemExit(msg)
     defaults: dict[str, Any] = {**_TEXTS, **_NUMBERS, "monitor_interval": 0.1}
     argv = []
-    for name, value in given.items():
+    for name, value in vars(args).items():
+        variable = f"PET_{name.upper()}"
         option = "--" + name.replace("_", "-")
         if name in _FLAGS:
             argv += [option] if value else []
         elif name in _LISTS:
-            argv += [f"{option}={','.join(value)}"] if value else []
-        elif name in defaults and value is not None and str(value) != str(defaults[name]):
+            argv += [f"{option}={','.join(each.replace(',', ',,') for each in value)}"] if value else []
+        elif name in defaults and value is not None and str(value) != os.environ.get(variable, str(defaults[name])):
             argv.append(f"{option}={value}")
     main([*argv, "--", args.training_script, *map(str, args.training_script_args)])

@@ -102,10 +102,11 @@ def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[st
 
     ``env`` are variables that all workers get; one that the user has set, there or for us, stays as it is.
     """
-    chosen = (name in os.environ or name in env for name in ("NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"))
+    chosen = (os.environ.get(name) or env.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"))
     if any(chosen) or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
         return {}
-    return {"FORCE_COLOR": "1"}
+    # rich takes FORCE_COLOR for a terminal, on which it draws its bars again and again, unless the other says no.
+    return {"FORCE_COLOR": "1", "TTY_INTERACTIVE": os.environ.get("TTY_INTERACTIVE", "0")}
 
 
 def console_specs(chosen: ConsoleOptions, **more: Any) -> ConsoleSpecs:
