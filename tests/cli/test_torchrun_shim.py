@@ -137,8 +137,8 @@ def test_what_a_tool_has_chosen_goes_before_variables(
 
 @pytest.mark.slow
 def test_a_namespace_is_run(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    script = place.write("import sys; print(sys.argv[1:]); print('loss 1,5'); print('5 or 1')")
-    filters = ("--duplicate-stdout-filters", "1,,5,no")
+    script = place.write("import sys; print(sys.argv[1:]); print('loss 1'); print('5 or 1')")
+    filters = ("--duplicate-stdout-filters", "loss,no")
     args = get_args_parser().parse_args(
         ["--nproc_per_node", "2", *filters, "-t", "1", "--log-dir", str(place.logs), script, "-x", "--"]
     )
@@ -147,7 +147,12 @@ def test_a_namespace_is_run(place: Place, capfd: pytest.CaptureFixture[str]) -> 
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in sorted(lines) if "-x" in line] == ["[0] ['-x', '--']", "[1] ['-x', '--']"]
     (filtered,) = place.logs.glob("*/attempt_0/filtered_stdout.log")
-    assert sorted(filtered.read_text().splitlines()) == ["[0] loss 1,5", "[1] loss 1,5"]
+    assert sorted(filtered.read_text().splitlines()) == ["[0] loss 1", "[1] loss 1"]
+    args.duplicate_stdout_filters = (
+        get_args_parser().parse_args([*filters[:1], "1,,5", "it.py"]).duplicate_stdout_filters
+    )
+    with pytest.raises(SystemExit, match=r"--duplicate-stdout-filters: .* got \['1,5'\]"):
+        run(args)
 
 
 def test_variables_are_defaults_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 
-from phalanx.cli._options import read_strings
 from phalanx.cli.run import main
 
 TYPE_CHECKING = False
@@ -55,10 +54,15 @@ def get_args_parser() -> argparse.ArgumentParser:
     for name in _FLAGS:
         add(name, action="store_true")
     for name in _LISTS:
-        add(name, type=read_strings, default=[])
+        add(name, type=_listed, default=[])
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
+
+
+def _listed(text: str) -> list[str]:
+    """Split a list at its commas; two of them are one that belongs to a text."""
+    return [each.replace("\0", ",") for each in text.replace(",,", "\0").split(",")]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -68,7 +72,8 @@ def run(args: argparse.Namespace) -> None:
         args: Attributes by torchrun's names. Those that have their defaults (torchrun's, or those of ``PET_``
             variables), or no such name, are not passed on.
 
-    Raises as `phalanx.run.main`; and SystemExit for what `torch.distributed.launch` adds, unless ``use_env`` is true.
+    Raises as `phalanx.run.main`; and SystemExit for a filter with a comma in it, and for what
+    `torch.distributed.launch` adds, unless ``use_env`` is true.
     """
     if not getattr(args, "use_env", True):
         msg = (
@@ -84,7 +89,10 @@ def run(args: argparse.Namespace) -> None:
         if name in _FLAGS:
             argv += [option] if value else []
         elif name in _LISTS:
-            argv += [f"{option}={','.join(each.replace(',', ',,') for each in value)}"] if value else []
+            if any("," in each for each in value or ()):
+                msg = f"{option}: phalanx run has no filters with commas in them, got {value!r}"
+                raise SystemExit(msg)
+            argv += [f"{option}={','.join(value)}"] if value else []
         elif name in defaults and value is not None and str(value) != os.environ.get(variable, str(defaults[name])):
             argv.append(f"{option}={value}")
     main([*argv, "--", args.training_script, *map(str, args.training_script_args)])

@@ -134,14 +134,12 @@ def read_mode(text: str) -> int:
 
 
 def read_strings(text: str) -> list[str]:
-    """Read strings between commas; two commas are one of a string's own, as torchrun has it.
+    """Read strings between commas. Raises ValueError: there is none, as of a shell's variable that is not set.
 
-    Raises ValueError: there is none, as of a shell's variable that is not set.
-
-    >>> read_strings("loss,error"), read_strings("1,,5")
-    (['loss', 'error'], ['1,5'])
+    >>> read_strings("loss,error")
+    ['loss', 'error']
     """
-    parts = [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part]
+    parts = [part for part in text.split(",") if part]
     if not parts:
         msg = f"{text!r}: expected one or more, between commas"
         raise ValueError(msg)
