@@ -1356,7 +1356,9 @@ def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(pla
         """
         import os, shutil, sys
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            shutil.rmtree(os.getcwd())
+            folder = os.getcwd()
+            while os.path.isdir(folder):  # the run's record is in it, and is being written
+                shutil.rmtree(folder, ignore_errors=True)
             sys.exit(3)
         """,
         "job.py",
