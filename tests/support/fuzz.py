@@ -329,11 +329,9 @@ def changed(seeds: list[bytes], chance: random.Random) -> bytes:
 
 
 def _stranger() -> int:
-    """A process that does not descend from this one, and must not be signalled."""
-    out = subprocess.run(
-        ["sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
-    ).stdout
-    return int(out)
+    """A process that does not descend from this one, and must not be signalled. It has been executed."""
+    start = "import subprocess as it; print(it.Popen(['sleep', '1000'], stdout=it.DEVNULL, stderr=it.DEVNULL).pid)"
+    return int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _timeline(folder: str) -> bytes:
