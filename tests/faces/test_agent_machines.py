@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.agent import LocalElasticAgent, WorkerSpec, WorkerState
+from phalanx.agent import LocalElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, launch_agent
 from phalanx.multiprocessing import DefaultLogsSpecs
@@ -89,6 +89,96 @@ def test_all_report_the_same_on_a_job_that_has_failed(tmp_path: Path) -> None:
     assert str(ends[0]) == str(ends[1])
     data = [each.failures[2].error_file_data for each in ends]
     assert [("extraInfo" in str(each)) for each in data] == [False, True]  # its file is on that machine
+
+
+class LateToObservers(list[Worker]):
+    """Workers whose ranks the observer of failures learns late."""
+
+    def __init__(self, workers: list[Worker], may_learn: threading.Event) -> None:
+        super().__init__(workers)
+        self._may_learn = may_learn
+
+    def __getitem__(self, index: Any) -> Any:
+        if threading.current_thread().name == "phalanx-failure":
+            assert self._may_learn.wait(SOON)
+        return super().__getitem__(index)
+
+
+class ToldByObservers(ManyMachinesRendezvous):
+    """Notes that an observer has told of a failure."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        super().__init__(params)
+        self.has_told = threading.Event()
+
+    def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
+        super().tell_failure(error, rank=rank, exitcode=exitcode)
+        if threading.current_thread().name == "phalanx-failure":
+            self.has_told.set()
+
+
+class LateObserver(LocalElasticAgent):
+    """Its observer of failures can tell of one when the first attempt has ended, or when the next one runs."""
+
+    until = ""
+    starts = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._may_learn = threading.Event()
+
+    def _assign_worker_ranks(self, *args: Any) -> list[Worker]:
+        return LateToObservers(super()._assign_worker_ranks(*args), self._may_learn)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ids = super()._start_workers(worker_group)
+        self.starts += 1
+        if self.starts == 2:
+            self._let_observer_tell("next attempt")
+        return ids
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._let_observer_tell("end")
+        super()._stop_workers(worker_group)
+
+    def _let_observer_tell(self, when: str) -> None:
+        if when == self.until:
+            self._may_learn.set()
+            handler = self.get_worker_group().spec.rdzv_handler
+            assert isinstance(handler, ToldByObservers)
+            handler.has_told.wait(0.5)  # it is not to
+
+
+@pytest.mark.parametrize("fails, until", [(2, "end"), (1, "next attempt")])
+def test_an_observer_that_is_late_has_no_word_of_a_failure(fails: int, until: str, tmp_path: Path) -> None:
+    """An exit is observed on a thread of its own. What is known at the end holds, and the next attempt goes on."""
+    port, reports = free_port(), {}
+
+    def run(rank: int) -> WorkerState:
+        handler = ToldByObservers(
+            RendezvousParameters("static", f"127.0.0.1:{port}", "job", 2, 2, rank=rank, agent_port=port)
+        )
+        spec = WorkerSpec(
+            "trainer", (2, 1)[rank], handler, max_restarts=1,
+            entrypoint=agent_workers.fail_on_another_machine, args=(fails,),
+        )  # fmt: skip
+        agent = LateObserver(spec, DefaultLogsSpecs(str(tmp_path / str(rank))))
+        agent.until = until if rank == 1 else "end"
+        try:
+            state = agent.run().state
+            reports[rank] = handler.report("trainer")
+            return state
+        finally:
+            handler.shutdown()
+
+    ends = both(run)
+    if fails == 1:
+        assert ends == [WorkerState.SUCCEEDED] * 2
+    else:
+        assert ends[1] == WorkerState.FAILED
+        report = reports[1]
+        assert report is not None
+        assert [line.rpartition(": ")[2] for line in report.earlier] == ["bad batch 0"]
 
 
 def test_who_has_lost_a_connection_is_not_the_root_cause_on_any_machine(tmp_path: Path) -> None:

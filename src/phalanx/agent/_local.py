@@ -328,7 +328,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         for event in found:
             if isinstance(event, kinds.WorkerExited) and event.state == "failed":
                 rank = self._global_rank(event.rank)
-                self._machines.tell_failure(AttemptEnd("failed", rank, event.exitcode, event.how))
+                self._machines.tell_failure(AttemptEnd("failed", rank, event.exitcode, event.how), event.attempt)
 
     def _say(self, text: str) -> bool:
         self._groups.say(text)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from _thread import allocate_lock
+
 from phalanx._agent.history import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base import interrupts
 from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx.agent._types import Worker
 from phalanx.rendezvous import ManyMachinesRendezvous
@@ -36,6 +39,13 @@ class AgentMachines:
         handler = spec.rdzv_handler
         self.handler = handler if isinstance(handler, ManyMachinesRendezvous) else None
         self._spec = spec
+        self._lock = allocate_lock()
+        self._early = -1  # the attempt of whose failures an observer may still tell
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt: of those before it, no observer tells any more, however late it is."""
+        with interrupts.deferred(), self._lock:
+            self._early = attempt
 
     def announce(
         self, policy: RestartPolicy, grace: float, barrier: float, call: Callable[[], object]
@@ -55,9 +65,19 @@ class AgentMachines:
         """Return whether the workers of all machines have, now that these have; None: it is not known yet."""
         return True if self.handler is None else self.handler.tell_success(wait=False)
 
-    def tell_failure(self, end: AttemptEnd) -> None:
-        """Tell the other machines that workers here have failed."""
-        if self.handler is not None:
+    def tell_failure(self, end: AttemptEnd, observed: int | None = None) -> None:
+        """Tell the other machines that workers here have failed.
+
+        ``observed``: the attempt, of an observer, whose word is early and says less: it has none once that attempt's
+        end was told, or another one has begun. None: that attempt has ended.
+        """
+        if self.handler is None:
+            return
+        with interrupts.deferred(), self._lock:
+            if observed is None:
+                self._early = -1
+            elif observed != self._early:
+                return
             self.handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode)
 
     def tell_outcomes(self, group: PContext, result: RunProcsResult, log_dir: str) -> None:

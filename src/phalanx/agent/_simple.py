@@ -243,6 +243,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None:
         self._wake = wake
         self._attempt = attempt
+        self._machines.begin(attempt)
         if after_failure:
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
         if attempt:
