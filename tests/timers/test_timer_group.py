@@ -419,14 +419,14 @@ def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(
 
 @pytest.mark.slow
 def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
-    group = start(
+    with start(
         hang_workers.hang_in_spite_of_sigterm,
         (0.05,),
         events,
         on_expiry="report,dump:0.05,terminate:0.05,kill:0.1",
         logs_specs=DefaultLogsSpecs(str(logs)),
-    )
-    result = result_of(group)
+    ) as group:  # the file of its events is finished when it is closed
+        result = result_of(group)
     assert result.failures[0].exitcode == -signal.SIGKILL
     assert events.names() == ["timer.armed", "timer.expired", "worker.reaped", "worker.reaped"]
     late = [event["overdue"] for event in events.all]
