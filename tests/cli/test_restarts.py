@@ -137,8 +137,8 @@ def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Sig
 def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
         launcher.read_until("; attempt 1 follows in 1h00m")
-        while len(record(place)["attempts"][0]["cause"]) == 0:
-            pass
+        while not [*place.logs.glob("*/run.json")] or not record(place)["attempts"][0]["cause"]:
+            pass  # it is written aside
         launcher.send(signal.SIGKILL)
         launcher.end()
     assert wait_gone([record(place)["attempts"][0]["ranks"][0]["pid"]]) == set()

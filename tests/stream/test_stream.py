@@ -57,7 +57,7 @@ def test_a_slow_observer_holds_up_nobody_and_misses_nothing() -> None:
     assert stream.drain(TIMEOUT, ("quick",)) == []
     assert quick.numbers == list(range(5000))
     assert slow.events == []
-    assert stream.drain(0.01) == ["slow"]
+    assert stream.drain(0.01, ("slow",)) == ["slow"]
     gate.open()
     assert stream.close(TIMEOUT) == []
     assert slow.numbers == list(range(5000))
