@@ -234,12 +234,12 @@ def test_events(program: Callable[[Any], None]) -> None:
 
 
 def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
-    """On stderr: torch's handler keeps what that was when it was imported."""
+    """On stderr: torch's handler keeps what that was when it was imported, in a test that may have closed it since."""
     found = []
     for package in (ELASTIC, "phalanx"):
         events = importlib.import_module(f"{package}.events")
         handler = events.get_logging_handler("console")
-        handler.setStream(sys.stderr)
+        handler.stream = sys.stderr
         events.record(events.Event("name", events.EventSource.AGENT), "console")
         found.append(capfd.readouterr().err)
     assert found[0] == found[1]
