@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -511,7 +512,10 @@ def holding_itself() -> list[object]:
 def test_a_search_for_what_cannot_be_pickled_survives_what_it_finds(function: Any, argument: Any, text: str) -> None:
     with pytest.raises(TypeError, match=re.escape(text)) as caught:
         start_processes("n", function, {0: (argument,)})
-    assert re.search("cannot be sent to a worker: TypeError: (cannot pickle '_thread.lock'|not me)", str(caught.value))
+    why = "TypeError: (cannot pickle '_thread.lock'|not me)"
+    if isinstance(argument, dict) and sys.version_info >= (3, 14):  # pickle notes the key of the item
+        why += "|RuntimeError: no text"
+    assert re.search(f"cannot be sent to a worker: ({why})", str(caught.value))
     for holder in (function, argument):
         assert getattr(holder, "asked", []) == []
 

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAD = """
-import ctypes, os, subprocess, sys
+import os, subprocess, sys
+try:
+    os.fstat(1)
+except OSError:
+    pass  # libffi 3.5 opens a file, which would get the number
+else:
+    import ctypes
+    libc = ctypes.CDLL(None)
 from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
-libc = ctypes.CDLL(None)
 def c(text):  # stays in the C library's buffer, because stdout is no terminal
     libc.printf(b"%s", text.encode())
 def child(text, fd=1):

@@ -55,7 +55,7 @@ def test_garbage_is_damaged(data: bytes) -> None:
         (b'{"id":"a","host":"h","address":"a","nproc":2,"step":99999999999999999999}', "Expected `int` <= "),
         (b'{"id":"a","host":"h","address":"a","nproc":2,"uptime":NaN}', "malformed"),
         (b'{"id":"a","host":"\xff","address":"a","nproc":2}', "nodes/a: 'utf-8' codec"),
-        (b'{"id":"a","host":"h","address":"a","nproc":2,"x":' + b"[" * 100_000, "within each other, too deep"),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"x":' + b"[" * 1_000_000, "within each other, too deep"),
         (b"[" * 5000, "Expected `object`, got `array`"),
     ],
 )

@@ -211,11 +211,11 @@ def spawn(
         OSError: A process could not be started; those that had been are gone.
 
     >>> try:
-    ...     spawn(lambda i, n: n // (1 - i), args=(12,), nprocs=2)
+    ...     spawn(lambda i, n: n / (1 - i), args=(12,), nprocs=2)
     ... except ProcessRaisedException as error:
     ...     index, text = error.error_index, str(error)
     >>> index, text.splitlines()[-1]
-    (1, 'ZeroDivisionError: integer division or modulo by zero')
+    (1, 'ZeroDivisionError: division by zero')
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a callable, got {fn!r}")

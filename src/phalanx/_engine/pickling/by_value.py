@@ -50,7 +50,7 @@ from phalanx._engine.pickling.rebuild import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 else:
     import _pickle as pickle  # the C half, as in `payload`
@@ -124,6 +124,8 @@ class _PicklerByValue:
             reduced = self._numbered(obj, _reduce_member(obj))
         elif issubclass(kind, _DESCRIPTORS) and kind not in self.dispatch_table:
             reduced = _reduce_descriptor(obj)
+        elif kind is functools.partialmethod:  # its `__new__` wants a function since Python 3.14
+            reduced = (object.__new__, (kind,), vars(obj))
         elif kind.__module__ == "typing" and self._of_a_class_by_value(obj):
             reduced = (object.__new__, (kind,), vars(obj))
         else:
@@ -238,10 +240,7 @@ class _PicklerByValue:
             return False
         if any(f"{module}.".startswith(f"{other}.") for other in registered()):
             return False
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        return found is obj
+        return _follow(sys.modules.get(module), name.split(".")) is obj
 
     def _on_path(self, module: object) -> bool:
         return self._returns or self._modules.has(module)
@@ -329,11 +328,23 @@ def _reduce_parameter(obj: Any) -> tuple[Any, ...]:
 
 
 def _module_of(obj: object, name: str) -> str:
-    """The module that the pickler names when it writes ``obj`` as a global."""
-    import pickle as pickle_module
+    """The module that the pickler names when it writes ``obj`` as a global: its own, or the first that has it.
 
-    module: str = pickle_module.whichmodule(obj, name)  # type: ignore[attr-defined]  # the stubs lack it
-    return module
+    `pickle.whichmodule` is not asked: since Python 3.14 it raises where that module does not lead to the object.
+    """
+    module: str | None = getattr(obj, "__module__", None)
+    if module is not None:
+        return module
+    path = name.split(".")
+    others = [each for each in sys.modules.copy() if each not in NAMES]
+    return next((each for each in others if _follow(sys.modules.get(each), path) is obj), "__main__")
+
+
+def _follow(found: Any, path: Sequence[str]) -> Any:
+    """Return what the attributes of an object lead to, one after the other; None: nothing."""
+    for part in path:
+        found = getattr(found, part, None)
+    return found
 
 
 def _reduce_stream(reduce: Callable[[Any], Any], stream: Any) -> Any:
