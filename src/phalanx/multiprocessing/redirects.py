@@ -69,10 +69,12 @@ def redirect(std: str, to_file: str | os.PathLike[str]) -> Iterator[None]:
     file = _above_standard(os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666))
     before: int | None = None
     try:
-        with contextlib.suppress(OSError):  # a closed descriptor, or a reader that has closed: it was broken before
-            _flush(std)
         with contextlib.suppress(OSError):  # EBADF: it is closed, and is closed again at the end
             before = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
+        if before is None:
+            _occupy(fd)
+        with contextlib.suppress(OSError):  # a reader that has closed: it was broken before
+            _flush(std)
         os.dup2(file, fd)
     except BaseException:
         if before is not None:
@@ -109,6 +111,14 @@ def _above_standard(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
     finally:
         os.close(fd)
+
+
+def _occupy(fd: int) -> None:
+    """Open a descriptor that is closed. Else a file of ctypes gets its number: libffi 3.5 opens one, and keeps it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    if nowhere != fd:
+        os.dup2(nowhere, fd)
+        os.close(nowhere)
 
 
 def _flush(std: str) -> None:
