@@ -1,28 +1,35 @@
-"""Searches: which lines are chosen, whatever the pattern, the text and the blocks; and what they cost."""
+"""Searches: which lines are chosen, whatever the pattern, the text, the blocks and the engine."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._logs import patterns
 from phalanx._logs import search as module
 from phalanx._logs.search import Only, Search
 from phalanx.multiprocessing import ConsoleSpecs
-from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 LANE = "rank 0"
+
+
+@pytest.fixture(scope="module", params=["RE2", "re"], autouse=True)
+def engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """RE2 where it is installed, and what stands in for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "re":
+            patch.setitem(sys.modules, "re2", None)
+        else:
+            pytest.importorskip("re2", reason="RE2 is not installed")
+        yield
 
 
 def chosen(search: Search | Only, *blocks: bytes, source: object = LANE) -> bytes:
@@ -61,6 +68,18 @@ def chosen(search: Search | Only, *blocks: bytes, source: object = LANE) -> byte
         ("(?i)LOSS", b"Loss\nlos\n", b"Loss\n"),
         ("x{0}", b"a\n", b"a\n"),
         ("a.c", b"a\000c\n", b"a\000c\n"),
+        (r"\d", "1\n\u0661\n".encode(), b"1\n"),
+        (r"^[\W]$", "a\nä\n_\n-\n".encode(), "ä\n-\n".encode()),
+        (r"^[\S\D]$", b"a\n1\n \n\v\n", b"a\n1\n \n\v\n"),
+        (r"^[^\s]$", "a\n \n\v\n\u00a0\n".encode(), "a\n\v\n\u00a0\n".encode()),
+        (r"\bz\b", "äzä\nazb\n z\n".encode(), "äzä\n z\n".encode()),
+        (r"a\Bb", b"ab\na b\n", b"ab\n"),
+        (r"[]a]", b"]\na\nb\n", b"]\na\n"),
+        (r"[[a]", b"[\na\nb\n", b"[\na\n"),
+        (r"[^]]", b"]\na\n", b"a\n"),
+        (r"^[a\]]$", b"]\na\nb\n", b"]\na\n"),
+        (r"^[a&&b||c~~+--]$", b"&\n|\n,\n~\na\ne\n", b"&\n|\n,\n~\na\n"),
+        (r"a\z", b"a\nab\n", b"a\n"),
     ],
 )
 def test_a_line(pattern: str, text: bytes, lines: bytes) -> None:
@@ -73,41 +92,6 @@ def test_a_line(pattern: str, text: bytes, lines: bytes) -> None:
 
 def split(text: bytes) -> list[bytes]:
     return [line + b"\n" for line in text[:-1].split(b"\n")] if text else []
-
-
-PARTS = st.sampled_from(
-    ["a", "b", "ä", " ", ".", "^", "$", "\\s", "\\W", "[^a]", "[ab]", "[äb]", "a|b", "(a|ab)+", "\\b"]
-)
-PATTERNS = st.lists(PARTS, min_size=1, max_size=4).map("".join)
-LINES = st.lists(st.sampled_from(["", "a", "b", "ab", "ba", "ä", " a", "a b", "c", "aab"]), min_size=1, max_size=12)
-
-
-@pytest.mark.slow
-@given(PATTERNS, PATTERNS, LINES)
-def test_lines_are_those_that_another_engine_finds(one: str, two: str, lines: list[str]) -> None:
-    text = "".join(f"{line}\n" for line in lines).encode()
-    search = re.compile(one, re.ASCII).search  # its \W and \b are of ASCII, as RE2's are
-    other = re.compile(two, re.ASCII).search
-    assert chosen(Search([one]), text).decode().split("\n")[:-1] == [line for line in lines if search(line)]
-    expected = [line for line in lines if (search(line) or other(line))]
-    assert chosen(Search([one, two]), text).decode().split("\n")[:-1] == expected
-    expected = [line for line in lines if search(line) and not other(line)]
-    assert chosen(Search([one], [two]), text).decode().split("\n")[:-1] == expected
-
-
-@pytest.mark.long
-@given(LINES, st.data())
-def test_what_is_not_read_changes_no_choice(lines: list[str], data: st.DataObject) -> None:
-    unread = st.sampled_from([b"", b"\033[1;31m", b"\033[0m", b"\033[2K", b"\033]0;a b\007", b"\033(B"])
-    ends = st.sampled_from([b"\n", b"\r\n", b"\r\r\n"])
-    for pattern in ("a", "a|b$", "^$", "b+", r"\Aa"):
-        raw = [
-            b"".join(data.draw(unread) + letter.encode() for letter in line) + data.draw(unread) + data.draw(ends)
-            for line in lines
-        ]
-        plain = {line: bool(chosen(Search([pattern]), f"{line}\n".encode())) for line in lines}
-        expected = b"".join(text for text, line in zip(raw, lines, strict=True) if plain[line])
-        assert chosen(Search([pattern]), b"".join(raw)) == expected
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -215,101 +199,7 @@ def test_what_cannot_be_held_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch)
     assert max(taken) < 5000
 
 
-# --- what it costs
-
-
-class Counted:
-    """A pattern whose searches are counted, and the bytes that they are given."""
-
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = pattern
-        self.bytes = self.matches = 0
-
-    def finditer(self, text: bytes) -> Iterable[Any]:
-        self.bytes += len(text)
-        for match in self._pattern.finditer(text):
-            self.matches += 1
-            yield match
-
-
-@pytest.mark.parametrize("pattern", ["(a|aa)+$", "[ab]c", "b|c", "(a*)*b"])
-def test_a_block_is_looked_at_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Counted] = []
-    real = patterns._compiled
-
-    def compiled(*given: str) -> Any:
-        made.append(Counted(real(*given)))
-        return made[-1]
-
-    monkeypatch.setattr(patterns, "_compiled", compiled)
-    search = Search([pattern])
-    text = (b"a" * 5000 + b"!\n") * 20
-    for _ in range(4):
-        assert chosen(search, text) == b""
-    assert [(it.bytes, it.matches) for it in made if it.bytes] == [(4 * len(text), 0)]
-
-
-@pytest.mark.parametrize("pattern", ["(a|aa)+$", "(a+)+$", r"\A(a|aa)+\z"])
-def test_no_pattern_backtracks(pattern: str) -> None:
-    # An engine that backtracks takes longer than the world is old.
-    assert chosen(Search([pattern]), b"a" * 100_000 + b"!\n" + b"a" * 100_000 + b"\n") == b"a" * 100_000 + b"\n"
-
-
-def test_others_run_while_it_searches() -> None:
-    """Not one of them waits for the end of the search: one that never gives way would be a search for ever."""
-    search = Search(["(x+x+)+y|" + "[ab]" * 200])
-    text = (b"ax" * 60_000 + b"\n") * 8
-    started, enough = threading.Event(), threading.Event()
-    turns, many = 0, 10_000  # which takes long: another may have to wait for a CPU, too
-
-    def work() -> None:
-        nonlocal turns
-        started.set()
-        while turns < many and not enough.is_set():
-            turns += 1
-            chosen(search, text)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # nobody is made to give way
-    try:
-        worker = threading.Thread(target=work)
-        worker.start()
-        started.wait(TIMEOUT)
-        enough.set()
-        worker.join(TIMEOUT)
-    finally:
-        sys.setswitchinterval(before)
-    assert turns < many
-
-
 # --- what is refused
-
-
-@pytest.mark.parametrize(
-    "pattern,words",
-    [
-        ("(?!a)b", "does not have a negative lookahead: for lines without something there is --exclude"),
-        ("(?<!a)b", "does not have a negative lookbehind: for lines without something there is --exclude"),
-        ("a(?=b)", "does not have a lookahead"),
-        ("(?<=a)b", "does not have a lookbehind"),
-        (r"(a)\1", "does not have a backreference"),
-        ("(?P<n>a)(?P=n)", "does not have backreferences, like"),
-        ("(?>a)", "does not have an atomic group"),
-        ("a++", "does not have possessive repetitions"),
-        ("(?(1)a|b)", "does not have a condition"),
-        (r"a\Z", r"does not have \\Z: the end of a line is \$"),
-        (r"\u00e4", r"does not have \\u"),
-        ("(?x) a", "does not have this group or flag"),
-        ("(a", "is not a regular expression: missing \\)"),
-        ("*", "is not a regular expression: no argument for repetition operator: \\*"),
-        ("a\udcff", "is not a regular expression: it is no UTF-8"),
-    ],
-)
-def test_what_the_engine_does_not_have_is_said(pattern: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"^grep: .*{words}"):
-        ConsoleSpecs(grep=pattern)
-    with pytest.raises(ValueError, match=f"^exclude: .*{words}"):
-        ConsoleSpecs(exclude=["fine", pattern])
 
 
 @pytest.mark.parametrize(
@@ -330,13 +220,3 @@ def test_choices_that_mean_nothing_are_refused(given: dict[str, Any], words: str
     for pattern in (b"x", 5):
         with pytest.raises(TypeError, match=f"exclude: expected a regular expression, .*, got {pattern!r}"):
             ConsoleSpecs(exclude=pattern)  # type: ignore[arg-type]  # the same
-
-
-def test_the_engine_is_loaded_for_a_pattern_only() -> None:
-    code = "import sys; from phalanx.multiprocessing import ConsoleSpecs; ConsoleSpecs(); print('re2' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-    code = code.replace("ConsoleSpecs()", "ConsoleSpecs(grep='(?P<')", 1).replace("; print", "\nprint")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "grep: '(?P<' is not a regular expression" in done.stderr
-    assert "re2.cc" not in done.stderr  # the engine itself tells nobody

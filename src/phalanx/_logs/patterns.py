@@ -1,14 +1,17 @@
 r"""Finds regular expressions in lines. Owns the engine, which patterns are refused, and which text of a line it gets.
 
-Patterns are RE2's: their time is linear in the text, whatever the pattern, and they search without the GIL. A line is
-searched as a person reads it: without escape sequences (colours), and without a carriage return at its end. Bytes that
-are no UTF-8 count as U+FFFD.
+Patterns are RE2's: their time is linear in the text, whatever the pattern, and they search without the GIL. Where it is
+not installed (the extra ``phalanx[re2]``), `slow_patterns` searches. A line is searched as a person reads it: without
+escape sequences (colours), and without a carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
 """
 
 from __future__ import annotations
 
 import functools
 from itertools import accumulate
+
+from phalanx._base.stderr import mention
+from phalanx._logs import slow_patterns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,8 +50,12 @@ class Finder:
     """Finds the lines that contain one of several patterns. Raises ValueError: an invalid pattern."""
 
     def __init__(self, name: str, patterns: Sequence[str], *, ignore_case: bool) -> None:
+        has_engine = _has_engine()
         for pattern in patterns:
-            _compiled(name, pattern, pattern)
+            if has_engine:
+                _compiled(name, pattern, pattern)
+            else:
+                slow_patterns.check(name, pattern)
         given = " | ".join(patterns)
         flags = "(?i)" if ignore_case else ""
         self._word = b""
@@ -56,6 +63,9 @@ class Finder:
         if len(patterns) == 1 and not ignore_case and not set(patterns[0]) & _SPECIAL:
             self._word = patterns[0].encode()
             self._search = functools.partial(_with_word, self._word)
+            return
+        if not has_engine:
+            self._search = slow_patterns.SlowPatterns(name, patterns, ignore_case=ignore_case, announce=mention).spans
             return
         tame = [part for part in map(_within_a_line, patterns) if part is not None]
         if len(tame) == len(patterns):
@@ -93,6 +103,14 @@ def pieces(block: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
 
 def _any(patterns: Sequence[str]) -> str:
     return "|".join([f"(?:{pattern})" for pattern in patterns])
+
+
+def _has_engine() -> bool:
+    try:
+        import re2  # noqa: F401 - whether it can be imported
+    except ImportError:
+        return False
+    return True
 
 
 def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:

@@ -55,7 +55,10 @@ if TYPE_CHECKING:
 else:
     import _pickle as pickle  # the C half, as in `payload`
 
-_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property, functools.singledispatchmethod)
+_DESCRIPTORS = (
+    property, classmethod, staticmethod, functools.cached_property, functools.partialmethod,
+    functools.singledispatchmethod,
+)  # fmt: skip
 _HEAPTYPE = 1 << 9  # in the flags of a class: it is on the heap, made at run time (CPython's Py_TPFLAGS_HEAPTYPE)
 _WITH_SETTER = 6  # the length of cloudpickle's reductions by value: they end with a state setter
 
@@ -124,8 +127,6 @@ class _PicklerByValue:
             reduced = self._numbered(obj, _reduce_member(obj))
         elif issubclass(kind, _DESCRIPTORS) and kind not in self.dispatch_table:
             reduced = _reduce_descriptor(obj)
-        elif kind is functools.partialmethod:  # its `__new__` wants a function since Python 3.14
-            reduced = (object.__new__, (kind,), vars(obj))
         elif kind.__module__ == "typing" and self._of_a_class_by_value(obj):
             reduced = (object.__new__, (kind,), vars(obj))
         else:
@@ -314,6 +315,8 @@ def _reduce_descriptor(obj: Any) -> tuple[Any, ...]:
     if isinstance(obj, (classmethod, staticmethod)):
         kind = classmethod if isinstance(obj, classmethod) else staticmethod
         return make_descriptor, (type(obj), kind, (obj.__func__,)), None
+    if isinstance(obj, functools.partialmethod):  # its `__new__` wants a function since Python 3.14
+        return object.__new__, (type(obj),), vars(obj)
     unshared = unshared_attributes(type(obj))
     return renew_descriptor, (type(obj),), {name: value for name, value in vars(obj).items() if name not in unshared}
 
