@@ -215,7 +215,7 @@ def test_grep_with_the_ends_of_lines(place: Place) -> None:
 def test_grep_of_nonsense_is_refused(place: Place) -> None:
     refused(sh(place, "echo", "--grep", "(ab"), "--grep: '(ab' is not a regular expression", "missing )")
     assert not place.logs.exists()
-    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: no argument for repetition"):
+    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: (no argument for repet|nothing to repeat)"):
         ConsoleSpecs(grep="*")
 
 
@@ -282,8 +282,8 @@ def test_colours_are_shown_and_not_searched(place: Place) -> None:
         (["-C", 0, "-B", 1], ["--before-context", "there is no grep"]),
         (["-i"], ["--ignore-case", "no grep and no exclude"]),
         (["-A", -1, "--grep", "x"], ["--after-context", "-1"]),
-        (["--grep", "fine", "--grep", "(?!loss)"], ["--grep: '(?!loss)'", "negative lookahead", "--exclude"]),
-        (["--exclude", r"(a)\1"], [r"--exclude: '(a)\\1'", "backreference"]),
+        (["--grep", "fine", "--grep", "(loss"], ["--grep: '(loss'", "missing )"]),
+        (["--exclude", "a\\pb"], [r"--exclude: 'a\\pb'"]),
     ],
 )
 def test_searches_that_cannot_be(place: Place, options: list[object], words: list[str]) -> None:

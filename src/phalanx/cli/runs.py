@@ -345,7 +345,10 @@ def _beginnings(names: list[str]) -> dict[str, str]:
     dict_values(['20260101-101010_aa', '20260101-101010_ab', '20260101-101011', 'b'])
     """
     ordered = sorted(names)
-    alike = [len(os.path.commonprefix(pair)) for pair in itertools.pairwise(ordered)]  # noqa: RUF071 - of characters
+    alike = [
+        sum(1 for _ in itertools.takewhile(lambda letters: letters[0] == letters[1], zip(*pair, strict=False)))
+        for pair in itertools.pairwise(ordered)
+    ]
     return {
         name: name[: max(left + 1, right + 1, _LEAST_NAME)]
         for name, left, right in zip(ordered, [0, *alike], [*alike, 0], strict=True)
