@@ -17,7 +17,7 @@ from pathlib import Path
 import nox
 from python_discovery import get_interpreter
 
-SUPPORTED = ("3.11", "3.12", "3.13")
+SUPPORTED = ("3.11", "3.12", "3.13", "3.14", "3.15")
 TYPED = ("src", "tests", "examples", "benchmarks", "tools", "noxfile.py")
 SOURCES = (*TYPED, "docs")  # ruff looks at the Python in pages, too
 
@@ -162,13 +162,15 @@ def install_torch(session: nox.Session) -> None:
 def floors(session: nox.Session) -> None:
     """The tests of what the dependencies do, with the lowest versions that pyproject.toml allows."""
     project = nox.project.load_toml("pyproject.toml")["project"]
-    direct = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    direct = {
+        re.split(r"[^\w-]", line)[0] for line in (*project["dependencies"], *project["optional-dependencies"]["re2"])
+    }
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     # Not in create_tmp(), which would make its folder the tests' TMPDIR.
     others = Path(session.cache_dir, "floors-constraints.txt")
     others.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in direct), encoding="utf-8")
     lowest = ("--resolution", "lowest-direct", "--constraints", str(others), *CONSTRAINTS[2:])
-    session.install(*lowest, "--requirements", "pyproject.toml", "--group=floors")
+    session.install(*lowest, "--requirements", "pyproject.toml", "--extra=re2", "--group=floors")
     session.install("--no-deps", *CONSTRAINTS[2:], "--requirements", "requirements.txt")
     files = [str(path) for name in FLOOR_TESTS for path in Path("tests").rglob(f"{name}.py")]
     if len(files) != len(FLOOR_TESTS):

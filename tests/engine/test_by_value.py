@@ -594,6 +594,40 @@ def test_type_parameters_and_aliases_in_the_syntax_of_3_12() -> None:
     """)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when they are asked for since 3.14")
+def test_annotations_with_names_that_are_not_defined() -> None:
+    """As names have that are imported for type checkers alone: they go as texts, and the others as what they are."""
+    passes("""
+        import dataclasses
+        class Known: pass
+        def function(x: Unknown, y: Known, *z: list[Unknown]) -> int: return x
+        class Class:
+            x: Unknown
+            y: Known
+            def method(self, other: Class) -> Unknown: return other
+        class Whole:
+            x: Known
+            y: Whole
+        @dataclasses.dataclass
+        class Data:
+            x: Known
+            y: "Unknown" = None
+        def check():
+            texts = {"x": "Unknown", "y": Known, "z": "list[Unknown]", "return": int}
+            assert function(1, 2) == 1 and function.__annotations__ == texts
+            assert Class.__annotations__ == {"x": "Unknown", "y": Known}
+            assert Class.method.__annotations__ == {"other": Class, "return": "Unknown"}
+            assert Whole.__annotations__ == {"x": Known, "y": Whole}
+            assert dataclasses.make_dataclass("Sub", [("z", int, 3)], bases=(Data,))(1).z == 3
+            return function, Class, Whole, Data
+        function.own = 5
+        assert there(check) == (function, Class, Whole, Data)
+        try: function.__annotations__
+        except NameError: pass
+        else: raise AssertionError("the launcher's own is as it was")
+    """)
+
+
 @pytest.mark.slow
 def test_enumerations() -> None:
     passes("""

@@ -60,6 +60,7 @@ _DESCRIPTORS = (
     functools.singledispatchmethod,
 )  # fmt: skip
 _HEAPTYPE = 1 << 9  # in the flags of a class: it is on the heap, made at run time (CPython's Py_TPFLAGS_HEAPTYPE)
+_VALUES = 1  # of `annotationlib.Format`, which takes long to import
 _WITH_SETTER = 6  # the length of cloudpickle's reductions by value: they end with a state setter
 
 
@@ -161,8 +162,12 @@ class _PicklerByValue:
         if by_name and (main or not self._on_path(obj.__module__)):
             if issubclass(type(obj), type):
                 return cloudpickle_module()._dynamic_class_reduce(obj)  # noqa: SLF001 - see `cloudpickle_module`
-            return self._dynamic_function_reduce(obj)  # type: ignore[attr-defined]  # as above
+            return self._dynamic_function_reduce(obj)
         return reduced
+
+    def _dynamic_function_reduce(self, obj: Any) -> Any:
+        """Called by cloudpickle's pickler for a function that goes by value."""
+        return super()._dynamic_function_reduce(_with_annotations(obj))  # type: ignore[misc]  # as in `_code`
 
     def _of_a_class_by_value(self, form: Any) -> bool:
         """Whether it is ``C[T]`` of a class C that goes by value. While C is empty, ``C[T]`` cannot be evaluated."""
@@ -175,6 +180,9 @@ class _PicklerByValue:
         for name, value in list(names.items()):
             if isinstance(value, types.MemberDescriptorType) and value.__objclass__ is obj:
                 del names[name]  # a slot: it comes into being with the class
+        # Since 3.14. It is not asked for `__annotate__`, which would note in the class that it has none.
+        if vars(obj).get("__annotate_func__") is not None and "__annotations_cache__" not in names:
+            names["__annotations__"] = _annotations(obj)
         namespace = {name: vars(obj)[name] for name in ("__module__", "__slots__") if name in vars(obj)}
         namespace["__qualname__"] = obj.__qualname__
         if isinstance(vars(obj).get("__dict__"), property):
@@ -258,6 +266,39 @@ class _PicklerByValue:
 
 def _in_standard_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _annotations(obj: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class: as texts those that have names that are not defined.
+
+    Since Python 3.14 they are evaluated when they are asked for, and then kept in the class: not here.
+    """
+    found: dict[str, Any]
+    try:
+        found = obj.__annotate__(_VALUES)
+    except Exception:  # noqa: BLE001 - whatever an expression raises: of a name for type checkers alone, NameError
+        from annotationlib import Format, get_annotations
+
+        texts = get_annotations(obj, format=Format.STRING)
+        found = get_annotations(obj, format=Format.FORWARDREF)
+        found = {name: texts[name] if "ForwardRef(" in repr(it) else it for name, it in found.items()}
+    return found
+
+
+def _with_annotations(function: types.FunctionType) -> types.FunctionType:
+    """Return a function whose annotations can be read: the given one, or one like it."""
+    try:
+        function.__annotations__  # noqa: B018 - it may raise
+    except Exception:  # noqa: BLE001 - as above
+        like = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        like.__dict__.update(function.__dict__)
+        for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+            setattr(like, name, getattr(function, name))
+        like.__annotations__ = _annotations(function)
+        return like
+    return function
 
 
 def _reduce_member(member: Any) -> tuple[Any, ...]:

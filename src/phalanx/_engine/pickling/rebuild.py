@@ -156,7 +156,7 @@ def fill_dispatcher(function: Any, state: tuple[dict[str, Any], dict[str, Any], 
 
 def make_descriptor(kind: Any, base: Any, args: tuple[Any, ...]) -> Any:
     """Make an object of a subclass ``kind`` of a built-in descriptor, initialised by the built-in ``base``."""
-    made: Any = kind.__new__(kind)
+    made: Any = base.__new__(kind, *args)
     base.__init__(made, *args)
     return made
 
