@@ -26,6 +26,25 @@ def phalanx(place: Place, *argv: object) -> Done:
     return place.program(*PHALANX, *argv)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [["runs"], ["logs"], ["report"], ["rerun"], ["stack", "1"], ["run", "--nnodes", "2", "--node-rank", "0", "x.py"]],
+)
+def test_a_library_without_a_build_for_this_python_is_named(place: Place, argv: list[str]) -> None:
+    """What does without it works: a run on one machine, and its record."""
+    hidden = place.folder / "hidden"
+    hidden.mkdir()
+    for name in ("msgspec", "re2", "py_spy"):
+        (hidden / f"{name}.py").write_text(f"raise ImportError('no build', name='{name}')")
+    place.write("import os\nassert os.environ['RANK'] == '0'", "x.py")
+    place.env["PYTHONPATH"] = str(hidden)
+    assert phalanx(place, "run", "--log-dir", place.logs, place.folder / "x.py").status == 0
+    done = phalanx(place, *argv)
+    why = "this takes msgspec, which cannot be imported here (no build): python -m pip install msgspec"
+    assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
+
+
 # --- what was meant
 
 

@@ -24,6 +24,9 @@ SETTINGS = {
     "max_content_width": 100,
 }
 
+_LIBRARIES = ("msgspec", "rich")
+"""What single commands take, and may be missing: there may be no build for a new Python."""
+
 _ARGV = "phalanx.cli.argv"
 _MOST_MEANT = 3
 _ALIKE = 0.65  # of two words that one may be meant by the other, see difflib
@@ -177,6 +180,12 @@ def _ends() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:  # click would make it 1, and say that it was aborted
         sys.exit(128 + signal.SIGINT)
+    except ImportError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _LIBRARIES:
+            raise
+        msg = f"this takes {library}, which cannot be imported here ({error}): python -m pip install {library}"
+        raise click.ClickException(msg) from error
     except click.ClickException as error:
         text = "\n".join(map(printable, error.message.split("\n")))
         error.message = text  # type: ignore[misc]  # what click shows is made of it in ways that differ by its class
