@@ -215,7 +215,8 @@ def test_grep_with_the_ends_of_lines(place: Place) -> None:
 def test_grep_of_nonsense_is_refused(place: Place) -> None:
     refused(sh(place, "echo", "--grep", "(ab"), "--grep: '(ab' is not a regular expression", "missing )")
     assert not place.logs.exists()
-    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: (no argument for repet|nothing to repeat)"):
+    why = r"(no argument for repetition|nothing to repeat)"
+    with pytest.raises(ValueError, match=rf"grep: '\*' is not a regular expression: {why}"):
         ConsoleSpecs(grep="*")
 
 

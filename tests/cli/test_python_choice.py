@@ -50,7 +50,8 @@ def test_another_environment_is_active(place: Place, tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["os.closerange(3, 256)", "os.environ.pop('PHALANX_DESCRIPTORS')"])
 def test_what_stands_before_the_interpreter_may_close_and_clear(place: Place, step: str) -> None:
     """As sudo(8) does."""
-    program = place.write(f"import os, sys\n{step}\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n", "program.py")
+    argv = "[sys.executable, *sys.argv[1:]]"
+    program = place.write(f"import os, sys\n{step}\nos.execv(sys.executable, {argv})\n", "program.py")
     wrapper = place.folder / "wrapper"
     wrapper.write_text(f'#!/bin/sh\nexec {PYTHON} {program} "$@"\n')
     wrapper.chmod(0o755)

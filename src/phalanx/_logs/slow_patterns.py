@@ -4,8 +4,8 @@ r"""Finds regular expressions in lines with Python's `re`, where RE2 is not inst
 child process searches, whose processor time the kernel limits (`ITIMER_PROF`, setitimer(2)). Where a block takes
 longer, or the child is lost, it is announced, and the patterns are given up.
 
-The child is this file, run by its path: it imports nothing of Phalanx. It gets a pickle of patterns and then blocks of
-whole lines, and answers each with the ends of the lines that match. Each is preceded by its size.
+The child runs the text of this file, which may be in a zip file, and imports nothing of Phalanx. It gets a pickle of
+patterns and then blocks of whole lines, and answers each with the ends of the lines that match, all with their sizes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import sys
 import warnings
 
 TYPE_CHECKING = False
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import socket
     import subprocess
     from collections.abc import Callable, Sequence
+    from typing import Any
 
     Spans = list[tuple[int, int]]
 
@@ -46,7 +48,10 @@ _OUTSIDE = {
 
 
 def check(name: str, pattern: str) -> None:
-    """Raise ValueError: a pattern is invalid, or says something else to `re` than to RE2."""
+    """Raise ValueError: a pattern is invalid, or means something else to `re` than to RE2; or nothing searches here."""
+    if getattr(sys, "frozen", False):  # its interpreter is the program itself
+        msg = f"{name}: a frozen program searches with RE2 alone; build it with google-re2 in it"
+        raise ValueError(msg)
     try:
         pattern.encode()
         with warnings.catch_warnings(action="ignore"):  # of what may mean something else one day
@@ -138,7 +143,6 @@ class _Child:
     def __init__(self, patterns: list[str], flags: int) -> None:
         import pickle
         import signal
-        import sys
         import weakref
 
         from phalanx._base import unpatched
@@ -148,10 +152,11 @@ class _Child:
         self._socket: socket.socket
         self._socket, theirs = sockets.socketpair()
         self._signal = signal.SIGPROF
+        program = [sys.executable or "", "-I", "-S", "-W", "ignore", "-c", _source()]
         with theirs:
             try:
                 self._process: subprocess.Popen[bytes] = unpatched.module("subprocess").Popen(
-                    [sys.executable, "-I", "-S", "-W", "ignore", __file__], stdin=theirs, stdout=theirs, process_group=0, cwd="/"
+                    program, stdin=theirs, stdout=theirs, process_group=0, cwd="/"
                 )
             except BaseException:
                 self._socket.close()
@@ -167,7 +172,8 @@ class _Child:
         return [*zip(numbers[::2], numbers[1::2], strict=True)]
 
     def has_run_out(self) -> bool:
-        """Whether it has been ended by the limit of its processor time."""
+        """End it, and return whether the limit of its processor time had."""
+        self._process.kill()  # one that somebody has stopped, too
         return self._process.wait(_WAIT) == -self._signal
 
     def _send(self, data: bytes) -> None:
@@ -189,6 +195,12 @@ def _end(owner: int, process: subprocess.Popen[bytes], ours: socket.socket) -> N
     if os.getpid() == owner:
         process.kill()
         process.wait()
+
+
+def _source() -> str:
+    loader: Any = __spec__.loader
+    text: str = loader.get_source(__name__)
+    return text
 
 
 # --- the child
@@ -213,6 +225,7 @@ def _serve() -> None:
         return bytes(parts)
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that has started it may have blocked all
     patterns, flags = pickle.loads(receive())
     searches = [re.compile(pattern, flags).search for pattern in patterns]
     while True:

@@ -277,10 +277,11 @@ def _annotations(obj: Any) -> dict[str, Any]:
     try:
         found = obj.__annotate__(_VALUES)
     except Exception:  # noqa: BLE001 - whatever an expression raises: of a name for type checkers alone, NameError
-        from annotationlib import Format, get_annotations
+        import importlib
 
-        texts = get_annotations(obj, format=Format.STRING)
-        found = get_annotations(obj, format=Format.FORWARDREF)
+        library: Any = importlib.import_module("annotationlib")  # by name: type checkers of older Pythons lack it
+        texts = library.get_annotations(obj, format=library.Format.STRING)
+        found = library.get_annotations(obj, format=library.Format.FORWARDREF)
         found = {name: texts[name] if "ForwardRef(" in repr(it) else it for name, it in found.items()}
     return found
 
