@@ -17,7 +17,7 @@ from pathlib import Path
 import nox
 from python_discovery import get_interpreter
 
-SUPPORTED = ("3.11", "3.12", "3.13", "3.14", "3.15")
+SUPPORTED = ("3.11", "3.12", "3.13")
 TYPED = ("src", "tests", "examples", "benchmarks", "tools", "noxfile.py")
 SOURCES = (*TYPED, "docs")  # ruff looks at the Python in pages, too
 
