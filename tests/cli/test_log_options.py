@@ -292,6 +292,19 @@ def test_searches_that_cannot_be(place: Place, options: list[object], words: lis
     assert not place.logs.exists()
 
 
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["--grep", "fine", "--grep", "(?!loss)"], ["--grep: '(?!loss)'", "negative lookahead", "--exclude"]),
+        (["--exclude", r"(a)\1"], [r"--exclude: '(a)\\1'", "backreference"]),
+    ],
+)
+def test_a_search_that_re2_does_not_have_is_refused(place: Place, options: list[object], words: list[str]) -> None:
+    pytest.importorskip("re2", reason="RE2 is not installed")
+    refused(sh(place, "echo", *options), *words)
+    assert not place.logs.exists()
+
+
 def test_a_search_holds_up_no_signal(place: Place, gate: Gate) -> None:
     line = "a" * 60 + "!"
     with start_sh(place, f"echo {line}; echo ready a >&2; read x <{gate.address}", "--grep", "(a|aa)+$") as launcher:

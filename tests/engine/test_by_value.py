@@ -595,7 +595,7 @@ def test_type_parameters_and_aliases_in_the_syntax_of_3_12() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when they are asked for since 3.14")
-def test_annotations_with_names_that_are_not_defined() -> None:
+def test_annotations_with_names_that_are_not_defined_go_as_texts() -> None:
     """As names have that are imported for type checkers alone: they go as texts, and the others as what they are."""
     passes("""
         import dataclasses

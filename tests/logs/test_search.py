@@ -80,6 +80,7 @@ def chosen(search: Search | Only, *blocks: bytes, source: object = LANE) -> byte
         (r"^[a\]]$", b"]\na\nb\n", b"]\na\n"),
         (r"^[a&&b||c~~+--]$", b"&\n|\n,\n~\na\ne\n", b"&\n|\n,\n~\na\n"),
         (r"a\z", b"a\nab\n", b"a\n"),
+        ("^a{,2}$", b"a\naa\na{,2}\n", b"a{,2}\n"),
     ],
 )
 def test_a_line(pattern: str, text: bytes, lines: bytes) -> None:

@@ -213,7 +213,7 @@ def test_what_pythons_engine_does_not_have_is_said(pattern: str, words: str) -> 
 
 
 @pytest.mark.usefixtures("no_re2")
-def test_large_blocks_and_none() -> None:
+def test_a_large_block_is_searched_and_an_empty_one() -> None:
     text = b"aXb\n" * 200_000 + b"x" * 3_000_000 + b"\n"
     its = search(["X"], ignore_case=True)
     assert chosen(its, b"", text) == text
@@ -235,7 +235,8 @@ def test_a_pattern_that_takes_too_long_is_given_up(place: Place, kind: str) -> N
     done = place.run(f"--{kind}", pattern, script)
     assert done.status == 0, done.err
     shown = [line.removeprefix("[0] ") for line in done.out.splitlines()]
-    assert shown in (["plain", "x" * 50, "xxy", "x" * 50], ["x" * 50, "xxy", "x" * 50], ["plain", "x" * 50, "x" * 50])
+    rest = ["x" * 50, "xxy", "x" * 50]
+    assert shown in ([["plain", *rest], rest] if kind == "grep" else [["plain", *rest]])  # it may come in its own block
     effect = "all lines are shown" if kind == "grep" else "nothing is hidden by it"
     said = (
         f"phalanx: {kind}: {pattern!r} takes longer than 1 s, which RE2 does not (the extra phalanx[re2]); "

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     Spans = list[tuple[int, int]]
 
 CPU_SECONDS = 1.0
-"""Of processor time that a block of lines may take (64 KiB, or a line that is longer)."""
+"""Of processor time that `_BLOCK` bytes of lines may take, or a line that is longer."""
+_BLOCK = 64 * 1024
 _WAIT = 60.0  # seconds for an answer: of a child that somebody has stopped, none comes
 _SIZE = struct.Struct("!Q")
 
@@ -38,9 +39,10 @@ _IN_CLASS = {  # of RE2, in ASCII alone
     "W": r"\x00-/:-@\[-\^`\{-\U0010ffff",
     "S": r"\x00-\x08\x0b\x0e-\x1f!-\U0010ffff",
 }
-_WORD = "[0-9A-Za-z_]"
+_WORD = "(?-i:[0-9A-Za-z_])"  # ignoring case, U+017F and U+212A would be of it
 _OUTSIDE = {
-    **{letter: f"[{those}]" for letter, those in _IN_CLASS.items()},
+    **{letter: f"[{_IN_CLASS[letter]}]" for letter in "dws"},
+    **{letter.upper(): f"[^{_IN_CLASS[letter]}]" for letter in "dws"},
     "b": f"(?:(?<!{_WORD})(?={_WORD})|(?<={_WORD})(?!{_WORD}))",
     "B": f"(?:(?<!{_WORD})(?!{_WORD})|(?<={_WORD})(?={_WORD}))",
     "z": r"\Z",
@@ -91,7 +93,9 @@ def translated(pattern: str) -> str:
             offset += opening.end()
             continue
         in_class = in_class and letter != "]"
-        parts.append(rf"\{letter}" if in_class and letter in "[&|~" else letter)  # of sets, which `re` may have one day
+        of_sets = in_class and letter in "[&|~"  # which `re` may have one day
+        is_text = not in_class and pattern.startswith("{,", offset)  # to `re` up to so many times, from none on
+        parts.append(rf"\{letter}" if of_sets or is_text else letter)
         offset += 1
     return "".join(parts)
 
@@ -199,7 +203,10 @@ def _end(owner: int, process: subprocess.Popen[bytes], ours: socket.socket) -> N
 
 def _source() -> str:
     loader: Any = __spec__.loader
-    text: str = loader.get_source(__name__)
+    text: str | None = loader.get_source(__name__)
+    if text is None:  # only compiled files are installed
+        msg = "the source of its process is not there"
+        raise FileNotFoundError(msg)
     return text
 
 
@@ -230,9 +237,12 @@ def _serve() -> None:
     searches = [re.compile(pattern, flags).search for pattern in patterns]
     while True:
         text = receive()
-        spans, start = array("Q"), 0
+        spans, start, timed = array("Q"), 0, 0
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         for line in text[:-1].split(b"\n") if text else ():
+            if start - timed >= _BLOCK:
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+                timed = start
             end = start + len(line) + 1
             whole = line.decode()
             if any(search(whole) for search in searches):
