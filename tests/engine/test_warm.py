@@ -521,7 +521,7 @@ def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     broken = modules.write("broken", "raise ValueError('no')")
     with pytest.raises(PreloadError, match="'broken' could not be imported"), warm(preload=[broken]):
         pytest.fail("it was entered")
-    assert run(has, "json", nprocs=1)[0][1] == [False]
+    assert run(has, "colorsys", nprocs=1)[0][1] == [False]
 
 
 @pytest.mark.slow

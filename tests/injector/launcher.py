@@ -33,6 +33,7 @@ from phalanx.multiprocessing import (
 from phalanx.timer import TimerSpecs
 from tests.injector import worker
 from tests.injector.plan import HANG, PATIENCE, Plan, make
+from tests.support.workers import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -191,18 +192,12 @@ def named(value: object, plan: Plan, rank: int) -> str:
 
 def of_ours() -> tuple[dict[int, str], set[threading.Thread], set[int], dict[int, Any]]:
     """Descriptors, threads, children and signal handlers of this process."""
-    descriptors = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            descriptors[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # that of the listing
-            continue
     children: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children", "rb") as file:
             children.update(map(int, file.read().split()))
     handlers: dict[int, Any] = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-    return descriptors, set(threading.enumerate()), children, handlers
+    return open_descriptors(), set(threading.enumerate()), children, handlers
 
 
 def left(before: tuple[dict[int, str], set[threading.Thread], set[int], dict[int, Any]]) -> list[str]:

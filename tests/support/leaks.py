@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.helpers import alive
+from tests.support.workers import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -56,11 +57,7 @@ kept: set[str] = set()
 
 def _descriptors() -> dict[int, str]:
     """Open descriptors and what they are, the resource tracker's pipe excepted."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        # The descriptor of this very listing is gone by now.
-        with contextlib.suppress(FileNotFoundError):
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    found = open_descriptors()
     found.pop(getattr(resource_tracker._resource_tracker, "_fd", None) or -1, None)
     return {number: what for number, what in found.items() if what not in kept}
 

@@ -6,6 +6,7 @@ Knows nothing of what a worker does. `mp_parent` has the launcher's side.
 from __future__ import annotations
 
 import _socket
+import _thread
 import itertools
 import os
 import sys
@@ -203,6 +204,18 @@ def _fork_server() -> int | None:
 def _asking(kind: type, child: Child) -> type:
     """Make a class of resource trackers that request the launcher's before they start one."""
     asked = False
+    forking = 0  # the thread that forks: since Python 3.14 a tracker looks at its descriptor in each fork, to close it
+
+    def forks() -> None:
+        nonlocal forking
+        forking = _thread.get_ident()
+
+    def forked() -> None:
+        nonlocal forking
+        forking = 0
+
+    if hasattr(kind, "_after_fork_in_child"):
+        os.register_at_fork(before=forks, after_in_parent=forked, after_in_child=forked)  # runs after the tracker's own
 
     class Asking(kind):  # type: ignore[misc]  # it is known at run time alone
         _plain = kind
@@ -211,7 +224,7 @@ def _asking(kind: type, child: Child) -> type:
         def _fd(self) -> int | None:
             nonlocal asked
             own = self.__dict__
-            if own.get("_fd") is None and not asked and not sys.is_finalizing():
+            if own.get("_fd") is None and not asked and forking != _thread.get_ident() and not sys.is_finalizing():
                 own["_fd"] = child.ask()  # if a signal handler raises here, the next use asks again
                 asked = True
             return own.get("_fd")

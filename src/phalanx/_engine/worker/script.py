@@ -112,7 +112,9 @@ def _new_main() -> dict[str, Any]:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     namespace = vars(module)
-    namespace.update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
+    namespace.update(__builtins__=sys.modules["builtins"], __cached__=None)
+    if sys.version_info < (3, 14):  # since then a module's annotations are made when somebody asks for them
+        namespace["__annotations__"] = {}
     return namespace
 
 
