@@ -165,7 +165,7 @@ def test_help_is_in_sections() -> None:
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is
     in_sections = [name for _, names in sections(RunConfig) for name in names]
-    in_sections += ["--job-file", "--print-config", "--dry-run"]
+    in_sections += ["--job-file", "--print-config", "--dry-run", "--print-completion"]
     assert len(set(in_sections)) == len(in_sections)
     visible = {
         next(opt for opt in param.opts if opt.startswith("--"))

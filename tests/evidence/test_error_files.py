@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
+import functools
 import inspect
 import io
 import json
@@ -50,7 +51,7 @@ from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.helpers import Gate, Ready
 
@@ -1126,6 +1127,67 @@ def test_record_with_parentheses_and_a_handler() -> None:
         main()
     assert kept.seen == [None, caught.value]
     assert [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)][1:] == ["main"]
+
+
+class Told(ErrorHandler):
+    """What `record` tells a handler, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def initialize(self) -> None:
+        self.told.append(self._fn_name)
+
+    def record_success(self) -> None:
+        self.told.append("success")
+
+    def record_exception(self, e: BaseException) -> None:
+        self.told.append(type(e))
+
+
+def test_a_handler_is_told_of_whom_and_how_it_ended() -> None:
+    def main(end: Callable[[], object]) -> None:
+        end()
+
+    async def waits() -> str:
+        await asyncio.sleep(0)
+        return "its value"
+
+    told = Told()
+    record(main, told)(list)
+    with pytest.raises(ZeroDivisionError):
+        record(main, told)(lambda: 1 // 0)
+    record(main, told)(sys.exit)
+    record(functools.partial(main, list), told)()
+    assert asyncio.run(record(waits, told)()) == "its value"
+    here = f"{test_a_handler_is_told_of_whom_and_how_it_ended.__name__}.<locals>"
+    assert told.told == [
+        f"{here}.main", "success", f"{here}.main", ZeroDivisionError, f"{here}.main", None, "success",
+        f"{here}.waits", "success",
+    ]  # fmt: skip
+
+
+def test_a_success_that_cannot_be_recorded_is_no_failure_of_the_function(error_file: Path) -> None:
+    class Fails(ErrorHandler):
+        def record_success(self) -> None:
+            raise OSError("no telemetry")
+
+    with pytest.raises(OSError, match="no telemetry"):
+        record(list, Fails())()
+    assert not error_file.exists()
+
+
+def test_a_handler_that_knows_nothing_of_successes_is_taken() -> None:
+    class Older:
+        def __init__(self) -> None:
+            self.began = 0
+
+        def initialize(self) -> None:
+            self.began += 1
+
+    older = Older()
+    assert record(list, older)() == []  # type: ignore[arg-type]  # it has what older handlers had
+    assert older.began == 1
 
 
 def test_record_of_a_coroutine_function(error_file: Path) -> None:

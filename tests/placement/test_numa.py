@@ -9,6 +9,7 @@ import pytest
 
 from phalanx._placement.numa import Gpu, bind, visible_gpus
 from phalanx._placement.topology import NEAR_GPUS as MODES
+from tests.support.torch_names import torch_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -233,12 +234,15 @@ def test_the_cpus_are_torchs(machine: Folder, mode: str, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(binding.torch.cuda, "get_device_properties", lambda index: told[index])
         patched.setattr(binding.torch.cuda, "device_count", lambda: len(told))
+        if torch_version() >= (2, 14):
+            patched.setattr(binding.torch.accelerator, "is_available", lambda: True)
+            patched.setattr(binding.torch.accelerator, "device_count", lambda: len(told))
+            patched.setattr(binding.torch.accelerator, "current_accelerator", lambda: "cuda")
         patched.setattr(binding, "_get_allowed_cpu_indices_for_current_thread", lambda: set(range(32)))
         patched.setattr(builtins, "open", lambda path, *more, **options: real_open(there(path), *more, **options))
         patched.setattr(os, "listdir", lambda path=".": real_listdir(there(path)))
         options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-        theirs = [
-            tuple(sorted(binding._get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=options)))
-            for rank in range(4)
-        ]
+        choose = binding._get_logical_cpus_to_bind_to
+        index = "gpu_index" if torch_version() < (2, 14) else "device_index"
+        theirs = [tuple(sorted(choose(**{index: rank, "numa_options": options}))) for rank in range(4)]
     assert bind(mode, 4, ALL, here, {}) == theirs

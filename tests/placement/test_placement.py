@@ -319,7 +319,7 @@ def test_a_nice_value_that_takes_a_privilege(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "getrlimit", lambda _number: (0, 0))
     with pytest.raises(ValueError, match="nice: -5 takes CAP_SYS_NICE, or a limit 'nice' of 25"):
         Placement(nice=-5).resolve(1)
-    for limit in (25, 40, -1):
+    for limit in (25, 40, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda _number, limit=limit: (limit, limit))
         assert Placement(nice=-5).resolve(1) == ({0: ([], -5, [])}, "")
 
@@ -357,7 +357,9 @@ limits = [resource.getrlimit(which) for which in (resource.RLIMIT_NOFILE, resour
 print(json.dumps([sorted(os.sched_getaffinity(0)), os.nice(0), limits]))
 """
 HARD_CORE = resource.getrlimit(resource.RLIMIT_CORE)[1]
-WANTED = Placement(BIND, nice=3, rlimits={"nofile": 97, "core": (0, "unlimited" if HARD_CORE < 0 else HARD_CORE)})
+WANTED = Placement(
+    BIND, nice=3, rlimits={"nofile": 97, "core": (0, "unlimited" if HARD_CORE == resource.RLIM_INFINITY else HARD_CORE)}
+)
 FOUND = [[[cpu], NICER, [(97, 97), (0, HARD_CORE)]] for cpu in (FIRST, LAST)]
 
 
@@ -409,7 +411,7 @@ def test_a_unit_and_no_limit() -> None:
     assert finished(limits, ("FSIZE", "AS"), placement=placement).return_values[1] == ((3 << 29,) * 2, (1 << 36,) * 2)
     if resource.getrlimit(resource.RLIMIT_CPU)[1] == resource.RLIM_INFINITY:
         placement = Placement(rlimits={"cpu": (1000, "unlimited")})
-        assert finished(limits, ("CPU",), placement=placement).return_values[0] == ((1000, -1),)
+        assert finished(limits, ("CPU",), placement=placement).return_values[0] == ((1000, resource.RLIM_INFINITY),)
 
 
 @pytest.mark.slow

@@ -252,8 +252,7 @@ def test_bash_completes(place: Place) -> None:
     done = place.program("bash", "-c", f"{line}; COMP_WORDS=(phalanx run --np); {ask}")
     assert done.out == "--nproc-per-node\n", done
     for shell in ("zsh", "fish"):  # which may not be here: what they are told is at least made
-        place.env["_PHALANX_COMPLETE"] = f"{shell}_source"
-        assert "_phalanx_completion" in place.program("phalanx").out
+        assert "_phalanx_completion" in place.program("phalanx", "run", "--print-completion", shell).out
 
 
 @pytest.mark.parametrize("by_line", [True, False])

@@ -15,6 +15,7 @@ import logging
 import re
 import textwrap
 import typing
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,6 +254,12 @@ def _variables(source: ast.Module) -> set[str]:
         for node in found
     ]
     return {text for text in texts if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
+
+
+@functools.cache
+def torch_version() -> tuple[int, ...]:
+    """The first two numbers of that of the torch that is here: (2, 13)."""
+    return tuple(map(int, metadata.version("torch").split(".")[:2]))
 
 
 @functools.cache

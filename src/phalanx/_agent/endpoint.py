@@ -17,7 +17,7 @@ BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 _MOST_PORT = 65535
 _TIMES = (
     *("timeout", "last_call_timeout", "join_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
-    "keep_alive_interval",
+    *("keep_alive_interval", "cas_backoff_max_seconds"),
 )
 _WHOLE = ("keep_alive_max_attempt", "rank")
 _YES_NO = ("is_host",)

@@ -6,6 +6,7 @@ CPUs are divided by `topology`. The keeper places each worker before its first i
 from __future__ import annotations
 
 import os
+from resource import RLIM_INFINITY as UNLIMITED  # -1; the largest number there is, since Python 3.15
 
 from phalanx._base import byte_size, procfs
 from phalanx._base.frozen import Value
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 WorkerBounds = tuple[list[int], int, list[tuple[str, int, int, int]]]
 """Where one worker runs and within which bounds, as sent to the keeper: its CPUs ([]: those of the keeper), what is
 added to its nice value, and resource limits: name, number, soft, hard."""
-
-UNLIMITED = -1  # RLIM_INFINITY, as Python has it
 
 _BYTES = ("as", "core", "data", "fsize", "memlock", "msgqueue", "rss", "stack")  # setrlimit(2): these count bytes
 _CAP_SYS_NICE, _CAP_SYS_RESOURCE = 23, 24
@@ -125,8 +124,8 @@ class Placement(Value):
             import resource
 
             # The limit counts from 20 (nice value 0 is 20, -20 is 40): a limit cannot be negative (getrlimit(2)).
-            least = 20 - resource.getrlimit(resource.RLIMIT_NICE)[0]
-            least = _LEAST_NICE if least > 20 else least  # noqa: PLR2004 - RLIM_INFINITY is -1
+            limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+            least = _LEAST_NICE if limit == UNLIMITED else 20 - limit
             wanted = max(_LEAST_NICE, os.getpriority(os.PRIO_PROCESS, 0) + self.nice)
             if wanted < least and wanted < os.getpriority(os.PRIO_PROCESS, 0):
                 raise ValueError(f"nice: {self.nice} takes CAP_SYS_NICE, or a limit 'nice' of {20 - wanted}")

@@ -19,7 +19,8 @@ _TEXTS = {
     "nnodes": "1:1", "nproc_per_node": "1", "rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none",
     "rdzv_conf": "", "start_method": "spawn", "event_log_handler": "null", "role": "default", "log_dir": None,
     "redirects": "0", "tee": "0", "local_ranks_filter": "", "master_addr": "127.0.0.1", "local_addr": None,
-    "logs_specs": None, "numa_binding": None, "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "logs_specs": None, "numa_binding": None, "log_line_prefix_template": "",
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
 }  # fmt: skip
 _NUMBERS = {"max_restarts": 0, "node_rank": 0, "master_port": None, "shutdown_timeout": None}
 _FLAGS = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")

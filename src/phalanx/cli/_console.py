@@ -82,6 +82,7 @@ class ConsoleOptions(Declared):
         str,
         section=CONSOLE,
         metavar="TEXT",
+        torchrun="--log-line-prefix-template",
         sentence="What stands before each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
     )
     color = Option(

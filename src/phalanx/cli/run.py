@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _NAME = "phalanx run"
 _ABSENT = {**ELSEWHERE, **ABSENT}
 _ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
+_SHELL = ("The shell", ["--print-completion"])
+_SHELLS = ("bash", "zsh", "fish")
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
@@ -57,7 +59,23 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
     set_job(ctx, _job_file.read(paths[0], RunConfig, _ABSENT))
 
 
-@click.command(cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING], absent=_ABSENT)
+def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | None) -> None:
+    if shell is None or ctx.resilient_parsing:
+        return
+    from click.shell_completion import get_completion_class
+
+    from phalanx.cli._commands import cli
+    from phalanx.cli._put import put
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    put(kind(cli, {}, "phalanx", "_PHALANX_COMPLETE").source())
+    ctx.exit()
+
+
+@click.command(
+    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=_ABSENT
+)
 @click_options(RunConfig)
 @click.option(
     "-f",
@@ -72,6 +90,14 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
 )
 @click.option("--print-config", is_flag=True, help="Print the options that hold as a job file; start nothing.")
 @click.option("--dry-run", is_flag=True, help="Print what each rank would be given; start nothing.")
+@click.option(
+    "--print-completion",
+    type=click.Choice(_SHELLS),
+    is_eager=True,
+    expose_value=False,
+    callback=_print_completion,
+    help="Print what has a shell complete `phalanx`, for a file that it reads.",
+)
 @click.argument("script", required=False, metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

@@ -44,9 +44,19 @@ _COROUTINE = 0x80  # CO_COROUTINE of a code object's flags: set by "async def"
 class ErrorHandler:
     """Writes the error file of this process. Override its methods, and pass it to `record`, to do that differently."""
 
+    _fn_name: str | None = None
+
     def _get_error_file_path(self) -> str | None:
         """Return the path to write to: the value of ``TORCHELASTIC_ERROR_FILE``; None for nowhere."""
         return os.environ.get(ERROR_FILE_ENV)
+
+    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
+        """Keep the qualified name of the recorded function as ``_fn_name``. Called before `initialize`.
+
+        Args:
+            fn_name: The name; None for a callable that has none, like a `functools.partial`.
+        """
+        self._fn_name = fn_name
 
     def initialize(self) -> None:
         """Have the interpreter print its stacks to stderr at a fatal signal. Called before the recorded function.
@@ -79,6 +89,12 @@ class ErrorHandler:
         """
         if path := self._get_error_file_path():
             recording.record(e, path)
+
+    def record_success(self) -> None:
+        """Do nothing. Called when the recorded function has returned; what an override raises is raised to its caller.
+
+        Not called after a `SystemExit`, of whatever code.
+        """
 
     def override_error_code_in_rootcause_data(
         self,
@@ -182,31 +198,39 @@ def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None 
 
         @functools.wraps(fn)
         async def recorded_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-            with _Recording(handler):
+            with _Recording(handler, fn):
                 return await coroutine(*args, **kwargs)
 
         return recorded_coroutine
 
     @functools.wraps(fn)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        with _Recording(handler):
+        with _Recording(handler, fn):
             return fn(*args, **kwargs)
         return None
 
     return recorded
 
 
+def _nothing(*_: Any) -> None:
+    """Stand in for a method that a handler lacks."""
+
+
 class _Recording:
     """The context in which `record` runs a function."""
 
-    def __init__(self, handler: ErrorHandler) -> None:
+    def __init__(self, handler: ErrorHandler, fn: Callable[..., Any]) -> None:
         self._handler = handler
+        self._name: str | None = getattr(fn, "__qualname__", None)
 
     def __enter__(self) -> None:
+        # A handler that was written for an older torch, and stands on none of ours, has neither this nor the next.
+        getattr(self._handler, "set_entrypoint_fn_name", _nothing)(self._name)
         self._handler.initialize()
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: TracebackType | None) -> bool:
         if exc is None:
+            getattr(self._handler, "record_success", _nothing)()
             return False
         if isinstance(exc, SystemExit):
             return exc.code is None or exc.code == 0
