@@ -430,7 +430,6 @@ def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture)
 # --- forks, threads
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_of_the_host_has_no_attempts() -> None:
     codes: list[int] = []
 

@@ -297,7 +297,6 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_socket(ready: Ready) -> None:
     """It would tell of their end never."""
     with forks_with_every_descriptor() as forks:

@@ -57,7 +57,6 @@ def test_a_fork_of_the_host_has_the_handlers_that_the_host_had() -> None:
     os.close(into)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_so_has_the_fork_of_another_thread() -> None:
     ends: list[int] = []
 
@@ -79,7 +78,6 @@ def has_default_handlers() -> bool:
     return all(signal.getsignal(getattr(signal, name)) is signal.SIG_DFL for name in names)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_pool_that_is_made_while_a_group_is_open() -> None:
     with start_processes("g", "sleep", ("600",), nprocs=1):
         pool = multiprocessing.get_context("fork").Pool(1)
@@ -90,7 +88,6 @@ def test_a_pool_that_is_made_while_a_group_is_open() -> None:
             pool.join()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_group_is_not_a_forks_to_close_nor_to_wait_for() -> None:
     with start_processes("g", "sleep", ("600",), nprocs=1) as group:
         pid = os.fork()

@@ -812,7 +812,6 @@ def test_many_threads_wait(ready: Ready, gate: Gate) -> None:
 
 @pytest.mark.slow
 @each_method
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_from_a_thread_that_is_not_the_main_one(ready: Ready, gate: Gate, method: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
@@ -833,7 +832,6 @@ def test_from_a_thread_that_is_not_the_main_one(ready: Ready, gate: Gate, method
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_groups_at_the_same_time(ready: Ready, gate: Gate) -> None:
     groups = [
         start_processes("a", workers.announce, {0: (ready.address, gate.address)}, start_method=method)

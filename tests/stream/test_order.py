@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [
-    pytest.mark.usefixtures("own_temporary_folder"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 WAITS = "echo up; exec sleep 600"
 STARTED = ["group.starting", "worker.started 0", "worker.started 1", "group.running"]

@@ -64,9 +64,6 @@ def test_a_slow_observer_holds_up_nobody_and_misses_nothing() -> None:
     assert [event.to_object() for event in slow.events] == [event.to_object() for event in quick.events]
 
 
-FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
 def test_one_that_raises_gets_the_rest_and_is_said_once(
     error: BaseException, capfd: pytest.CaptureFixture[str]
@@ -166,7 +163,6 @@ def test_a_signal_between_two_lines_loses_nothing() -> None:
     assert sum(raised) > 25
 
 
-@FORKS
 def test_a_fork_of_the_process_has_no_observers() -> None:
     stream, kept = EventStream(), Kept()
     stream.subscribe("kept", kept)

@@ -99,6 +99,18 @@ def unfollowed() -> AbstractContextManager[object]:
     return skip()  # type: ignore[no-any-return]  # pydevd has no types
 
 
+def fork() -> int:
+    """Fork, as `os.fork` does, where warnings are errors, too. Raises OSError.
+
+    Since Python 3.15, the warning that this process has threads can be an exception: here, once there is a child.
+    """
+    try:
+        return os.fork()
+    except DeprecationWarning:
+        with open("/proc/thread-self/children", "rb") as file:  # of this thread, the newest last
+            return int(file.read().split()[-1])
+
+
 def start_helper(
     command: Sequence[str], fd: int, env: Mapping[str, str] | Mapping[bytes, bytes]
 ) -> subprocess.Popen[bytes]:

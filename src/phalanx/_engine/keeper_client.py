@@ -71,7 +71,7 @@ class KeeperClient:
         theirs = self._connect()
         try:
             with interpreter.unfollowed():
-                pid = os.fork()
+                pid = interpreter.fork()
         except BaseException:
             self.channel.close()
             theirs.close()

@@ -165,14 +165,23 @@ def _by_name(module: ModuleType, name: str) -> CodeType:
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     code = spec.loader.get_code(name)  # type: ignore[union-attr]  # what was run by -m has one that has it
-    vars(module).update(
-        __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
-    )
+    vars(module).update(__file__=spec.origin, __loader__=spec.loader, __package__=spec.parent, __spec__=spec)
+    _set_cached(module, spec.cached)
     return code  # type: ignore[no-any-return]  # as above
 
 
+def _set_cached(module: ModuleType, path: str | None) -> None:
+    if sys.version_info < (3, 15):  # a module has no such name any more
+        vars(module)["__cached__"] = path
+
+
 def _by_path(module: ModuleType, path: str) -> CodeType:
-    vars(module).update(__file__=path, __cached__=None, __package__="")
+    vars(module).update(__file__=path, __package__="")
+    _set_cached(module, None)
+    if sys.version_info >= (3, 15):
+        import linecache
+
+        linecache.getlines(path)  # else each traceback asks for a loader, and warns that there is none
     if path.endswith(".pyc"):
         from importlib.machinery import SourcelessFileLoader
 

@@ -112,7 +112,9 @@ def _new_main() -> dict[str, Any]:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     namespace = vars(module)
-    namespace.update(__builtins__=sys.modules["builtins"], __cached__=None)
+    namespace["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 15):
+        namespace["__cached__"] = None
     if sys.version_info < (3, 14):  # since then a module's annotations are made when somebody asks for them
         namespace["__annotations__"] = {}
     return namespace
@@ -181,9 +183,9 @@ def _details(find: Any, *names: str) -> Any:
 
 
 def _under(namespace: dict[str, Any], spec: Any, code: CodeType) -> CodeType:
-    namespace.update(
-        __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
-    )
+    namespace.update(__file__=spec.origin, __loader__=spec.loader, __package__=spec.parent, __spec__=spec)
+    if "__cached__" in namespace:
+        namespace["__cached__"] = spec.cached
     return code
 
 
