@@ -17,7 +17,7 @@ from pathlib import Path
 import nox
 from python_discovery import get_interpreter
 
-SUPPORTED = ("3.11", "3.12", "3.13")
+SUPPORTED = ("3.11", "3.12", "3.13", "3.14", "3.15")
 TYPED = ("src", "tests", "examples", "benchmarks", "tools", "noxfile.py")
 SOURCES = (*TYPED, "docs")  # ruff looks at the Python in pages, too
 
@@ -105,7 +105,7 @@ def take_long(session: nox.Session) -> None:
 def pythons(session: nox.Session) -> None:
     """The tests of what differs between Pythons, on each that is here."""
     install(session, "test")
-    run_tests(session, "-m", "each_python and not torch")
+    run_tests(session, "-n", "2", "-m", "each_python and not torch")
 
 
 @nox.session(

@@ -418,6 +418,7 @@ if __name__ == "__main__":
     group = start_processes(
         "g", waits, (address, gate), nprocs=2, notice=(10, 1000), orphan_grace=float(orphan_grace)
     )
+    sys.stdin.readline()
     group.close()
 """
 
@@ -429,8 +430,15 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder / "logs"), "PYTHONPATH": path}
 
 
+def give_notice(launcher: subprocess.Popen[bytes], ready: Ready) -> None:
+    """Let it stop its group, once both workers are up."""
+    assert ready.wait(2) == ["up", "up"]
+    assert launcher.stdin is not None
+    launcher.stdin.close()
+
+
 def waits(address: str, gate: str) -> None:
-    """Tell what comes: the notice, SIGTERM; then pass the gate."""
+    """Tell that it is up, and what comes: the notice, SIGTERM; then pass the gate."""
 
     def term(*_: object) -> None:
         tell(address, f"SIGTERM {phalanx.should_stop()}")
@@ -438,6 +446,7 @@ def waits(address: str, gate: str) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, term)
+    tell(address, "up")
     while not phalanx.should_stop():
         time.sleep(0.001)
     tell(address, "noticed")
@@ -451,7 +460,8 @@ def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, 
     script.write_text(LAUNCHER)
     command = [sys.executable, str(script), ready.address, gate.address, str(orphan_grace)]
     env = environment(tmp_path)
-    with subprocess.Popen(command, env=env) as launcher:
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as launcher:
+        give_notice(launcher, ready)
         assert ready.wait(2) == ["noticed", "noticed"]
         everybody = descendants(launcher.pid)
         launcher.kill()
@@ -466,7 +476,9 @@ def test_a_launcher_that_is_stopped_during_it_holds_up_nothing(ready: Ready, gat
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER.replace("1000", "1.0"))
     env = environment(tmp_path)
-    with subprocess.Popen([sys.executable, str(script), ready.address, gate.address, "0"], env=env) as launcher:
+    command = [sys.executable, str(script), ready.address, gate.address, "0"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as launcher:
+        give_notice(launcher, ready)
         said = ready.wait(2)  # both have noticed; or one, whose SIGTERM has come before the other had a turn
         launcher.send_signal(signal.SIGSTOP)
         assert sorted(said + ready.wait(2)) == ["SIGTERM True", "SIGTERM True", "noticed", "noticed"]

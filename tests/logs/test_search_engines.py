@@ -199,7 +199,7 @@ def test_the_engine_is_loaded_for_a_pattern_only() -> None:
     [
         (
             "(a",
-            r"missing \), .*; without RE2 \(the extra phalanx\[re2\]\), Python's re searches",
+            r"missing \), .*; without RE2 \(the extra re2\), Python's re searches",
         ),
         ("[[:alpha:]]", r"it has no classes like \[:alpha:\]"),
         (r"\pL", r"bad escape \\p"),
@@ -239,8 +239,7 @@ def test_a_pattern_that_takes_too_long_is_given_up(place: Place, kind: str) -> N
     assert shown in ([["plain", *rest], rest] if kind == "grep" else [["plain", *rest]])  # it may come in its own block
     effect = "all lines are shown" if kind == "grep" else "nothing is hidden by it"
     said = (
-        f"phalanx: {kind}: {pattern!r} takes longer than 1 s, which RE2 does not (the extra phalanx[re2]); "
-        f"from now on {effect}"
+        f"phalanx: {kind}: {pattern!r} takes longer than 1 s, which RE2 does not (the extra re2); from now on {effect}"
     )
     assert [line for line in done.err.splitlines() if f"{kind}:" in line] == [said]
 

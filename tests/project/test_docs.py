@@ -111,9 +111,10 @@ def test_bash_scripts_can_be_read(page: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("examples/**/*.yaml"))], ids=name_of)
 def test_manifests_set_variables_of_options(page: Path) -> None:
-    names = {name for _, source in blocks(page, "yaml") for name in re.findall(r"PHALANX_(\w+)", source)}
+    texts = [page.read_text("utf-8")] if page.suffix == ".yaml" else [source for _, source in blocks(page, "yaml")]
+    names = {name for source in texts for name in re.findall(r"PHALANX_(\w+)", source)}
     assert all(hasattr(RunConfig, name.lower()) for name in names - {"JOB_SECRET"})
 
 

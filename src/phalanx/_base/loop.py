@@ -33,16 +33,15 @@ def wait_promptly(epoll: select.epoll, seconds: float) -> float:
     epoll_wait(2) rounds up to whole milliseconds. And like poll(2), it may end late by a thousandth of its timeout
     (five thousandths in a niced process), so that the kernel can join wake-ups: a minute's wait, by 60 ms. Each turn
     here leaves a fiftieth to the next one, and the last is select(2)'s, which counts in microseconds. Only the last:
-    after a stop of the process (SIGSTOP), select(2) waits for what was left of its time, and poll(2) until its moment.
+    after a stop of the process (SIGSTOP), select(2) waits for what was left of its time, and so does the ppoll(2) by
+    which Python 3.15 polls; epoll_wait(2) ends then, see signal(7), and Python waits on until its moment.
     """
     if epoll.fileno() >= _FD_SETSIZE:
         return seconds
     due = clock.now() + seconds
-    native = unpatched.module("select")
-    poll = native.poll()
-    poll.register(epoll, READ)
+    briefly = unpatched.module("select").select
     while seconds > 0:
-        if poll.poll(int(seconds * 980)) if seconds > _BRIEF else native.select((epoll,), (), (), seconds)[0]:
+        if epoll.poll(int(seconds * 980) / 1000, 1) if seconds > _BRIEF else briefly((epoll,), (), (), seconds)[0]:
             break
         seconds = due - clock.now()
     return 0

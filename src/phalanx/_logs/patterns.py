@@ -1,7 +1,7 @@
 r"""Finds regular expressions in lines. Owns the engine, which patterns are refused, and which text of a line it gets.
 
 Patterns are RE2's: their time is linear in the text, whatever the pattern, and they search without the GIL. Where it is
-not installed (the extra ``phalanx[re2]``), `slow_patterns` searches. A line is searched as a person reads it: without
+not installed (the extra ``re2``), `slow_patterns` searches. A line is searched as a person reads it: without
 escape sequences (colours), and without a carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
 """
 

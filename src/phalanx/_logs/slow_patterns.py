@@ -61,7 +61,7 @@ def check(name: str, pattern: str) -> None:
     except UnicodeEncodeError:
         problem = "it is no UTF-8"
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        problem = f"{error}; without RE2 (the extra phalanx[re2]), Python's re searches"
+        problem = f"{error}; without RE2 (the extra re2), Python's re searches"
     else:
         return
     msg = f"{name}: {pattern!r} is not a regular expression: {problem}"
@@ -136,7 +136,7 @@ class SlowPatterns:
         child, self._child, self._has_given_up = self._child, None, True
         why = f"cannot be searched for ({error})"
         if child is not None and child.has_run_out():
-            why = f"takes longer than {CPU_SECONDS:g} s, which RE2 does not (the extra phalanx[re2])"
+            why = f"takes longer than {CPU_SECONDS:g} s, which RE2 does not (the extra re2)"
         effect = "all lines are shown" if self._name == "grep" else "nothing is hidden by it"
         self._announce(f"phalanx: {self._name}: {self._given!r} {why}; from now on {effect}")
 
