@@ -3,7 +3,7 @@
 #   PYTHON=/path/to/python   use this one Python
 #   ARGS='-k name -x'        further arguments for pytest (quick, test, matrix, soak), the injector (stress) or ruff's, mypy's and
 #                            shellcheck's names (lint); the cases to run (bench), or the transcripts
-#   TORCH=no                 do not try to install torch for the compatibility tests
+#   TORCH=no                 do not try to install torch for the compatibility tests; TORCH=2.15.0: this one
 #   SEEDS=1000               how many runs of the fault injector stress makes
 #   ROUNDS=10                how often soak runs the suite
 

@@ -124,13 +124,19 @@ def install_torch(session: nox.Session) -> None:
     A build for CUDA is left alone: it is huge, and cannot be imported without gigabytes more. So the metadata is asked
     first, and torch and the tools are installed without their dependencies; of those the group `torch` has the few that
     they need. It is pip that is asked, not uv: pip's configuration names the folder or index that has builds for the
-    CPU.
+    CPU. Whoever names a version (``TORCH=2.15.0``) gets it, with all that it asks for.
     """
-    if os.environ.get("TORCH") == "no":
+    named = os.environ.get("TORCH", "")
+    if named == "no":
         return session.warn("torch tests are skipped: TORCH=no")
     python = f"{session.virtualenv.bin}/python"
-    there = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({TORCH.partition('==')[0]!r}) is None)"
-    if subprocess.run([python, "-c", there], check=False).returncode == 0:
+    wanted = f"torch=={named}" if named else TORCH
+    there = f"import importlib.metadata as m, sys; sys.exit('torch==' + m.version('torch').split('+')[0] != {wanted!r})"
+    if subprocess.run([python, "-c", there], check=False, stderr=subprocess.DEVNULL).returncode == 0:
+        return None
+    if named:
+        session.install(*CONSTRAINTS, "--group=torch", wanted)
+        session.install("--no-deps", *TORCH_TOOLS)
         return None
     pip = (
         sys.executable,
@@ -228,8 +234,8 @@ def hooks(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build wheel and sdist, look at what is in them, and use the wheel in an environment where nothing else is."""
-    session.install(*CONSTRAINTS, "mypy")
+    """Build wheel and sdist, look at what is in them, and use the wheel on each Python, where nothing else is."""
+    session.install(*CONSTRAINTS, "--group=package")
     with tempfile.TemporaryDirectory() as place:
         python = f"{place}/empty/bin/python"
         program = str(Path("tools/package.py").resolve())
@@ -237,12 +243,17 @@ def package(session: nox.Session) -> None:
         session.run(*build, f"{place}/dist")  # the sdist, and the wheel from it
         session.run(*build, f"{place}/direct", "--wheel")
         session.run("python", "-I", program, "contents", f"{place}/dist", f"{place}/direct")
-        session.run("uv", "venv", "--python", f"{session.virtualenv.bin}/python", f"{place}/empty")
-        wheels = [str(path) for path in Path(place, "dist").glob("*.whl")]
-        session.run("uv", "pip", "install", "--python", python, *CONSTRAINTS[:2], *wheels)
-        with session.chdir(place):
-            session.run(python, "-I", program, "use", external=True)
-            session.run("python", "-I", program, "types", python)
+        wheels = [str(path) for path in Path(place, "dist").glob("*.whl")]  # none while sessions are only installed
+        session.run("twine", "check", "--strict", *wheels, *map(str, Path(place, "dist").glob("*.tar.gz")))
+        session.run("check-wheel-contents", *wheels)
+        there = {version: found.executable for version in SUPPORTED if (found := get_interpreter(version)) is not None}
+        for version, path in there.items():
+            session.log(f"Python {version}")
+            session.run("uv", "venv", "--clear", "--python", path, f"{place}/empty")
+            session.run("uv", "pip", "install", "--python", python, *CONSTRAINTS[:2], *wheels)
+            with session.chdir(place):
+                session.run(python, "-I", program, "use", external=True)
+                session.run("python", "-I", program, "types", python)
 
 
 @nox.session

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+MANUAL = "share/man/man1/phalanx.1"
+
 SCRIPT = """
 import os
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
@@ -69,7 +71,10 @@ def contents(dist: str, direct: str) -> None:
     }
     assert "phalanx/py.typed" in source
     metadata = {name for name in wheel_files if name.split("/")[0].endswith(".dist-info")}
-    assert {name: data for name, data in wheel_files.items() if name not in metadata} == source, "not the tree's source"
+    shared = {name for name in wheel_files if name.split("/")[0].endswith(".data")}
+    assert {name.partition("/")[2] for name in shared} == {f"data/{MANUAL}"}
+    others = {name: data for name, data in wheel_files.items() if name not in metadata | shared}
+    assert others == source, "not the tree's source"
     assert {name.partition("/")[2] for name in metadata} == {
         "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE",
     }  # fmt: skip
@@ -103,7 +108,8 @@ def use() -> None:
     version = phalanx.__version__
     assert version in called(command, "--version")
     assert version in called(sys.executable, "-m", "phalanx", "--version")
-    for words in ([], ["run"], ["logs"], ["runs"], ["report"], ["rerun"], ["stack"]):
+    assert f"phalanx {version}" in Path(sysconfig.get_path("data"), MANUAL).read_text(encoding="utf-8")
+    for words in ([], ["run"], ["logs"], ["runs"], ["report"], ["rerun"], ["stack"], ["torchrun-shim"]):
         assert "Usage: phalanx" in called(command, *words, "--help")
     modules = [
         module.name

@@ -37,7 +37,7 @@ class Roff(click.HelpFormatter):
         """Separate nothing: what follows begins a paragraph of its own."""
 
     def write_text(self, text: str) -> None:
-        """Write paragraphs. Lines of one that begins with ``\\b`` are left as they are."""
+        r"""Write paragraphs. Lines of one that begins with ``\b`` are left as they are."""
         for paragraph in re.split(r"\n\s*\n", text.strip()):
             kept = paragraph.startswith("\b")
             lines = paragraph.strip("\b\n").splitlines()
