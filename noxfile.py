@@ -136,8 +136,7 @@ def install_torch(session: nox.Session) -> None:
         return None
     if named:
         session.install(*CONSTRAINTS, "--group=torch", wanted)
-        session.install("--no-deps", *TORCH_TOOLS)
-        return None
+        return session.install("--no-deps", *TORCH_TOOLS)
     pip = (
         sys.executable,
         "-m",
@@ -151,17 +150,14 @@ def install_torch(session: nox.Session) -> None:
     )
     ask = ("--dry-run", "--report=-", "--no-deps", "--only-binary=:all:", TORCH)
     asked = subprocess.run([*pip, *ask], check=False, capture_output=True, text=True)
-    if asked.returncode:
-        return session.warn(f"torch tests are skipped: no {TORCH} for this Python can be had here")
-    if re.search(r'"(nvidia|cuda)-', asked.stdout):
-        return session.warn(f"torch tests are skipped: there is no build of {TORCH} for the CPU here")
+    if asked.returncode or re.search(r'"(nvidia|cuda)-', asked.stdout):
+        return session.warn(f"torch tests are skipped: no build of {TORCH} for this Python and the CPU can be had here")
     session.install(*CONSTRAINTS, "--group=torch")
     session.install("--no-deps", json.loads(asked.stdout)["install"][0]["download_info"]["url"])
     if subprocess.run([python, "-c", "import torch"], check=False).returncode:
         session.run_install("uv", "pip", "uninstall", "torch")
         return session.warn(f"torch tests are skipped: the {TORCH} that is here cannot be imported")
-    session.install("--no-deps", *TORCH_TOOLS)
-    return None
+    return session.install("--no-deps", *TORCH_TOOLS)
 
 
 @nox.session

@@ -10,6 +10,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -187,6 +188,17 @@ def test_the_options_are_those_that_are_declared(tmp_path: Path, monkeypatch: py
     assert page.read_text().startswith(f"before\n{options.BEGIN}\n")
     assert page.read_text().endswith(f"{options.END}\nafter\n")
     assert "| `--no-python` | boolean |" in page.read_text()
+
+
+def test_the_manual_page_is_what_the_help_says() -> None:
+    manual = tool("render_man")
+    assert manual.main(["--check"]) == 0, "python tools/render_man.py brings it up to date"
+    page = manual.PAGE.read_text(encoding="utf-8")
+    for words in ('.SH "PHALANX RUNS PRUNE"', ".TP\n\\fB\\-\\-nproc\\-per\\-node N|auto|cpu|gpu\\fR\n"):
+        assert words in page
+    if shutil.which("groff"):
+        done = subprocess.run(["groff", "-man", "-ww", "-z", manual.PAGE], check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
