@@ -480,10 +480,10 @@ def test_who_attends_to_a_moment_waits_in_parts(monkeypatch: pytest.MonkeyPatch)
     """So that a pause before it is seen; and after it, nothing is attended to."""
     fake, waits = FakeClock(100.0), list[float]()
 
-    def wait(_epoll: object, seconds: float) -> float:
+    def wait(_epoll: object, seconds: float, _most: int) -> list[tuple[int, int]]:
         waits.append(seconds)
         fake.advance(seconds)
-        return 0
+        return []
 
     monkeypatch.setattr(clock, "now", fake)
     monkeypatch.setattr(loop_module, "wait_promptly", wait)

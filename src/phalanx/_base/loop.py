@@ -27,24 +27,26 @@ _BRIEF = 0.002  # seconds that are waited for in one turn
 _FD_SETSIZE = 1024  # the descriptors that select(2) can take
 
 
-def wait_promptly(epoll: select.epoll, seconds: float) -> float:
-    """Wait until an event is ready, or ``seconds`` have passed. Returns for how many of them epoll has still to wait.
+def wait_promptly(epoll: select.epoll, seconds: float, most: int = -1) -> list[tuple[int, int]]:
+    """Wait until events are ready, or ``seconds`` have passed. Returns the events, ``most`` of them at most; -1: all.
 
     epoll_wait(2) rounds up to whole milliseconds. And like poll(2), it may end late by a thousandth of its timeout
     (five thousandths in a niced process), so that the kernel can join wake-ups: a minute's wait, by 60 ms. Each turn
     here leaves a fiftieth to the next one, and the last is select(2)'s, which counts in microseconds. Only the last:
-    after a stop of the process (SIGSTOP), select(2) waits for what was left of its time, and so does the ppoll(2) by
-    which Python 3.15 polls; epoll_wait(2) ends then, see signal(7), and Python waits on until its moment.
+    after a stop of the process (SIGSTOP), select(2) waits for what was left of its time, as poll(2) does in Python
+    3.15, where it is ppoll(2); epoll_wait(2) ends then, see signal(7), and Python waits on until its moment.
     """
     if epoll.fileno() >= _FD_SETSIZE:
-        return seconds
+        return epoll.poll(seconds, most)
     due = clock.now() + seconds
-    briefly = unpatched.module("select").select
-    while seconds > 0:
-        if epoll.poll(int(seconds * 980) / 1000, 1) if seconds > _BRIEF else briefly((epoll,), (), (), seconds)[0]:
-            break
+    while seconds > _BRIEF:
+        events = epoll.poll(int(seconds * 980) / 1000, most)
+        if events:
+            return events
         seconds = due - clock.now()
-    return 0
+    if seconds > 0:
+        unpatched.module("select").select((epoll,), (), (), seconds)
+    return epoll.poll(0, most)
 
 
 class Loop:
@@ -133,10 +135,9 @@ class Loop:
         if self._chores:
             timeout = 0
         until = began + timeout if timeout else _FOREVER  # a timeout of 0 is no wait
-        if timeout:
-            timeout = wait_promptly(self._epoll, timeout)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
-        ready = self._epoll.poll(timeout, len(self._callbacks))
+        most = len(self._callbacks)
+        ready = wait_promptly(self._epoll, timeout, most) if timeout else self._epoll.poll(timeout, most)
         self.waited_from, self.waited_until = began, clock.now()
         self.pauses.note(began, until, self.waited_until)
         for fd, events in ready:

@@ -283,7 +283,7 @@ class _Pipe:
         """Wait for a request, for at most ``seconds``. Returns whether the bell or a watched descriptor was ready."""
         other = False
         seconds = min(seconds, _LONGEST_WAIT)
-        for fd, events in self._epoll.poll(wait_promptly(self._epoll, seconds)):
+        for fd, events in wait_promptly(self._epoll, seconds):
             if fd == self._bell:
                 os.eventfd_read(fd)
                 other = True
