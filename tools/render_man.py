@@ -17,7 +17,7 @@ import click
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "man" / "phalanx.1"
 
@@ -44,7 +44,7 @@ class Roff(click.HelpFormatter):
             body = "\n".join(_escaped(line.strip()) for line in lines)
             self.write(f".PP\n.nf\n{body}\n.fi\n" if kept else f".PP\n{body}\n")
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:  # noqa: ARG002 - click's signature
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:  # noqa: ARG002 - click's signature
         """Write options, or commands, and what each does."""
         for name, text in rows:
             self.write(f".TP\n\\fB{_escaped(name)}\\fR\n{_escaped(text)}\n")
