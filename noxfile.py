@@ -242,9 +242,12 @@ def package(session: nox.Session) -> None:
         wheels = [str(path) for path in Path(place, "dist").glob("*.whl")]  # none while sessions are only installed
         session.run("twine", "check", "--strict", *wheels, *map(str, Path(place, "dist").glob("*.tar.gz")))
         session.run("check-wheel-contents", *wheels)
-        there = {version: found.executable for version in SUPPORTED if (found := get_interpreter(version)) is not None}
-        for version, path in there.items():
-            session.log(f"Python {version}")
+        pythons = [f"{session.virtualenv.bin}/python"]
+        if not os.environ.get("PYTHON"):
+            others = {version: get_interpreter(version) for version in SUPPORTED}
+            others.pop(f"{sys.version_info.major}.{sys.version_info.minor}", None)
+            pythons += [found.executable for found in others.values() if found is not None]
+        for path in pythons:
             session.run("uv", "venv", "--clear", "--python", path, f"{place}/empty")
             session.run("uv", "pip", "install", "--python", python, *CONSTRAINTS[:2], *wheels)
             with session.chdir(place):

@@ -178,10 +178,6 @@ def _set_cached(module: ModuleType, path: str | None) -> None:
 def _by_path(module: ModuleType, path: str) -> CodeType:
     vars(module).update(__file__=path, __package__="")
     _set_cached(module, None)
-    if sys.version_info >= (3, 15):
-        import linecache
-
-        linecache.getlines(path)  # else each traceback asks for a loader, and warns that there is none
     if path.endswith(".pyc"):
         from importlib.machinery import SourcelessFileLoader
 

@@ -57,12 +57,26 @@ def describe(exc: BaseException) -> tuple[str, str]:
         text = f"<__str__ raised {type(failure).__name__}>"
     message = _cut_end(name + ": " + text)
     try:
-        import traceback
-
-        stack = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        stack = format_exception(exc, exc.__traceback__)
     except BaseException:  # RecursionError or MemoryError while formatting, or a hostile __cause__
         stack = _plain_stack(exc, message)
     return _encodable(message), _encodable(cut_middle(stack))
+
+
+def format_exception(exc: BaseException, trace: TracebackType | None) -> str:
+    """Format an exception, with that traceback, as the interpreter would print it. Raises what formatting raises.
+
+    For the lines of a main module that is run again, Python 3.15 asks for a loader, and warns, which may be an error,
+    that it has none: they are looked up before.
+    """
+    import traceback
+
+    main = sys.modules.get("__mp_main__")
+    if main is not None and sys.version_info >= (3, 15):
+        import linecache
+
+        linecache.getlines(getattr(main, "__file__", None) or "")
+    return "".join(traceback.format_exception(type(exc), exc, trace))
 
 
 def is_own_file(path: str) -> bool:

@@ -132,9 +132,7 @@ def _send(channel: channels.Channel, message: channels.Message) -> None:
 
 
 def _described(error: BaseException) -> str:
-    import traceback
-
-    from phalanx._evidence.describe import is_own_file
+    from phalanx._evidence.describe import format_exception, is_own_file
 
     trace = None if isinstance(error, main_module.UnguardedMainError) else error.__traceback__
     # Frames of this package and of the import system are left out.
@@ -144,7 +142,7 @@ def _described(error: BaseException) -> str:
         or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
     ):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return format_exception(error, trace)
 
 
 def _cannot_fork() -> str:
