@@ -105,7 +105,7 @@ def take_long(session: nox.Session) -> None:
 def pythons(session: nox.Session) -> None:
     """The tests of what differs between Pythons, on each that is here."""
     install(session, "test")
-    run_tests(session, "-n", "2", "-m", "each_python and not torch")
+    run_tests(session, "-m", "each_python and not torch")
 
 
 @nox.session(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from click.shell_completion import CompletionItem
+
     from phalanx._rendezvous.settings import Machines
     from phalanx.cli._run_record import Asked, Observer
     from phalanx.cli._services import Services
@@ -57,6 +59,12 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
     from phalanx.cli import _job_file
 
     set_job(ctx, _job_file.read(paths[0], RunConfig, _ABSENT))
+
+
+def _complete_file(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
 
 
 def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | None) -> None:
@@ -98,8 +106,8 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
     callback=_print_completion,
     help="Print what has a shell complete `phalanx`, for a file that it reads.",
 )
-@click.argument("script", required=False, metavar="SCRIPT")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, metavar="SCRIPT", shell_complete=_complete_file)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_file)
 @click.pass_context
 def run(
     ctx: click.Context,
