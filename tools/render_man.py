@@ -85,7 +85,7 @@ def render() -> str:
 
 
 def _part(context: click.Context) -> str:
-    formatter = Roff()
+    formatter = Roff(width=1000)  # else click cuts what it says of each command
     context.command.format_help(context, formatter)
     return formatter.getvalue()
 

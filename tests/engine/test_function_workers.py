@@ -797,6 +797,79 @@ def test_what_is_defined_below_the_guard_is_asked_for_above_it(method: str, tmp_
 
 
 @pytest.mark.slow
+@each_method
+def test_a_fork_of_a_worker_has_the_launchers_resource_tracker(method: str, tmp_path: Path) -> None:
+    """One of its own, as Python 3.14 has it, would be left behind, and killed before it has unlinked anything."""
+    text = """
+    import os
+    from multiprocessing.shared_memory import SharedMemory
+    def work():
+        mine = SharedMemory(create=True, size=8)
+        mine.close()
+        mine.unlink()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            segment = SharedMemory(create=True, size=8)
+            os.write(writer, segment.name.encode())
+            segment.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return os.read(reader, 100).decode()
+    if __name__ == "__main__":
+        segment = SharedMemory(run(work, nprocs=1)[0])
+        segment.close()
+        segment.unlink()
+        print("it was there")
+    """
+    assert run_main(tmp_path, text, method) == "it was there\n"
+
+
+@pytest.mark.slow
+def test_a_fork_that_warns_is_told_from_other_children(tmp_path: Path) -> None:
+    """The program has a thread, and starts a process at each fork; warnings are errors."""
+    text = """
+    import os, subprocess, threading
+    here, children = os.getpid(), []
+    def starts():
+        if os.getpid() == here:
+            children.append(subprocess.Popen(["sh", "-c", "exit 7"]))
+    def work(): return 1
+    if __name__ == "__main__":
+        done = threading.Event()
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        os.register_at_fork(after_in_parent=starts)
+        print(run(work), [child.wait() for child in children])
+        done.set()
+        thread.join()
+    """
+    assert run_main(tmp_path, text, "fork") == "[1, 1] [7]\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_a_frame_without_a_loader_has_its_lines(method: str, tmp_path: Path) -> None:
+    """Also where warnings are errors: Python 3.15 warns of such a frame."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text('raise ValueError("in the plugin")\n')
+    (tmp_path / "preloaded.py").write_text(f"import runpy\nrunpy.run_path({str(plugin)!r})\n")
+    text = f"""
+    import runpy
+    def work(): runpy.run_path({str(plugin)!r})
+    if __name__ == "__main__":
+        more = {{"preload": ["preloaded"]}} if METHOD == "forkserver" else {{}}
+        for options in ({{}}, more):
+            try:
+                run(work, **options)
+            except Exception as error:
+                print(error)
+    """
+    done = try_main(tmp_path, text, method)
+    assert done.stdout.count('    raise ValueError("in the plugin")\n') == 2, done
+
+
+@pytest.mark.slow
 @each_sent
 @pytest.mark.parametrize("warm", [False, True])
 def test_an_exception_at_the_top_of_the_script_is_told_as_it_is(method: str, warm: bool, tmp_path: Path) -> None:

@@ -104,11 +104,27 @@ def fork() -> int:
 
     Since Python 3.15, the warning that this process has threads can be an exception: here, once there is a child.
     """
+    return _fork_that_tells_its_pid() if sys.version_info >= (3, 15) else os.fork()
+
+
+def _fork_that_tells_its_pid() -> int:
+    reader, writer = os.pipe()
     try:
-        return os.fork()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writer, b"%d" % os.getpid())
     except DeprecationWarning:
-        with open("/proc/thread-self/children", "rb") as file:  # of this thread, the newest last
-            return int(file.read().split()[-1])
+        os.close(writer)
+        writer = -1
+        told = os.read(reader, 20)
+        if not told:
+            raise ChildProcessError("the fork has ended") from None
+        pid = int(told)
+    finally:
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+    return pid
 
 
 def start_helper(

@@ -66,17 +66,19 @@ def describe(exc: BaseException) -> tuple[str, str]:
 def format_exception(exc: BaseException, trace: TracebackType | None) -> str:
     """Format an exception, with that traceback, as the interpreter would print it. Raises what formatting raises.
 
-    For the lines of a main module that is run again, Python 3.15 asks for a loader, and warns, which may be an error,
-    that it has none: they are looked up before.
+    But for a warning, where warnings are errors: Python 3.15 warns of a frame whose module has no loader, like a main
+    module that is run again.
     """
     import traceback
 
-    main = sys.modules.get("__mp_main__")
-    if main is not None and sys.version_info >= (3, 15):
-        import linecache
+    try:
+        return "".join(traceback.format_exception(type(exc), exc, trace))
+    except Warning:
+        import warnings
 
-        linecache.getlines(getattr(main, "__file__", None) or "")
-    return "".join(traceback.format_exception(type(exc), exc, trace))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return "".join(traceback.format_exception(type(exc), exc, trace))
 
 
 def is_own_file(path: str) -> bool:

@@ -159,7 +159,7 @@ class Child:
             tracker._fd = tracker._pid = None
         if self.tracker is not None:
             tracker._fd = self.tracker
-        elif tracker._fd is None:
+        if tracker._fd is None or hasattr(tracker, "_after_fork_in_child"):
             tracker.__class__ = _asking(type(tracker), self)
 
     @property
@@ -202,20 +202,20 @@ def _fork_server() -> int | None:
 
 
 def _asking(kind: type, child: Child) -> type:
-    """Make a class of resource trackers that request the launcher's before they start one."""
+    """Make a class of resource trackers that request the launcher's before they start one.
+
+    Since Python 3.14, a fork closes the descriptor that it has inherited, and starts a tracker of its own. Here it
+    keeps the launcher's, as before: its own would be left behind, and killed before it has unlinked anything.
+    """
     asked = False
-    forking = 0  # the thread that forks: since Python 3.14 a tracker looks at its descriptor in each fork, to close it
-
-    def forks() -> None:
-        nonlocal forking
-        forking = _thread.get_ident()
-
-    def forked() -> None:
-        nonlocal forking
-        forking = 0
+    forking: set[int] = set()  # threads: what looks at the descriptor in a fork sees none
 
     if hasattr(kind, "_after_fork_in_child"):
-        os.register_at_fork(before=forks, after_in_parent=forked, after_in_child=forked)  # runs after the tracker's own
+        os.register_at_fork(
+            before=lambda: forking.add(_thread.get_ident()),
+            after_in_parent=lambda: forking.discard(_thread.get_ident()),
+            after_in_child=forking.clear,  # runs after the tracker's own, which is registered already
+        )
 
     class Asking(kind):  # type: ignore[misc]  # it is known at run time alone
         _plain = kind
@@ -224,7 +224,9 @@ def _asking(kind: type, child: Child) -> type:
         def _fd(self) -> int | None:
             nonlocal asked
             own = self.__dict__
-            if own.get("_fd") is None and not asked and forking != _thread.get_ident() and not sys.is_finalizing():
+            if _thread.get_ident() in forking:
+                return None
+            if own.get("_fd") is None and not asked and not sys.is_finalizing():
                 own["_fd"] = child.ask()  # if a signal handler raises here, the next use asks again
                 asked = True
             return own.get("_fd")
