@@ -267,6 +267,19 @@ def test_forwarded_signals_reach_every_worker(place: Place, ready: Ready) -> Non
 
 
 @pytest.mark.slow
+def test_a_signal_reaches_a_worker_that_has_started_just_now(place: Place, tmp_path: Path) -> None:
+    """It asks for the signal itself, before the launcher knows of its start."""
+    script = tmp_path / "asks.sh"
+    script.write_text("trap 'exit 7' USR1\nkill -USR1 $(cat pid)\nwhile :; do sleep 0.05; done\n")
+    command = f'echo $$ >pid; exec "{sys.executable}" -m phalanx run --no-python /bin/sh asks.sh'
+    for _ in range(int(os.environ.get("PHALANX_ROUNDS", "10"))):
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], cwd=tmp_path, env=place.env, check=False, capture_output=True, timeout=60
+        )
+        assert done.returncode == 7, done
+
+
+@pytest.mark.slow
 def test_a_signal_that_is_forwarded_does_not_take_the_place_of_the_exit_code(place: Place, ready: Ready) -> None:
     """However late it comes: they come until the launcher is gone."""
     script = place.write(f"""

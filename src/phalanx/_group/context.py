@@ -297,7 +297,7 @@ class PContext(GroupStart):
         number = check_signal("number", number)
         supervisor = self._supervisor
         if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
-            for rank in supervisor.mirror.alive:
+            for rank in self.envs:  # the keeper knows who runs; here, who has just started is not known yet
                 supervisor.send(rank, number)
 
     def take_stacks(self, seconds: float, then: Callable[[], None]) -> None:
