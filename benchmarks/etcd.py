@@ -102,14 +102,6 @@ class Etcd:
         found = {name: float(value) for name, value in _NUMBER.findall(text)}
         return {"requests": requests, **{name: found.get(metric, 0.0) for name, metric in USE.items()}}
 
-    def requests(self) -> dict[str, int]:
-        """Return how many requests and streams it has been sent, by the names of their methods."""
-        text = self._metrics()
-        found: dict[str, int] = {}
-        for name, count in _STARTED.findall(text):
-            found[name] = found.get(name, 0) + int(float(count))
-        return found
-
 
 def _drain(stream: IO[bytes]) -> None:
     with stream:

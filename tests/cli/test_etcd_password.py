@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
+from phalanx._store.etcd.settings import users_hold
 from tests.store.test_etcd import SECRET, want_passwords
 from tests.support.etcd import Etcd
 
@@ -29,6 +32,8 @@ def test_agents_log_in_with_the_password_of_the_environment(tmp_path: Path) -> N
     script.write_text(SHOW)
     with Etcd() as etcd:
         want_passwords(etcd)
+        with urllib.request.urlopen(f"http://{etcd.endpoints}/version", timeout=10) as answer:
+            version = json.load(answer)["etcdserver"]
         meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", "job"]
         command = [sys.executable, "-m", "phalanx", "run", "--nnodes", "2", *meeting, "--rdzv-conf", "user=root"]
         env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PHALANX_ETCD_PASSWORD": SECRET}
@@ -50,8 +55,10 @@ def test_agents_log_in_with_the_password_of_the_environment(tmp_path: Path) -> N
         )
     assert wrong.returncode == 1
     assert f"this node is not taken: etcd at {etcd.endpoints} refuses the user 'root': " in wrong.stderr
+    told = f"phalanx: etcd at {etcd.endpoints} is of version {version}, where whoever reaches its port gets round users"
     for text in said:
         assert "found ''" in text
+        assert text.count(told) == (not users_hold(version))
     kept = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     assert len(kept) > 4  # records, events and logs
     assert not any(SECRET[1:] in text for text in [*said, *kept, wrong.stdout, wrong.stderr])

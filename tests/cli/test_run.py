@@ -472,7 +472,6 @@ FLAGS = (
     "no_python",
     "run_path",
     "standalone",
-    "rdzv_host",
     "insecure",
     "keep",
     "fold",

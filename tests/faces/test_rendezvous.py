@@ -194,7 +194,8 @@ def test_who_closes_it_ends_it_for_all(place: Place) -> None:
 
 def test_too_few_come_and_nobody_listens(place: Place) -> None:
     zero = place(0, join_timeout=0.3)
-    with shut_down(zero), pytest.raises(RendezvousTimeoutError, match=r"1 node of 2 came within 0\.3s"):
+    why = r"within 0\.3s, 1 of 2 nodes has come: 0 \(.*\); node 1 is missing"
+    with shut_down(zero), pytest.raises(RendezvousTimeoutError, match=why):
         zero.next_rendezvous()
     one = place(1, timeout="0.3")
     with shut_down(one), pytest.raises(RendezvousConnectionError, match=r"has not answered in time: .*refused"):
@@ -309,7 +310,8 @@ def test_what_is_built_in() -> None:
         (("etcd", "a:1", "x" * 1001, 2, 2), {}, "run_id: expected 1000 characters or less, got 1001"),
         (("etcd", "a:1", "job", 2, 2, "x" * 256), {}, "local_addr: expected 255 characters or less, got 256"),
         (("etcd", "a:1", "job", 2, 65537), {}, "max_nodes: expected a whole number, 1 to 65536, got 65537"),
-        (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 0}, "endpoint: '192.0.2.1' is no address of this machine"),
+        (("c10d", "127.0.0.1:1", "job", 2, 2), {"bind": "a:x"}, "bind: expected a port, 0 to 65535"),
+        (("etcd", "a:1", "job", 2, 2), {"bind": "a:1"}, "bind: it is for a store that one of this job's agents has"),
         (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 1}, "endpoint: .* set PHALANX_JOB_SECRET"),
         (("static", "127.0.0.1:65535", "job", 2, 2), {"rank": 1}, "agent_port=PORT is needed"),
         (("c10d", "", "job", 2, 2), {}, "endpoint: expected where one machine is"),
@@ -323,7 +325,7 @@ def test_what_is_built_in() -> None:
         (
             ("c10d", "127.0.0.1:1", "job", 2, 2),
             {"keep": "yes"},
-            "keep: an agent hosts the store, which ends with the job",
+            "keep: one of this job's agents has the store, which ends with the job",
         ),
         (("etcd", "a:1", "job", 2, 2), {"keep": "perhaps"}, "keep: expected yes or no"),
         (("nomad", "a:1", "job", 2, 2), {}, "backend: there is no 'nomad'; there are 'static', 'c10d', 'etcd'"),

@@ -1,4 +1,4 @@
-"""Hosts for the tests of many machines, and jobs that meet at an etcd."""
+"""Hosts for the tests of many machines, and jobs that meet at an etcd, or at one of their own agents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support import hosts as hosts_of
 from tests.support.etcd import Etcd
 from tests.support.hosts import Hosts
-from tests.support.jobs import STORE, EtcdJob
+from tests.support.jobs import STORE, EtcdJob, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,3 +43,27 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., EtcdJob]]:
         for etcd, one in made:
             one.close()
             etcd.close()
+
+
+@pytest.fixture(params=["etcd", pytest.param("c10d", marks=pytest.mark.long)])
+def any_job(
+    request: pytest.FixtureRequest, tmp_path: Path, hosts: Hosts, job: Callable[..., EtcdJob]
+) -> Iterator[Callable[..., Job]]:
+    """Makes a job of so many nodes, which meet at an etcd; or at the agent of one of them, ``store``."""
+    made: list[Job] = []
+
+    def make(nodes: str, store: int = 2) -> Job:
+        if request.param == "etcd":
+            return job(nodes)
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(store)}:29400"]
+        made.append(Job(tmp_path, hosts, nodes, lambda _: [*where, "--run-id", tmp_path.name]))
+        made[-1].env = {"PHALANX_JOB_SECRET": "0123456789abcdef0123456789abcdef"}
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for number in hosts.numbers:
+            hosts.heal(number)
+        for one in made:
+            one.close()

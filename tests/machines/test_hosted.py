@@ -1,17 +1,16 @@
-"""Jobs whose store one of their agents hosts: ranks given by hand (static), and torchrun's other idiom (c10d)."""
+"""Jobs whose store one of their agents has: ranks given by hand (static), and machines numbered as they come (c10d)."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.etcd import program
 from tests.support.helpers import alive, descendants, wait_gone
 from tests.support.jobs import Job, everyone
 
@@ -34,10 +33,6 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def make(backend: str, nodes: str) -> Job:
-        if backend == "c10d":
-            if importlib.util.find_spec("grpc") is None:
-                pytest.skip("the extra `etcd` is not installed")
-            program()
         first = hosts.address(1)
         meeting = {
             "static": lambda number: ["--node-rank", f"{number - 1}", "--master-addr", first, "--master-port", "29500"],
@@ -96,6 +91,28 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
         assert f"host h{agent.number} leaves: {why}; stopping the workers" in agent.said
         assert f"Error: this node has left the job: {why}" in agent.said
     assert not wait_gone(workers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hosts_that_are_cut_off_from_the_store(job: Callable[..., Job], backend: str) -> None:
+    """For less than its lease lasts, a host is not lost; for longer, it is, and has its part again when it is back."""
+    one = job(backend, "3")
+    one.conf[0] = "lease_ttl=6"
+    agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
+    everyone(agents, 0, 6)
+    one.hosts.silence(2)
+    one.hosts.cut(3)
+    time.sleep(2.0)  # how long it lasts is what this is about
+    for number in (2, 3):
+        one.hosts.heal(number)
+    agents[2].wait_for("answers again|nodes \\(")
+    assert not any("lost" in agent.said for agent in agents)
+    one.hosts.silence(2)
+    agents[0].wait_for("node \\d is lost: its agent on host h2 is gone, or cut off; stopping the workers")
+    agents[1].wait_for("does not answer .*; the workers go on")
+    one.hosts.heal(2)
+    everyone(agents, 1, 6)
+    one.finish(*agents)
 
 
 def test_an_agent_that_comes_back_has_its_rank_again(job: Callable[..., Job]) -> None:

@@ -1,4 +1,6 @@
-"""Jobs of several hosts that meet at a real etcd, and what becomes of them when something is killed or cut off.
+"""Jobs of several hosts, and what becomes of them when something is killed or cut off.
+
+They meet at a real etcd; and where that makes no difference, at one of their own agents, too.
 
 What a user sees is looked at on every host: its console, its exit code, its workers.
 """
@@ -22,7 +24,7 @@ if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
 from tests.support.helpers import descendants, wait_gone
-from tests.support.jobs import SOON, STORE, EtcdJob, everyone
+from tests.support.jobs import SOON, STORE, EtcdJob, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +55,8 @@ if __name__ == "__main__":
 """A program that launches a job, which fails on the second host, and prints the error."""
 
 
-def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None:
-    one = job("3")
+def test_a_worker_fails_and_all_start_again(any_job: Callable[..., Job]) -> None:
+    one = any_job("3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
     one.fail(3, 0)
@@ -69,8 +71,8 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None
         assert "attempt 1 has succeeded" in agent.said
 
 
-def test_one_report_is_the_same_on_every_host(job: Callable[..., EtcdJob]) -> None:
-    one = job("3")
+def test_one_report_is_the_same_on_every_host(any_job: Callable[..., Job]) -> None:
+    one = any_job("3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
     one.fail(4, 0)
@@ -102,8 +104,8 @@ def test_programs_that_launch_a_job_raise_the_same_report_on_every_host(job: Cal
     assert "ranks 0-2: stopped by us (SIGTERM)" in report
 
 
-def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob]) -> None:
-    one = job("2:3")
+def test_an_agent_that_is_killed_is_gone_on_without(any_job: Callable[..., Job]) -> None:
+    one = any_job("2:3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
     below = descendants(agents[0].launcher())
@@ -120,8 +122,8 @@ def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob])
 
 
 @pytest.mark.long
-def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJob]) -> None:
-    one = job("2")
+def test_a_spare_takes_the_place_of_a_host_that_is_lost(any_job: Callable[..., Job]) -> None:
+    one = any_job("2")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
     spare = one.start(3)
@@ -139,8 +141,8 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
 
 
 @pytest.mark.long
-def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
-    one = job("2:3")
+def test_a_host_that_comes_takes_part(any_job: Callable[..., Job]) -> None:
+    one = any_job("2:3")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
     agents += one.start(3)
@@ -210,8 +212,8 @@ def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job:
 
 
 @pytest.mark.long
-def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., EtcdJob]) -> None:
-    one = job("2:3")
+def test_a_host_that_is_stopped_for_longer_than_its_lease(any_job: Callable[..., Job]) -> None:
+    one = any_job("2:3", store=1)
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
     stopped = [agents[1].launcher(), *descendants(agents[1].launcher())]
@@ -227,8 +229,8 @@ def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., Etc
         assert "attempt 2 has succeeded" in agent.said
 
 
-def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) -> None:
-    one = job("3")
+def test_ctrl_c_on_one_host_stops_the_job_on_all(any_job: Callable[..., Job]) -> None:
+    one = any_job("3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
     os.kill(agents[1].launcher(), signal.SIGINT)
@@ -240,8 +242,8 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
 
 
 @pytest.mark.long
-def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
-    one, checks = job("2"), tmp_path / "checks"
+def test_a_machine_that_fails_its_check_before_an_attempt_leaves(any_job: Callable[..., Job], tmp_path: Path) -> None:
+    one, checks = any_job("2", store=1), tmp_path / "checks"
     check = f"echo checked; echo >> {checks}; test $(wc -l < {checks}) = 1 || {{ echo GPU 3 is broken; exit 4; }}"
     budget = ("--max-restarts", "1")
     agents = [*one.start(1, options=budget), *one.start(2, options=[*budget, "--node-check", check])]
@@ -260,8 +262,8 @@ def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[.
 
 
 @pytest.mark.long
-def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., EtcdJob]) -> None:
-    one = job("2")
+def test_a_stop_between_two_attempts_is_what_ends_the_job(any_job: Callable[..., Job]) -> None:
+    one = any_job("2")
     agents = one.start(1, 2, options=["--max-restarts", "1", "--backoff", "1h:1h"])
     everyone(agents, 0, 4)
     one.fail(3, 0)
@@ -274,8 +276,8 @@ def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., Etc
 
 
 @pytest.mark.long
-def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
-    one = job("2")
+def test_who_was_told_of_another_job_is_refused(any_job: Callable[..., Job], tmp_path: Path) -> None:
+    one = any_job("2")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
     one.nodes = "3"

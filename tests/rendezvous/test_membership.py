@@ -80,7 +80,8 @@ def test_too_few_for_too_long_is_the_end() -> None:
     assert made.job is not None
     assert made.job.phase == "over"
     assert made.job.verdict is not None
-    assert (made.job.verdict.state, made.job.verdict.why) == ("failed", "1 node of 2 came within 10m00s")
+    why = "within 10m00s, 1 of 2 nodes has come: host-a; 1 more is needed"
+    assert (made.job.verdict.state, made.job.verdict.why) == ("failed", why)
 
 
 def test_a_failure_is_followed_when_no_worker_is_left() -> None:

@@ -10,10 +10,10 @@ import pytest
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous import effects, evidence, records
+from phalanx._rendezvous import effects, evidence, records, roll_call
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
-from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, replace
+from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, Waiting, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     JOB,
@@ -107,6 +107,45 @@ def test_it_enters_and_leads_if_nobody_does() -> None:
     assert kinds(due) == ["Watch"]
     due = story.tell(Snapshot("nodes/", story.revision, (Entry("nodes/a", records.write(ME), 11, 11),)))
     assert Absent("job/state") in story.asked[0].transaction.conditions
+
+
+FORMS = Job(0, "forming", 2, 4)
+
+
+def test_a_leader_tells_all_who_is_missing_and_for_how_long_that_is_waited_for() -> None:
+    story = Story(RULES._replace(last_call=50.0))
+    story.answer()
+    story.answer()
+    story.writes("job/leader", b"a")
+    story.tell(Snapshot("nodes/", story.revision, (Entry("nodes/a", records.write(ME), 11, 11),)))
+    story.answer()
+    story.writes("job/state", replace(FORMS, min_nodes=2, max_nodes=2))
+    story.asked.clear()
+    assert story.wait(2.9) == []
+    story.wait(0.1)
+    (asked,) = story.asked
+    assert asked.transaction.conditions == (Unchanged("job/state", story.revision),)
+    (put,) = asked.transaction.writes
+    assert isinstance(put, Put)
+    told = Waiting(0, "1 of 2 nodes has come: host-a; 1 more is needed", -1, 97.0)
+    assert (put.key, records.read(Waiting, Entry(put.key, put.value, 1, 1)), put.lease) == ("job/waiting", told, JOB)
+    assert story.answer() == []
+    assert story.writes("job/waiting", told) == [effects.Missing(told.words, -1, 97.0)]
+    assert story.wait(9.9) == []
+    assert effects.Missing(told.words, -1, 87.0) in story.wait(0.1)
+
+
+def test_a_node_says_who_is_missing_as_the_leader_has_it() -> None:
+    story = Story().enter()
+    story.writes("job/state", FORMS)
+    story.writes("job/waiting", Waiting(7, "of another generation", -1, 97.0))
+    assert story.wait(3.0) == []
+    told = Waiting(0, "2 of 2 to 4 nodes have come: a, b; 2 more may come", -1, 30.0, is_enough=True)
+    assert story.writes("job/waiting", told) == [effects.Missing(told.words, -1, 30.0, is_enough=True)]
+    assert story.wait(5.0) == []
+    more = replace(told, words="3 of 2 to 4 nodes have come: a, b, c; 1 more may come", seconds=25.0)
+    assert story.writes("job/waiting", more) == [effects.Missing(more.words, -1, 25.0, is_enough=True)]
+    assert story.writes("job/waiting", b"[]")[-1].state == "damaged"  # type: ignore[union-attr]  # it finishes
 
 
 def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
@@ -459,6 +498,8 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
     story.wait(36000)
     following = replace(other, generation=1, phase="forming", ends=ENDS, delay=8.0)
     assert story.writes("job/state", following) == [effects.Heard(following)]
+    assert story.node.wake == 36000 + 8 + roll_call.FIRST
+    assert story.wait(8 + roll_call.FIRST) == []
     assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
     stuck = Story().enter()
     stuck.writes("job/state", other)

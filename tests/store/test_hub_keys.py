@@ -126,9 +126,12 @@ SETTINGS = HubSettings("h", 1, "run", b"secret", 5)
 def shake(agent: HubSettings, store: StoreSide) -> bool:
     """Let an agent greet a store. Returns whether each has the other's seals."""
     side = AgentSide(agent, b"")
-    answer, theirs, ours = store.challenge(side.hello())
-    body, mine, others = side.enter(answer)
-    return theirs(body) == mine(body) and ours(b"x") == others(b"x")
+    answer, theirs, encrypts = store.challenge(side.hello())
+    body, ours = side.enter(answer)
+    assert encrypts == side.encrypts
+    is_same = theirs.cipher == ours.cipher
+    assert is_same == (theirs.agent(body) == ours.agent(body)) == (theirs.store(b"x") == ours.store(b"x"))
+    return is_same
 
 
 def test_the_handshake() -> None:
@@ -149,10 +152,10 @@ def test_another_version_of_the_protocol() -> None:
     hello = messages.write(messages.Hello(7, wire.run_hash("run"), "run", bytes(32)))
     with pytest.raises(TurnedAwayError) as caught:
         store.challenge(hello)
-    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 1"
-    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", 1, "run")
+    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 2"
+    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", 2, "run")
     refusal = messages.write(messages.Refusal("version", 7, "run"))
-    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 1"):
+    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 2"):
         AgentSide(SETTINGS, b"").enter(refusal)
 
 
@@ -166,8 +169,11 @@ def test_a_seal_depends_on_all_that_was_said() -> None:
     said = (b"secret", 1, b"r" * 32, b"a" * 32, b"s" * 32)
     changed = [(b"", 1), (b"secret", 2), (b"secret", 1, b"R" * 32), (*said[:3], b"A" * 32), (*said[:4], b"S" * 32)]
     variants = [said, *((*each, *said[len(each) :]) for each in changed)]
-    seals = [seal for each in variants for seal in wire.seals(*each)]  # type: ignore[arg-type]  # their types are mixed
-    assert len({seal(b"x") for seal in seals} | {seal(b"x") for seal in seals}) == 4 * len(variants)
+    can = [{"can": True}, {"do": True}, {"can": True, "do": True}]  # what each end can: nobody on the way changes that
+    made = [wire.keys(*each) for each in variants] + [wire.keys(*said, **each) for each in can]  # type: ignore[arg-type]  # their types are mixed
+    seals = [seal for each in made for seal in (each.agent, each.store)]
+    assert len({seal(b"x") for seal in seals} | {seal(b"x") for seal in seals}) == 4 * len(made)
+    assert len({each.cipher for each in made}) == len(made)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import Self
 
 NET = "10.77.0"
@@ -42,6 +43,8 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self._prefix = f"phx{os.getpid()}-{next(_count)}"
         self.numbers = range(1, count + 1)
+        self.names: dict[int, Path] = {}
+        """What is /etc/hosts on a host, where it has one of its own."""
 
     def name(self, number: int) -> str:
         """The namespace of a host."""
@@ -55,7 +58,13 @@ class Hosts:
     def on(self, number: int) -> list[str]:
         """What a command begins with that is run on a host, which has a name of its own."""
         rename = f'hostname h{number} && exec "$@"'
+        if number in self.names:  # ip has made a mount namespace for it
+            rename = f"mount --bind {self.names[number]} /etc/hosts && {rename}"
         return ["ip", "netns", "exec", self.name(number), "unshare", "--uts", "sh", "-c", rename, "sh"]
+
+    def give(self, number: int, address: str) -> None:
+        """Give a host a further address, with the length of its network."""
+        _ip("-n", self.name(number), "addr", "replace", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
 
     def __enter__(self) -> Self:
         try:

@@ -1,4 +1,4 @@
-"""Around the store in rank 0's agent: one in its own process, what stands between it and an agent, and strangers."""
+"""Around the store in an agent: one in its own process, what stands between it and an agent, and strangers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 SCRIPT = """
 import sys
+from phalanx._store.hub.listening import Place
 from phalanx._store.hub.server import HubServer
-with HubServer("127.0.0.1", int(sys.argv[1]), run_id="run", secret=b"secret", ttl=int(sys.argv[2]), warn=print) as it:
-    print(it.address[1], flush=True)
+place = Place(int(sys.argv[1]), ("127.0.0.1",))
+with HubServer(place, run_id="run", secret=b"secret", ttl=int(sys.argv[2]), warn=print) as it:
+    print(it.port, flush=True)
     sys.stdin.read()
 """
 
@@ -163,7 +165,7 @@ class Stranger:
     """A connection to the store on which anything can be said. A context manager."""
 
     def __init__(self, settings: HubSettings) -> None:
-        self._settings = settings
+        self._settings = settings._replace(encrypt="no")
         self.sock = socket.create_connection((settings.host, settings.port), timeout=SOON)
         self._frames = wire.Frames(messages.MOST_BODY)
 
@@ -171,7 +173,8 @@ class Stranger:
         """Enter, as an agent does."""
         side = AgentSide(self._settings, session)
         self.sock.sendall(wire.frame(side.hello(), wire.checksum))
-        enter, self.seal, _ = side.enter(self.read())
+        enter, keys = side.enter(self.read())
+        self.seal = keys.agent
         self.say(enter)
 
     def say(self, body: bytes) -> None:
@@ -203,7 +206,7 @@ class Impostor:
     def __init__(self, secret: bytes) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.settings = HubSettings("127.0.0.1", self._listener.getsockname()[1], "run", secret, 2)
-        self._side = StoreSide("run", secret)
+        self._side = StoreSide("run", secret, "no")
 
     def accept(self) -> None:
         """Take a connection."""
@@ -215,7 +218,8 @@ class Impostor:
     def let_in(self) -> None:
         """Take a connection, and let the agent in, whoever it is."""
         self.accept()
-        answer, _, self._seal = self._side.challenge(self.read())
+        answer, keys, _ = self._side.challenge(self.read())
+        self._seal = keys.store
         self.sock.sendall(wire.frame(answer, wire.checksum))
         self.read()
         self.say(messages.write(messages.Welcome(bytes(messages.SESSION), self.settings.ttl)))

@@ -33,7 +33,7 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 def side(secret: str) -> AgentSide:
     """An agent of a job of the id that jobs have by default."""
-    return AgentSide(HubSettings("", 1, "none", secret.encode(), 2), b"")
+    return AgentSide(HubSettings("", 1, "none", secret.encode(), 2, encrypt="no"), b"")
 
 
 def record(port: tuple[str, int], secret: str) -> bytes:
@@ -42,14 +42,14 @@ def record(port: tuple[str, int], secret: str) -> bytes:
     sent = wire.frame(agent.hello(), wire.checksum)
     with socket.create_connection(port, timeout=20) as one:
         one.sendall(sent)
-        enter, seal, _ = None, None, None
+        keys = None
         for _ in range(2):
             while (found := frames.next()) is None:
                 frames.feed(one.recv(1 << 16))
-            if enter is None:
-                enter, seal, _ = agent.enter(found[1])
+            if keys is None:
+                enter, keys = agent.enter(found[1])
                 for body in (enter, messages.write(messages.Leave(ends_job=False))):
-                    sent += (said := wire.frame(body, seal))
+                    sent += (said := wire.frame(body, keys.agent))
                     one.sendall(said)
     return sent
 

@@ -1,4 +1,7 @@
-"""Looks the names of machines up: for no longer than is wanted, and until they are known, where that is wanted."""
+"""The names and addresses of machines: how they are written, and how they are looked up.
+
+For no longer than is wanted; and until a name is known, where that is wanted.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +83,21 @@ def await_name(host: str, seconds: float, over: Latch, waits: Callable[[], None]
             pause = min(2 * pause, _MOST)
         else:
             return
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("127.example.org")
+    (True, False)
+    """
+    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdecimal())
+
+
+def address_text(host: str, port: int) -> str:
+    """Return an address and a port, as messages have them.
+
+    >>> address_text("::1", 5)
+    '[::1]:5'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

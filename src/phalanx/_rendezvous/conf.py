@@ -9,7 +9,7 @@ import os
 import stat
 from contextlib import suppress
 
-from phalanx._agent.endpoint import FALSE, where_is
+from phalanx._agent.endpoint import FALSE, split_endpoint, where_is
 from phalanx._base import durations
 
 TYPE_CHECKING = False
@@ -32,7 +32,7 @@ FILES = ("ca", "cert", "key", "password_file", "secret_file")
 LEAST_SECRET = 16
 """Characters that a secret has at least: it cannot be guessed by trying."""
 
-CANNOT_KEEP = "an agent hosts the store, which ends with the job; it is for an etcd that is there already"
+CANNOT_KEEP = "one of this job's agents has the store, which ends with the job; it is for an etcd of your own"
 """Why what a job was cannot be kept."""
 
 _LEAST_TTL, _MOST_TTL = 2, 86400
@@ -57,24 +57,13 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
     Args:
         conf: The settings.
         environ: Where the password of ``user`` is, as `PASSWORD`, if no ``password_file`` is given.
-        is_hosted: Whether an agent of the job hosts the store.
+        is_hosted: Whether one of the job's agents has the store.
 
     >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, {}, is_hosted=True)
     {'join_timeout': 60.0, 'lease_ttl': 3}
     """
-    given = [name for name in _OF_ETCD if name in conf]
-    if is_hosted and given:
-        msg = f"{given[0]}: it is for an etcd that is there; an agent of this job hosts the store"
-        raise ValueError(msg)
-    if "away_timeout" in conf and not is_hosted:
-        msg = "away_timeout: the workers go on for as long as an etcd is away that no agent hosts"
-        raise ValueError(msg)
     password = environ.get(PASSWORD, "")
-    if ("user" in conf) != ("password_file" in conf) and not ("user" in conf and password):
-        msg = f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})"
-        raise ValueError(msg)
-    if ("cert" in conf) != ("key" in conf):
-        raise ValueError("cert and key belong together; one of them is missing")
+    _check_belonging(conf, is_hosted=is_hosted, has_password=bool(password))
     found: dict[str, Any] = {named: seconds(name, conf[name]) for name, named in _SECONDS.items() if name in conf}
     if "lease_ttl" in conf:
         ttl = seconds("lease_ttl", conf["lease_ttl"])
@@ -82,6 +71,10 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
             msg = f"lease_ttl: expected whole seconds, {_LEAST_TTL} to {_MOST_TTL}, got {conf['lease_ttl']!r}"
             raise ValueError(msg)
         found["lease_ttl"] = int(ttl)
+    if "bind" in conf:
+        found["bind"] = _address("bind", conf["bind"])
+    if "encrypt" in conf:
+        found["encrypt"] = _encryption(conf["encrypt"])
     for name in ("ca", "cert", "key"):
         if name in conf:
             _read(name, conf[name])
@@ -91,6 +84,26 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
         found["user"] = conf["user"]
         found["password"] = _text("password_file", conf["password_file"]) if "password_file" in conf else password
     return found
+
+
+def _check_belonging(conf: Mapping[str, str], *, is_hosted: bool, has_password: bool) -> None:
+    """Refuse settings of another kind of store, and those of which others are missing. Raises ValueError."""
+    given = [name for name in _OF_ETCD if name in conf]
+    if is_hosted and given:
+        msg = f"{given[0]}: it is for an etcd of your own; one of this job's agents has the store"
+        raise ValueError(msg)
+    given = [name for name in ("bind", "encrypt") if name in conf]
+    if given and not is_hosted:
+        msg = f"{given[0]}: it is for a store that one of this job's agents has, and not for an etcd of your own"
+        raise ValueError(msg)
+    if "away_timeout" in conf and not is_hosted:
+        msg = "away_timeout: the workers go on for as long as an etcd of your own is away"
+        raise ValueError(msg)
+    if ("user" in conf) != ("password_file" in conf) and not ("user" in conf and has_password):
+        msg = f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})"
+        raise ValueError(msg)
+    if ("cert" in conf) != ("key" in conf):
+        raise ValueError("cert and key belong together; one of them is missing")
 
 
 def _check_tls(conf: Mapping[str, str]) -> None:
@@ -125,7 +138,7 @@ def agent_port(conf: Mapping[str, str], default: int) -> int:
 
 
 def may_host(conf: Mapping[str, str], host: str) -> bool | None:
-    """Whether this machine's agent hosts the store: that of the endpoint does, unless ``is_host`` says otherwise.
+    """Whether this machine's agent has the store: that of the endpoint has, unless ``is_host`` says otherwise.
 
     None: the endpoint's name is not known yet.
 
@@ -191,6 +204,27 @@ def seconds(name: str, text: str) -> float:
     return number
 
 
+def _encryption(text: str) -> str:
+    if text not in ("auto", "require", "no"):
+        msg = f"encrypt: expected auto, require or no, got {text!r}"
+        raise ValueError(msg)
+    if text == "require":
+        from phalanx._store.hub.cipher import NEEDS, can_encrypt
+
+        if not can_encrypt():
+            msg = f"encrypt: require: {NEEDS} is needed, whose OpenSSL has TLS 1.3 with pre-shared keys"
+            raise ValueError(msg)
+    return text
+
+
+def _address(name: str, text: str) -> tuple[str, int]:
+    try:
+        return split_endpoint(text)
+    except ValueError as error:
+        msg = f"{name}: {error}"
+        raise ValueError(msg) from None
+
+
 def _whole(name: str, text: str, least: int, most: int, what: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
         msg = f"{name}: expected whole {what}, {least} to {most}, got {text!r}"
@@ -210,21 +244,3 @@ def _read(name: str, path: str) -> bytes:
     except OSError as error:
         msg = f"{name}: {path}: {error.strerror}"
         raise ValueError(msg) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("127.example.org")
-    (True, False)
-    """
-    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdecimal())
-
-
-def joined(host: str, port: int) -> str:
-    """Return an endpoint.
-
-    >>> joined("::1", 5)
-    '[::1]:5'
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

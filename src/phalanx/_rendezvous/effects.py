@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx._base.clock import format_duration
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,6 +63,31 @@ class Earlier(NamedTuple):
     """A job of this id is over; this node has come too late for it, and waits for the next one."""
 
 
+class Missing(NamedTuple):
+    """The job waits for nodes.
+
+    Attributes:
+        words: How many have come, which, and for whom it waits: see `roll_call`.
+        rank: The first node rank that is missing, if they were given; -1: they were not.
+        seconds: For how long it goes on waiting, at most.
+        is_enough: Whether it begins then: those that have come are enough.
+    """
+
+    words: str
+    rank: int
+    seconds: float
+    is_enough: bool = False
+
+    @property
+    def line(self) -> str:
+        """What is said of it.
+
+        >>> Missing("1 of 2 nodes has come: 0 (h1); node 1 is missing", 1, 597.2).line
+        'waiting at most 9m57s more: 1 of 2 nodes has come: 0 (h1); node 1 is missing'
+        """
+        return f"waiting at most {format_duration(self.seconds)} more: {self.words}"
+
+
 class Look(NamedTuple):
     """Take the stacks of the workers of a generation, of which there are so many nodes, for those who ask.
 
@@ -114,4 +141,4 @@ class Finish(NamedTuple):
     ends_job: bool = False
 
 
-Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Look | Looked | Finish
+Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Missing | Look | Looked | Finish

@@ -18,6 +18,7 @@ from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
+from phalanx._rendezvous.entrance import come
 from phalanx._rendezvous.guest_team import Calls, GuestTeam
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.effects import Finish
+    from phalanx._rendezvous.entrance import Entrance
     from phalanx._rendezvous.guest_team import Left, Part
-    from phalanx._rendezvous.records import Verdict
+    from phalanx._rendezvous.records import Job, Verdict
     from phalanx._rendezvous.settings import Machines
 
 LONGEST_END = 60.0
@@ -86,6 +88,7 @@ class Guest:
         self._over = Latch()  # opened when nothing more is to be waited for
         self._news = Latch()  # opened, and replaced by another one, when anything has changed
         self._team: GuestTeam | None = None
+        self._entrance: Entrance | None = None
         self._calls = Calls()
         self._taken: Part | None = None
         self._asks_end = self._is_leaving = False
@@ -128,6 +131,11 @@ class Guest:
     def part(self) -> Part | None:
         """The part that `next_part` has returned last; None: there is none."""
         return self._taken
+
+    def master(self, job: Job) -> tuple[str, int]:
+        """Return where rank 0 of the workers of a generation listens. After `next_part` has returned it."""
+        assert self._entrance is not None
+        return self._entrance.master(job)
 
     def why(self, verdict: Verdict | None) -> str:
         """Return what the last generation has ended with, by a verdict, in one line; "": nothing is said."""
@@ -263,23 +271,23 @@ class Guest:
     def _carry_on(self, held: ExitStack) -> None:
         terms = self.terms
         machines = terms.machines
-        store = machines.store(self._run_id)
-        end_hosting = machines.host(self._run_id, self._warn, self._over)
-        if end_hosting is not None:
-            held.callback(end_hosting)
+        entrance = come(machines, self._run_id, self._warn, self._over)
+        if entrance.end is not None:
+            held.callback(entrance.end)
+        self._entrance = entrance
         port = held.enter_context(master_port.reserve())
         host = os.uname().nodename
         me = Node(
-            agent_id(host), host, machines.own_address(), terms.nproc, terms.role, port.number,
+            agent_id(host), host, entrance.address, terms.nproc, terms.role, port.number,
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
         )  # fmt: skip
-        team = GuestTeam(me, port, self._see)
+        team = GuestTeam(me, port, self._see, self._warn, machines.where)
         node = Participant(
             me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
-            hosts=end_hosting is not None if machines.is_hosted else None,
+            hosts=entrance.hosts,
             away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
         )  # fmt: skip
-        run = held.enter_context(JobRun(node, store, team, signals=False))
+        run = held.enter_context(JobRun(node, entrance.store, team, signals=False))
         with self._lock:
             self._team, self._run = team, run
             wishes, self._wishes = self._wishes, []

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Node
     from phalanx._timers.hang_reporter import HangReporter
 
@@ -89,6 +90,8 @@ class GuestTeam(NodeTeam):
         me: The node's entry, as it enters the job.
         port: What is reserved for rank 0.
         changed: Called, by the node's thread, when there is a new `part`, or the generation has ended.
+        warn: Called with a line that the user should see, by the same thread. It must not wait.
+        where: Where the nodes meet, in words.
 
     Attributes:
         part: The part of this node in the latest generation that it takes part in; None: there was none.
@@ -97,10 +100,14 @@ class GuestTeam(NodeTeam):
         away: Why the store does not answer; "": it does.
     """
 
-    def __init__(self, me: Node, port: ReservedPort, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, me: Node, port: ReservedPort, changed: Callable[[], None], warn: Callable[[str], None], where: str
+    ) -> None:
         self._me = me
         self._port = port
         self._changed = changed
+        self._warn, self._where = warn, where
+        self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._wake: Callable[[], None] = lambda: None
         self._fail: Callable[[int, Stop], None] = lambda _, __: None
         self.part: Part | None = None
@@ -202,9 +209,18 @@ class GuestTeam(NodeTeam):
         if part is not None and (what.generation == part.job.generation if job is None else self._is_past(part, job)):
             self._end_part()
 
+    def miss(self, missing: Missing) -> None:
+        """See `NodeTeam`."""
+        self._warn(missing.line)
+
     def store_is(self, why: str | None) -> None:
         """See `NodeTeam`."""
         self.away = why or ""
+        if why is None:
+            self._whys.clear()
+        elif why not in self._whys:
+            self._whys.add(why)
+            self._warn(f"{self._where} does not answer ({one_line(why)}); it is tried again")
 
     def _is_past(self, part: Part, job: Job) -> bool:
         return job.phase == "over" or job.generation > part.job.generation

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any, Self
 
     from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._rendezvous.effects import Effect, Finish, Found
+    from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
     from phalanx._rendezvous.node import Participant
     from phalanx._rendezvous.records import Job, Node, Stop
     from phalanx._store.store import Store, StoreEvent
@@ -72,6 +72,9 @@ class NodeTeam(Team):
 
     def came_late(self) -> None:
         """Say that a job of this id is over, and that the next one is waited for. By default, it is not said."""
+
+    def miss(self, missing: Missing) -> None:
+        """Say for whom the job waits. By default, it is not said."""
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
         """Take the stacks of the workers of a generation, and call ``then`` with them, once, on any thread.
@@ -268,6 +271,8 @@ class JobRun:
             self._team.heard(effect.what)
         elif isinstance(effect, effects.Earlier):
             self._team.came_late()
+        elif isinstance(effect, effects.Missing):
+            self._team.miss(effect)
         elif isinstance(effect, effects.Look):
             self._team.look(effect.generation, effect.nodes, partial(self._hear_look, effect.looks))
         elif isinstance(effect, effects.Looked):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
-from phalanx._rendezvous import candidates
+from phalanx._rendezvous import candidates, roll_call
 from phalanx._rendezvous.records import (
     LONGEST_DELAY,
     MOST_ENDS,
@@ -257,7 +257,8 @@ def _form(
         if now < until:
             return job, until
         last = job.ends[-1] if job.ends else None
-        missing = f"{_count(len(ready))} of {job.min_nodes} came within {format_duration(rules.join_timeout)}"
+        words, _ = roll_call.call((nodes[name].node for name in ready), job.min_nodes, job.max_nodes)
+        missing = f"within {format_duration(rules.join_timeout)}, {words}"
         return _over(job, "failed", missing, _stop_of(last) if last else None), math.inf
     if notes.enough is None:
         notes.enough = now
@@ -307,7 +308,3 @@ def _stop_of(end: End) -> Stop:
 
 def _ages(notes: Notes, now: float) -> tuple[float, ...]:
     return tuple(max(0.0, now - moment) for moment in notes.restarts)
-
-
-def _count(number: int) -> str:
-    return f"{number} node" if number == 1 else f"{number} nodes"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from phalanx._base.clock import format_duration
-from phalanx._rendezvous import life, records
-from phalanx._rendezvous.effects import End, Finish, Heard, Start
+from phalanx._rendezvous import candidates, life, records, roll_call
+from phalanx._rendezvous.effects import End, Finish, Heard, Missing, Start
 from phalanx._rendezvous.node_writes import NodeWrites
-from phalanx._rendezvous.records import DamagedError, OtherVersionError, Stop, Verdict, replace
-from phalanx._store.store import JOB, OWN, Entry
+from phalanx._rendezvous.records import DamagedError, OtherVersionError, Stop, Verdict, Waiting, replace
+from phalanx._rendezvous.roll_call import RollCall
+from phalanx._store.store import JOB, OWN, Entry, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class NodeWaits(NodeWrites):
         self._by = math.inf  # when the end that somebody wants is waited for no more
         self._cannot_start = ""  # why no worker can be started here, as far as is known
         self._is_led = False  # whether the others run, and this node waits
+        self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is said here, and written
+        self._waiting = 0, 0.0  # which `Waiting` was seen last, and until when it lasts
+        self._enough = 0.0  # since when enough nodes have come, as far as was seen; 0: they have not
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
     def _see(self, event: str) -> None:
@@ -52,6 +56,7 @@ class NodeWaits(NodeWrites):
         self.state, actions = life.step(before, event)
         if self.state != before:
             self._since = self._now
+            self._roll, self._writing_roll = RollCall(), RollCall()
         for action in actions:
             if action == "START":
                 job = self._job()
@@ -153,6 +158,43 @@ class NodeWaits(NodeWrites):
         if self._now >= until:
             self._finish(Finish("timeout", "", job, self._own_evidence()))
         self.wake = min(self.wake, until)
+        if not self._is_final and self._asked is None and job is not None and job.phase == "forming":
+            self._call_roll(job, self._since + delay)
+
+    def _call_roll(self, job: Job, since: float) -> None:
+        """Have it said who is missing, if that has lasted for a while: the leader tells all nodes."""
+        now = self._now
+        if now < since + roll_call.FIRST:
+            self.wake = min(self.wake, since + roll_call.FIRST)
+            return
+        if self._leader is not None and self._view.told(records.NODES) and not self._writes.is_open("waiting"):
+            self._tell_missing(job, since)
+        waiting, told = self._view.waiting(job.generation)
+        if waiting is None:
+            return
+        if told != self._waiting[0]:
+            self._waiting = told, now + waiting.seconds
+        if self._roll.call(waiting.words, since, now):
+            left = max(0.0, self._waiting[1] - now)
+            self._effects.append(Missing(waiting.words, waiting.rank, left, waiting.is_enough))
+        self.wake = min(self.wake, self._roll.wake)
+
+    def _tell_missing(self, job: Job, since: float) -> None:
+        """Write who is missing, if that has changed; and now and then, for how long it is still waited for."""
+        nodes, now = self._view.nodes, self._now
+        there = candidates.ready(job, nodes)
+        is_enough = len(there) >= job.min_nodes
+        self._enough = (self._enough or now) if is_enough else 0.0
+        if is_enough and (len(there) >= job.max_nodes or job.ends):
+            return  # it begins
+        until = self._enough + self._rules.last_call if is_enough else since + self._rules.join_timeout
+        words, ranks = roll_call.call((nodes[name].node for name in there), job.min_nodes, job.max_nodes)
+        if self._writing_roll.call(words, since, now):
+            rank = ranks[0] if ranks else -1
+            told = Waiting(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
+            put = Put(records.WAITING, records.write(told), JOB)
+            self._submit("waiting", Transaction((Unchanged(records.STATE, self._view.job()[1]),), (put,)))
+        self.wake = min(self.wake, self._writing_roll.wake)
 
     # --- the end
 

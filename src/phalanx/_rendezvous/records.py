@@ -6,6 +6,7 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/state               `Job`: the generation, who takes part in it, what came before   lease JOB
     job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
+    job/waiting             `Waiting`: who is missing, while too few nodes have come        lease JOB
     job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
     looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
@@ -40,6 +41,7 @@ VERSION = 1
 """Of the format. Agents of another one are refused."""
 
 LEADER, STATE, STOP, REFUSED, LOOK = "job/leader", "job/state", "job/stop/", "job/refused/", "job/look/"
+WAITING = "job/waiting"
 JOB, NODES, EVIDENCE, LOOKS, KEPT = "job/", "nodes/", "evidence/", "looks/", "kept/"
 
 MOST_ENDS = 100
@@ -85,7 +87,7 @@ class Node(Struct, frozen=True):
 
     Attributes:
         id, host, nproc, role: See `Member`.
-        address: Where its machine is reached.
+        address: Where its machine is reached; "": see `entrance.Entrance`.
         port: A port of it that is free for rank 0 of the workers, in the next generation.
         order: Its rank among the nodes, if somebody has given it one; -1: nobody has.
         min_nodes, max_nodes: How many nodes it was told there are.
@@ -128,7 +130,8 @@ class Node(Struct, frozen=True):
     def machine(self) -> str:
         """What its machine is known by, whichever agent runs there: the host's name, and where it is reached.
 
-        Containers may share a name. Where no address is told, ranks are given: that of the node is in its place.
+        Containers may share a name. Where no address is told, ranks are given: that of the node is in its place; or it
+        is the machine of the store.
         """
         return f"{self.host} {self.address or f'node {self.order}'}"
 
@@ -267,6 +270,24 @@ class Refusal(Struct, frozen=True):
     why: _Text
 
 
+class Waiting(Struct, frozen=True):
+    """Who has come to a generation that waits for nodes, as its leader has seen last.
+
+    Attributes:
+        generation: Which.
+        words: See `roll_call.call`.
+        rank: The first node rank that is missing, if they were given; -1: they were not.
+        seconds: For how long that was going to last at most, when this was written.
+        is_enough: Whether the generation begins then: those that have come are enough.
+    """
+
+    generation: _Generation
+    words: _Text
+    rank: Annotated[int, Meta(ge=-1, lt=MOST_NODES)] = -1
+    seconds: _Seconds = 0.0
+    is_enough: bool = False
+
+
 class Look(Struct, frozen=True):
     """That somebody asks where all ranks of a generation are. ``node``: whose agent asks."""
 
@@ -286,12 +307,12 @@ class _Versioned(Struct, frozen=True):
     version: _Version = VERSION
 
 
-Record = TypeVar("Record", Node, Job, Stop, Refusal, Look)
+Record = TypeVar("Record", Node, Job, Stop, Refusal, Waiting, Look)
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Look, _Versioned)
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Waiting, Look, _Versioned)
 }
 
 

@@ -7,7 +7,7 @@ key, the one with the higher revision holds.
 from __future__ import annotations
 
 from phalanx._rendezvous import records
-from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop
+from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop, Waiting
 from phalanx._rendezvous.rules import Seen
 from phalanx._store.store import Changed
 
@@ -125,6 +125,15 @@ class StoreView:
         """Return why a node is not taken; "": it may be."""
         entry = self._entries.get(f"{records.REFUSED}{node}")
         return "" if entry is None else records.read(Refusal, entry).why
+
+    def waiting(self, generation: int) -> tuple[Waiting | None, int]:
+        """Return for whom a generation waits, and the revision of its key; None and 0: nobody has said.
+
+        Raises DamagedError.
+        """
+        entry = self._entries.get(records.WAITING)
+        found = None if entry is None else records.read(Waiting, entry)
+        return (found, entry.modified) if entry and found and found.generation == generation else (None, 0)
 
     def leader(self) -> tuple[str, int]:
         """Return the id of the leader, and the revision at which it became that; "" and 0: there is none."""

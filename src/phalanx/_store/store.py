@@ -109,7 +109,7 @@ class Fetched(NamedTuple):
 class Away(NamedTuple):
     """The store does not answer, or cannot be what it was. It is tried again, until `Back`. ``why``: one line.
 
-    Told once; and again, where a store that answers is not what it was.
+    Told again, where the reason has become another one.
     """
 
     why: str
@@ -146,6 +146,11 @@ class Store(ABC):
 
         Raises ValueError or OSError for what is wrong before anything is connected to: a file that cannot be read.
         """
+
+    @property
+    def peer(self) -> str:
+        """The address by which the store was reached last, if a machine of the job has it; "": none has, or not yet."""
+        return ""
 
     @abstractmethod
     def watch(self, prefix: str) -> None:

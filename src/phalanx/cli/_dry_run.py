@@ -20,6 +20,7 @@ from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._logs.layout import SYS_STREAM
 from phalanx._placement import topology
 from phalanx._runs.paths import can_be_made
+from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._put import put
@@ -105,8 +106,16 @@ def _streams(logs: LogsDest, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def show(plan: RunPlan) -> None:
-    """Print what each rank would be given. Raises click.ClickException."""
+    """Print what each rank would be given; of many machines, what is at the endpoint. Raises click.ClickException."""
     ranks = rehearse(plan)
+    if plan.meeting.machines is not None:
+        from phalanx._rendezvous.entrance import probe
+
+        try:
+            say(probe(plan.meeting.machines, plan.run_id))
+        except ImportError as error:
+            msg = f"--rdzv-backend {plan.meeting.machines.backend}: {error}; {INSTALL}"
+            raise click.ClickException(msg) from None
     if plan.config.log_format == "json":
         put("".join(f"{json.dumps(facts)}\n" for facts in ranks.values()))
         return

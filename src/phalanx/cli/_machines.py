@@ -134,7 +134,7 @@ class MachineOptions(Declared):
         default=BACKENDS[0],
         metavar="NAME",
         torchrun="--rdzv-backend",
-        sentence="How machines meet: static: ranks are given by hand; c10d: one hosts a store; etcd: it is there.",
+        sentence="How machines meet: static: ranks are given by hand; c10d: as they come; etcd: at one of your own.",
     )
     rdzv_endpoint = Option(
         read_endpoints,
@@ -144,14 +144,10 @@ class MachineOptions(Declared):
         written=LIST,
         shows_default=False,
         torchrun="--rdzv-endpoint",
-        sentence="Where the etcd is, or the machine that hosts the store. Of one machine: localhost:0.",
-    )
-    rdzv_host = Flag(
-        section=MACHINES,
-        sentence="With etcd: the machine of the endpoint hosts it, as with c10d; nobody has to start one.",
+        sentence="Where the etcd is, or the machine that has the store. Of one machine: localhost:0.",
     )
     insecure = Flag(
-        section=MACHINES, sentence="Let a machine host the store without a secret, for all who reach its port."
+        section=MACHINES, sentence="Let a machine have the store without a secret, for all who reach its port."
     )
     rdzv_conf = Option(
         read_conf,
@@ -219,3 +215,21 @@ class MachineOptions(Declared):
         torchrun="--node-rank",
         sentence="With static: the rank of this machine among the machines. Default: what a scheduler says, or 0.",
     )
+
+
+def with_node_rank(argv: list[str], rank: int) -> list[str]:
+    """Return a command line with that of another machine: the same, but for its rank. -1: the ranks are not given.
+
+    >>> with_node_rank(["phalanx", "run", "--nnodes=2", "--node-rank", "0", "train.py"], 1)
+    ['phalanx', 'run', '--nnodes=2', '--node-rank', '1', 'train.py']
+    >>> with_node_rank(["phalanx", "run", "--node_rank=0", "train.py"], 1), with_node_rank(["phalanx", "run", "x"], 1)
+    (['phalanx', 'run', '--node-rank=1', 'train.py'], ['phalanx', 'run', '--node-rank=1', 'x'])
+    """
+    if rank < 0:
+        return argv
+    for at, word in enumerate(argv):
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if name == "--node-rank":
+            return [*argv[:at], *([f"{name}={rank}"] if equals else [name, str(rank)]), *argv[at + 2 - bool(equals) :]]
+    at = 2 if argv[1:2] == ["run"] else 1
+    return [*argv[:at], f"--node-rank={rank}", *argv[at:]]

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import click
 
-from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, where_is
-from phalanx._rendezvous.conf import CANNOT_KEEP, is_loopback, joined
+from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
+from phalanx._base.host_names import address_text, is_loopback
+from phalanx._rendezvous.conf import CANNOT_KEEP
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
 from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_settings, may_host
@@ -63,7 +64,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     nodes = chosen.nnodes or (1, 1)
     of_rendezvous = {
         "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port, "--rdzv-id": rdzv_id,
-        "--rdzv-conf": chosen.rdzv_conf, "--rdzv-host": chosen.rdzv_host,
+        "--rdzv-conf": chosen.rdzv_conf,
     }  # fmt: skip
     if chosen.standalone:
         given = {**of_rendezvous, "--nnodes": nodes != (1, 1), "--node-rank": chosen.node_rank, "--keep": chosen.keep}
@@ -124,13 +125,11 @@ def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: A
             "this machine alone"
         )
         raise click.UsageError(msg)
-    host, source = allocation.host, f"{allocation.name} ({allocation.why})"
-    if given["--master-addr"]:
-        host, source = chosen.master_addr, "--master-addr"
+    host = chosen.master_addr if given["--master-addr"] else allocation.host
     port = chosen.master_port or allocation.port_of(run_id)
     nodes = allocation.nodes, allocation.nodes
     name = run_id or allocation.job
-    meeting = _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, name, source)
+    meeting = _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, name, "--master-port")
     return meeting._replace(holds=f"{name}, node {allocation.node_rank}")
 
 
@@ -146,24 +145,23 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
         )
     if chosen.rdzv_backend == STATIC:
         return _meet_static(chosen, least, most, rank, run_id or _NO_ID)
-    is_hosted = chosen.rdzv_backend == C10D or chosen.rdzv_host
-    default = C10D_PORT if chosen.rdzv_backend == C10D else ETCD_PORT
-    what = "where the machine is that hosts the store" if is_hosted else "where the etcd is"
+    is_hosted = chosen.rdzv_backend == C10D
+    default = C10D_PORT if is_hosted else ETCD_PORT
+    what = "where the machine is that has the store" if is_hosted else "where the etcd is"
     if not chosen.rdzv_endpoint or not all(host for host, _ in chosen.rdzv_endpoint):
         msg = f"--rdzv-endpoint: expected {what}, like host:{default}; it is not given"
         raise click.UsageError(msg)
     host = chosen.rdzv_endpoint[0][0]
     if is_hosted and len(chosen.rdzv_endpoint) > 1:
-        msg = f"--rdzv-endpoint: expected one machine, which hosts the store; got {len(chosen.rdzv_endpoint)}"
+        msg = f"--rdzv-endpoint: expected one machine, which has the store; got {len(chosen.rdzv_endpoint)}"
         raise click.UsageError(msg)
     if not run_id and not is_hosted:
         raise click.UsageError("--run-id: the machines of a job find each other by it; give the same one on each")
-    endpoints = tuple(joined(name, at or default) for name, at in chosen.rdzv_endpoint)
+    endpoints = tuple(address_text(name, at or default) for name, at in chosen.rdzv_endpoint)
     machines = _machines(
         chosen,
         (least, most),
         endpoints,
-        is_hosted=is_hosted,
         hosts=is_hosted and may_host(chosen.rdzv_conf, host),
         secret=_secret(chosen, host, endpoints[0]) if is_hosted else b"",
     )
@@ -180,9 +178,7 @@ def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_i
     if least != most:
         msg = f"--nnodes: {least}:{most}: with --rdzv-backend static, a fixed number of machines takes part"
         raise click.UsageError(msg)
-    if chosen.rdzv_host:
-        raise click.UsageError("--rdzv-host: with --rdzv-backend static, rank 0's agent hosts what the agents share")
-    host, port, source = chosen.master_addr, chosen.master_port or STATIC_PORT, "--master-addr"
+    host, port, source = chosen.master_addr, chosen.master_port or STATIC_PORT, "--master-port"
     notes = []
     if len(chosen.rdzv_endpoint) > 1:
         msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
@@ -204,25 +200,21 @@ def _meet_at_rank_0(
 ) -> Meeting:
     """Return how machines meet whose ranks are given: at the agent of rank 0, ``host``. Raises UsageError.
 
-    ``source``: the option that says where that is; or the scheduler, and how it does.
+    ``source``: the option that gives the port, if one does.
     """
-    # A name that is not known yet is waited for; not that of a scheduler's node, which nobody is going to publish.
-    where = where_is(host) if rank == 0 else "here"
-    if where == "elsewhere" or (where == "unknown" and not source.startswith("--")):
-        msg = f"{source}: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
-        raise click.UsageError(msg if source.startswith("--") else f"{msg}. --master-addr says where it is")
     agent = agent_port(chosen.rdzv_conf, port + 1)
-    endpoint, typed = joined(host, agent), ""
+    endpoint, typed = address_text(host, agent), ""
     if "agent_port" in chosen.rdzv_conf:
         typed = f"--rdzv-conf agent_port={agent}"
     elif chosen.master_port or source == "--rdzv-endpoint":
-        typed = f"--rdzv-endpoint {joined(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
+        typed = (
+            f"--rdzv-endpoint {address_text(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
+        )
         typed += f": the agents meet at the port after it, {agent} (--rdzv-conf agent_port=PORT chooses another)"
     machines = _machines(
         chosen,
         (least, most),
         (endpoint,),
-        is_hosted=True,
         hosts=rank == 0,
         secret=_secret(chosen, host, endpoint),
         node_rank=rank,
@@ -231,9 +223,8 @@ def _meet_at_rank_0(
     return Meeting(run_id, host, port, [], machines, source=typed)
 
 
-def _machines(
-    chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
-) -> Machines:
+def _machines(chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], **more: Any) -> Machines:
+    is_hosted = chosen.rdzv_backend in (STATIC, C10D)
     if chosen.keep and is_hosted:
         msg = f"--keep: {CANNOT_KEEP} (--rdzv-backend etcd)"
         raise click.UsageError(msg)
@@ -243,7 +234,6 @@ def _machines(
         chosen.rdzv_backend,
         endpoints,
         chosen.local_addr or "",
-        is_hosted=is_hosted,
         rejoin_delay=chosen.rejoin_delay,
         exclude_after=chosen.exclude_after or 0,
         keep=chosen.keep,
@@ -253,7 +243,7 @@ def _machines(
 
 
 def _secret(chosen: MachineOptions, host: str, endpoint: str) -> bytes:
-    """Return the secret of a job whose store an agent hosts. Raises UsageError: it needs one, and there is none."""
+    """Return the secret of a job whose store an agent has. Raises UsageError: none is given, and one is needed."""
     secret = job_secret(chosen.rdzv_conf, os.environ)
     if secret or chosen.insecure or is_loopback(host):
         return secret

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections import deque
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx._rendezvous.words import follows, told
 from phalanx.cli._last_look import LOOK, LastLook
+from phalanx.cli._machines import with_node_rank
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
 from phalanx.cli._run_group import RunTeam
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.master_port import ReservedPort
     from phalanx._events.kinds import Event
+    from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Job, Node
     from phalanx.cli._stack_door import StackDoor
 
@@ -53,6 +56,9 @@ class MachineTeam(RunTeam, NodeTeam):
         port: What is reserved for rank 0.
         envs: Returns the environments of the workers, by local rank, of a node of that group rank in a job.
         where: Where the nodes meet, in words.
+        hosted: Whether one of their agents has the store.
+        argv: The command line, which is that of the other machines, too, but for their rank; empty: something else
+            starts them.
         grace: Seconds between SIGTERM and SIGKILL.
         patience: Seconds after which an import of what is preloaded has failed.
         keeps: Whether this node would keep what the job was.
@@ -60,20 +66,22 @@ class MachineTeam(RunTeam, NodeTeam):
     """
 
     def __init__(
-        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, grace: float, patience: float,
-        keeps: bool, **options: Any,
+        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, argv: list[str],
+        grace: float, patience: float, keeps: bool, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
         self._port = port
         self._envs = envs
-        self.where = where
+        self.where, self.hosted = where, hosted
+        self._argv = argv
         self._grace = grace
         self._job: Job | None = None
         self._first = 0  # the rank in the job of local rank 0
         self._began = 0.0
         self._keeps = keeps  # until it was said that the job does not
         self.away = ""
+        self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._is_spare = False  # whether that was said
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
@@ -265,6 +273,13 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `NodeTeam`."""
         self._mention("a job of this id is over; this node has come too late for it, and waits for the next one")
 
+    def miss(self, missing: Missing) -> None:
+        """See `NodeTeam`. What a missing machine is to run is what runs here, but for its rank."""
+        self._mention(missing.line)
+        if self._argv and not missing.is_enough:
+            there = "on a machine that is missing" if missing.rank < 0 else f"on the machine of node {missing.rank}"
+            self._mention(f"{there}: {shlex.join(with_node_rank(self._argv, missing.rank))}")
+
     def _mention(self, text: str) -> None:
         """Show a line of ours while no worker runs here. Does not wait."""
         self._speak(sanitise(f"phalanx: {text}"))
@@ -275,8 +290,11 @@ class MachineTeam(RunTeam, NodeTeam):
             if self.away:
                 self.say(f"phalanx: {self.where} answers again")
             self.away = ""
-        elif why != self.away:  # a store that answers, but not as one that can be used, says why in the end
-            self.away = why
+            self._whys.clear()
+            return
+        self.away = why
+        if why not in self._whys:
+            self._whys.add(why)
             runs = "the workers go on, " if self.group is not None and self.group.is_open else ""
             self.say(f"phalanx: {self.where} does not answer ({one_line(why)}); {runs}it is tried again")
 

@@ -16,6 +16,7 @@ from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
 from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._rendezvous.entrance import come
 from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from phalanx._rendezvous.effects import Finish
+    from phalanx._rendezvous.entrance import Entrance
     from phalanx._rendezvous.records import Job, Stop
     from phalanx._rendezvous.settings import Machines
-    from phalanx._store.store import Store
     from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
@@ -75,7 +76,7 @@ def run_node(
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
-    store, hosts = _open(plan, machines, until_end)
+    entrance = _come(plan, machines, until_end)
     port = until_end.enter_context(reserve_port())
     variables = {**(services.variables if services else {}), **NOT_FOR_WORKERS}
     groups = plan.groups(None, variables)
@@ -87,13 +88,8 @@ def run_node(
     if services is not None and plan.health_address is not None:
         observers["phalanx-health"] = services.observe
     host = os.uname().nodename
-    try:
-        address = machines.own_address()
-    except OSError as error:
-        msg = f"--rdzv-endpoint: {error}"
-        raise click.ClickException(msg) from None
     me = Node(
-        agent_id(host), host, address, config.nproc_per_node, config.role, port.number,
+        agent_id(host), host, entrance.address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
         program=one_line(os.path.basename(groups.script)),
     )  # fmt: skip
@@ -101,7 +97,7 @@ def run_node(
     def envs(job: Job, rank: int) -> Mapping[int, Mapping[str, str]]:
         role = config.role
         world = sum(member.nproc for member in job.members)
-        master_addr, master_port = machines.master or (job.address, job.port)
+        master_addr, master_port = entrance.master(job)
         return plan.envs(
             first_rank(job, rank), world, variables, first_in_role=first_rank(job, rank, role),
             role_world_size=first_rank(job, len(job.members), role), group_rank=rank,
@@ -111,18 +107,20 @@ def run_node(
 
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-        where=machines.where, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
+        where=machines.where, hosted=machines.is_hosted,
+        argv=[] if plan.meeting.holds else asked.argv, grace=config.grace, patience=machines.join_timeout,
+        keeps=machines.keep,
         signals=config.signals_to_handle, asked=asked, check=check,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
     node = Participant(
-        me, rules, barrier=machines.barrier, hosts=hosts if machines.is_hosted else None,
+        me, rules, barrier=machines.barrier, hosts=entrance.hosts,
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-        run = JobRun(node, store, team)
+        run = JobRun(node, entrance.store, team)
         if held is not None:
             from phalanx.cli._one_run import TOLD
 
@@ -131,20 +129,19 @@ def run_node(
     return code, team.error
 
 
-def _open(plan: RunPlan, machines: Machines, until_end: ExitStack) -> tuple[Store, bool]:
-    """Return the store, and whether it is hosted here. Raises ClickException."""
+def _come(plan: RunPlan, machines: Machines, until_end: ExitStack) -> Entrance:
+    """Come to the store, or have it. Raises ClickException."""
     try:
-        store = machines.store(plan.run_id)
-        end_hosting = machines.host(plan.run_id, say)
+        entrance = come(machines, plan.run_id, say)
     except ImportError as error:
         msg = f"--rdzv-backend {machines.backend}: {error}; {INSTALL}"
         raise click.ClickException(msg) from None
     except OSError as error:
         msg = f"{plan.meeting.source or f'--rdzv-backend {machines.backend}'}: {error}"
         raise click.ClickException(msg) from None
-    if end_hosting is not None:
-        until_end.callback(end_hosting)
-    return store, end_hosting is not None
+    if entrance.end is not None:
+        until_end.callback(entrance.end)
+    return entrance
 
 
 def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool) -> int:
@@ -278,4 +275,7 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
         return f"what {where} holds of the job cannot be read: {one_line(finish.why)}"
     if finish.state == "refused":
         return f"this node is not taken: {one_line(finish.why)}"
-    return f"this node has left the job: {finish.why or 'it has ended without it'}"
+    why = finish.why or "it has ended without it"
+    if team.away and finish.why and team.hosted:
+        why += "; a store ends with the agent that has it, an etcd of your own does not (--rdzv-backend etcd)"
+    return f"this node has left the job: {why}"

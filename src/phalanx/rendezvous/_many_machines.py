@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from phalanx._agent.restart_policy import RestartPolicy
@@ -47,16 +48,17 @@ class ManyMachinesRendezvous(RendezvousHandler):
     Args:
         params: Where and how: the backends are "static" (``config`` has the ``rank`` of this machine), "c10d", "etcd",
             "etcd-v2" and "etcd-v3". ``config`` may have the settings of ``--rdzv-conf``, and ``rejoin_delay``,
-            ``exclude_after``, ``exit_barrier_timeout``, ``keep``, ``rdzv_host`` and ``insecure``, as the options of
-            that name. The job's secret is ``PHALANX_JOB_SECRET`` of the environment.
+            ``exclude_after``, ``exit_barrier_timeout``, ``keep`` and ``insecure``, as the options of that name. The
+            job's secret is ``PHALANX_JOB_SECRET`` of the environment.
         nproc: How many workers this machine runs, 1 to 1,048,576: what the others are told.
         role: What they are called, in 2,000 characters at most.
         policy: When a failure is followed by another generation, for all machines together; those of a job are given
             the same one. None: always, for as long as the agents want it.
         grace: Seconds (>= 0) in which workers end; a machine that takes a minute longer is not waited for.
-        insecure: Let the agent of this machine host the store without a secret, for all who reach its port.
-        warn: Called with a line on an agent that was refused by the store that is hosted here; None: nobody is.
-            By any thread; it must not wait.
+        insecure: Let the agent of this machine have the store without a secret, for all who reach its port.
+        warn: Called with a line on who is missing, or on a store that does not answer; and if this machine has it, on
+            where it listens, and on who is turned away. By any thread; it must not wait. None: the logger
+            ``phalanx.rendezvous`` warns.
 
     Raises:
         ValueError: What is wrong with which parameter.
@@ -87,7 +89,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         self._nproc, self._role = nproc, role
         self._policy = policy
         self._grace = seconds("grace", grace, endless=False)
-        self._warn = warn or (lambda _: None)
+        self._warn = warn or logging.getLogger("phalanx.rendezvous").warning
         self._one = threading.Lock()  # held by the thread that waits in `next_rendezvous`
         self._making = threading.Lock()
         self._made: Guest | None = None
@@ -135,9 +137,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
         if part is None:
             raise self._failure(guest)
         job = part.job
-        where = self._machines.master or (job.address, job.port)
         part.is_taken = True
-        return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*where))
+        return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*guest.master(job)))
 
     def is_closed(self) -> bool:
         """Return whether no other generation comes: the job is over, or is to end, or was left."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-from phalanx._agent.endpoint import split_endpoint, where_is
+from phalanx._agent.endpoint import split_endpoint
+from phalanx._base.host_names import address_text, is_loopback
 from phalanx._rendezvous import bounds
 from phalanx._rendezvous import conf as settings
-from phalanx._rendezvous.conf import SECRET, is_loopback, joined
+from phalanx._rendezvous.conf import SECRET
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD, ETCD_PORT, STATIC, STATIC_PORT, Machines
 
 TYPE_CHECKING = False
@@ -31,22 +32,22 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     if params.backend not in BACKENDS:
         msg = f"backend: expected one of {', '.join(BACKENDS)}, got {params.backend!r}"
         raise ValueError(msg)
-    is_hosted = params.backend == C10D or bool(params.get_as_bool("rdzv_host"))
-    default = C10D_PORT if params.backend == C10D else ETCD_PORT
+    is_hosted = params.backend == C10D
+    default = C10D_PORT if is_hosted else ETCD_PORT
     found = [_endpoint(part, default) for part in params.endpoint.split(",") if part.strip()]
     if not found or (is_hosted and len(found) > 1):
-        what = "where one machine is, which hosts the store" if is_hosted else "where the etcd is"
+        what = "where one machine is, which has the store" if is_hosted else "where the etcd is"
         msg = f"endpoint: expected {what}, like host:{default}, got {params.endpoint!r}"
         raise ValueError(msg)
     if not params.run_id and not is_hosted:
         msg = "run_id: expected the id of the job, by which its machines find each other in the etcd, got ''"
         raise ValueError(msg)
     host = found[0][0]
-    endpoints = tuple(joined(*each) for each in found)
+    endpoints = tuple(address_text(*each) for each in found)
     params.get_as_bool("is_host")  # that it is yes or no
     hosts = is_hosted and settings.may_host(conf, host)
     secret = _secret(conf, host, endpoints[0], insecure=insecure) if is_hosted else b""
-    return _machines(params, conf, endpoints, is_hosted=is_hosted, hosts=hosts, secret=secret)
+    return _machines(params, conf, endpoints, hosts=hosts, secret=secret)
 
 
 def _check_bounds(params: RendezvousParameters) -> None:
@@ -69,19 +70,15 @@ def _static(params: RendezvousParameters, conf: Mapping[str, str], *, insecure: 
         msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, got {rank!r}"
         raise ValueError(msg)
     host, port = _endpoint(params.endpoint, STATIC_PORT)
-    if rank == 0 and where_is(host) == "elsewhere":
-        msg = f"endpoint: {host!r} is no address of this machine, which has rank 0: rank 0 listens there"
-        raise ValueError(msg)
-    endpoint = joined(host, settings.agent_port(conf, port + 1))
+    endpoint = address_text(host, settings.agent_port(conf, port + 1))
     secret = _secret(conf, host, endpoint, insecure=insecure)
-    return _machines(
-        params, conf, (endpoint,), is_hosted=True, hosts=rank == 0, secret=secret, node_rank=rank, master=(host, port)
-    )
+    return _machines(params, conf, (endpoint,), hosts=rank == 0, secret=secret, node_rank=rank, master=(host, port))
 
 
 def _machines(
-    params: RendezvousParameters, conf: Mapping[str, str], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
+    params: RendezvousParameters, conf: Mapping[str, str], endpoints: tuple[str, ...], **more: Any
 ) -> Machines:
+    is_hosted = params.backend in (STATIC, C10D)
     fields = settings.machine_settings(conf, os.environ, is_hosted=is_hosted) | more
     for name, named in (("rejoin_delay", "rejoin_delay"), ("exit_barrier_timeout", "barrier")):
         if name in conf:
@@ -95,7 +92,7 @@ def _machines(
         msg = f"keep: {settings.CANNOT_KEEP}"
         raise ValueError(msg)
     return Machines(
-        params.min_nodes, params.max_nodes, params.backend, endpoints, params.local_addr or "", is_hosted=is_hosted,
+        params.min_nodes, params.max_nodes, params.backend, endpoints, params.local_addr or "",
         exclude_after=exclude_after, keep=keep, **fields,
     )  # fmt: skip
 
@@ -113,7 +110,7 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
 
 
 def _secret(conf: Mapping[str, str], host: str, endpoint: str, *, insecure: bool) -> bytes:
-    """Return the secret of a job whose store an agent hosts. Raises ValueError: it needs one, and there is none."""
+    """Return the secret of a job whose store an agent has. Raises ValueError: none is given, and one is needed."""
     secret = settings.job_secret(conf, os.environ)
     if secret or insecure or is_loopback(host):
         return secret

@@ -65,16 +65,10 @@ LeaseKeepAliveRequest: int64 ID = 1
 LeaseKeepAliveResponse: ResponseHeader header = 1; int64 ID = 2; int64 TTL = 3
 AuthenticateRequest: string name = 1; string password = 2
 AuthenticateResponse: ResponseHeader header = 1; string token = 2
-AuthUserAddRequest: string name = 1; string password = 2
-AuthRoleAddRequest: string name = 1
-AuthUserGrantRoleRequest: string user = 1; string role = 2
-AuthEnableRequest:
-AuthResponse: ResponseHeader header = 1
+StatusRequest:
+StatusResponse: ResponseHeader header = 1; string version = 2
 """
-"""A message a line: its fields, with their types and numbers. ``oneof``: of these, one is set, even if it is 0.
-
-``AuthResponse`` is what etcd answers to each of the four requests before it, each under a name of its own.
-"""
+"""A message a line: its fields, with their types and numbers. ``oneof``: of these, one is set, even if it is 0."""
 
 DELETE = 1
 """The type of an event that tells of a key that was deleted."""
@@ -131,11 +125,8 @@ WATCH = Method("/etcdserverpb.Watch/Watch", "WatchRequest", "WatchResponse")
 GRANT = Method("/etcdserverpb.Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
 REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
 KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
+STATUS = Method("/etcdserverpb.Maintenance/Status", "StatusRequest", "StatusResponse")
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
-USER_ADD = Method("/etcdserverpb.Auth/UserAdd", "AuthUserAddRequest", "AuthResponse")
-ROLE_ADD = Method("/etcdserverpb.Auth/RoleAdd", "AuthRoleAddRequest", "AuthResponse")
-GRANT_ROLE = Method("/etcdserverpb.Auth/UserGrantRole", "AuthUserGrantRoleRequest", "AuthResponse")
-AUTH_ENABLE = Method("/etcdserverpb.Auth/AuthEnable", "AuthEnableRequest", "AuthResponse")
 
 
 def unary(channel: aio.Channel, method: Method) -> Any:

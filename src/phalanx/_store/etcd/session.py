@@ -110,8 +110,6 @@ class Session:
         raise AssertionError
 
     def _refused(self, error: api.aio.AioRpcError) -> RefusedError:
-        if self._settings.is_hosted and not self._settings.user:
-            return RefusedError(f"{self.endpoint} wants the job's secret; this agent has none")
         return RefusedError(f"etcd at {self.endpoint} refuses this agent: {error.details()}")
 
     async def _call(self, method: api.Method, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
@@ -133,8 +131,6 @@ class Session:
             answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
-                if settings.is_hosted:
-                    raise self._refused_secret(error.code()) from None
                 msg = f"etcd at {self.endpoint} refuses the user {settings.user!r}: {error.details()}"
                 raise RefusedError(msg) from None
             raise
@@ -142,11 +138,6 @@ class Session:
             msg = f"the name or the password of the user {settings.user!a} is not UTF-8"
             raise RefusedError(msg) from None
         self._metadata = (("token", answer.token),)
-
-    def _refused_secret(self, code: Any) -> RefusedError:
-        if code == _code.FAILED_PRECONDITION:  # it checks no passwords
-            return RefusedError(f"{self.endpoint} was started without a secret; this agent has one")
-        return RefusedError(f"the job's secret is not the one of {self.endpoint}")
 
     async def check(self, prefix: bytes) -> int:
         """See that etcd lets us have the keys below a prefix. Returns its revision."""
@@ -157,6 +148,10 @@ class Session:
                 raise self._refused(error) from None
             raise
         return int(answer.header.revision)
+
+    async def version(self) -> str:
+        """Return the version of the member, like "3.5.30"."""
+        return str((await self._ask(api.STATUS)).version)
 
     async def grant(self, ttl: int, lease: int = 0) -> int:
         """Have a lease made, if it is not there. Returns its id."""

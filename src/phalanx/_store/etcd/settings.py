@@ -22,7 +22,6 @@ class EtcdSettings(NamedTuple):
         ca, cert, key: Paths of PEM files: the authority that has signed the members' certificates; our certificate and
             its key. "": TLS is not used, or we have none.
         user, password: Who we are; "": nobody.
-        is_hosted: Whether an agent of the job hosts it: who we are is made of the job's secret then.
     """
 
     endpoints: tuple[str, ...]
@@ -35,7 +34,6 @@ class EtcdSettings(NamedTuple):
     key: str = ""
     user: str = ""
     password: str = ""
-    is_hosted: bool = False
 
     @property
     def job_lease(self) -> int:
@@ -56,3 +54,21 @@ class EtcdSettings(NamedTuple):
         from phalanx._store.etcd.tls import Files
 
         return Files(self.ca, self.cert, self.key)
+
+
+USERS_HOLD = {(3, 4): 42, (3, 5): 28, (3, 6): 9}
+"""The first versions of etcd whose users and passwords hold, see GHSA-q8m4-xhhv-38mg: before, whoever reaches the port
+raises an alarm without a password, and an etcd with an alarm has others turn its checks off."""
+
+
+def users_hold(version: str) -> bool:
+    """Whether an etcd of that version checks users and passwords in a way that cannot be got round. Unknown ones do.
+
+    >>> users_hold("3.5.1"), users_hold("3.5.30"), users_hold("3.4.23"), users_hold("3.7.0-rc.1"), users_hold("3.3.25")
+    (False, True, False, True, False)
+    """
+    try:
+        major, minor, patch = map(int, version.partition("-")[0].split("."))
+    except ValueError:
+        return True
+    return (major, minor) >= min(USERS_HOLD) and patch >= USERS_HOLD.get((major, minor), 0)

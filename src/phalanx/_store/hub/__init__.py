@@ -1,1 +1,1 @@
-"""The store in the agent of rank 0: nothing is installed, and nothing is kept. For jobs with ``--master-addr``."""
+"""The store in one of the job's own agents: nothing is installed, and nothing is kept. For `static` and `c10d`."""

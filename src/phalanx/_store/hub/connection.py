@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 
 from phalanx._base import clock
-from phalanx._store.hub import messages
+from phalanx._store.hub import messages, words
+from phalanx._store.hub.cipher import Cipher
 from phalanx._store.hub.dialer import Dialer
 from phalanx._store.hub.handshake import AgentSide, RefusedError
 from phalanx._store.hub.link import Link
@@ -63,12 +64,17 @@ class Connection:
         self._link: Link | None = None
         self._side: AgentSide | None = None  # until the agent has entered
         self._session = b""
+        self._key = b""  # of what is encrypted once the agent has entered; b"": nothing is
         self._pause = _PAUSE[0]
         self._retry: Deadline | None = None
         self._beat: Deadline | None = None
         self._judgement: Deadline | None = None  # when the store is to have said something
         self._missing = 0  # answers
         self._heard = 0.0
+        self.peer = ""
+        """The address by which the store was reached last; "": not yet."""
+        self.encrypts = False
+        """Whether what was said last was encrypted."""
 
     @property
     def is_up(self) -> bool:
@@ -113,7 +119,7 @@ class Connection:
         """Say who we are."""
         self._side = AgentSide(self._settings, self._session)
         try:
-            link = self._link = Link(self._loop, sock, self._take, self._see_broken, messages.MOST_HELLO)
+            link = self._link = Link(self._loop, sock, self._take, self._see_lost, messages.MOST_HELLO)
         except OSError as error:
             sock.close()
             self._see_broken(error.strerror or str(error))
@@ -129,26 +135,41 @@ class Connection:
             if self._side is None:
                 self._hear(body)
             elif link.opens is None:
-                body, link.seals, link.opens = self._side.enter(body)
+                body, keys = self._side.enter(body)
+                link.seals, link.opens = keys.agent, keys.store
                 link.forged = lambda: self._see_refused(f"{self._settings.where} does not know the job's secret")
+                self._key = keys.cipher if self._side.encrypts else b""
                 link.send(body)
             else:
                 self._enter(link, self._side.welcome(body, is_sealed=is_sealed))
         except RefusedError as error:
             self._see_refused(str(error))
         except DamagedError:  # what its words quote may be anybody's
-            self._see_broken("what answers is no store of a job")
+            self._see_broken(words.of_foreign(link.began))
 
     def _enter(self, link: Link, welcome: Welcome) -> None:
         is_lost = self._session not in (b"", welcome.session)
         self._session, self._side = welcome.session, None
+        if self._key:
+            link.encrypt(Cipher(self._key, is_store=False))
+        self.encrypts = link.encrypts
         self._ttl = welcome.ttl  # the store's is the one that holds
         self._within = min(self._settings.timeout, self._ttl * 0.6)
         link.may_be_plain, link.forged = False, None
         link.take_up_to(messages.MOST_BODY)
         self.settle()
         self._plan_beat()
+        self.peer = link.peer
         self._entered(is_lost)
+
+    def _see_lost(self, why: str) -> None:
+        """Note that the connection has ended. Before the store has said who it is, that may be something else."""
+        link = self._link
+        if link is not None and link.is_foreign:
+            why = words.of_foreign(link.began)
+        elif self._side is not None:
+            why = words.CLOSED
+        self._see_broken(why)
 
     def _see_broken(self, why: str) -> None:
         """Note that there is no connection, and plan the next try."""
@@ -156,8 +177,7 @@ class Connection:
         pause = self._pause * (1 + random.random()) / 2  # noqa: S311 - it spreads retries
         self._pause = min(2 * self._pause, _PAUSE[1])
         self._retry = self._loop.after(pause, self._dialer.dial)
-        where = self._settings.where
-        self._broken(why if where in why else f"{where}: {why}")
+        self._broken(why)
 
     def _see_refused(self, why: str) -> None:
         self._disconnect()
@@ -206,4 +226,4 @@ class Connection:
         if clock.now() < until:
             self._judgement = self._loop.at(until, self._judge)
         else:
-            self._see_broken(f"no answer within {self._within:g} s")
+            self._see_broken(words.SILENT if self._side is not None else f"no answer within {self._within:g} s")

@@ -7,11 +7,11 @@ as long as it likes, and cannot be interrupted.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 
 from phalanx._base.background import SerialExecutor
 from phalanx._base.loop import WRITE
+from phalanx._store.hub import words
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Dialer:
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or str(error)
+            why = words.of_name(getattr(error, "strerror", None) or str(error))
         self._loop.call(lambda: self._see_name(found, why))
 
     def _see_name(self, found: list[Any], why: str) -> None:
@@ -127,21 +127,21 @@ class Dialer:
                     self._loop.watch(self._sock.fileno(), self._ready, WRITE)
                     self._deadline = self._loop.after(self._seconds, self._see_no_answer)
                     return
-                why = os.strerror(error)
+                why = words.of_error(error)
             except OSError as raised:
-                why = raised.strerror or str(raised)
+                why = words.of_error(raised.errno) if raised.errno else str(raised)
             self._drop()
         self._failed(why)
 
     def _see_no_answer(self) -> None:
-        self._try_next(f"no answer within {self._seconds:g} s")
+        self._try_next(words.of_silence(self._seconds))
 
     def _ready(self, _events: int) -> None:
         sock = self._sock
         assert sock is not None
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            self._try_next(os.strerror(error))
+            self._try_next(words.of_error(error))
             return
         try:
             peer = sock.getpeername()
@@ -149,7 +149,7 @@ class Dialer:
             return
         if peer == sock.getsockname():  # nobody listens, and the port was our own by chance: tcp(7) lets both ends meet
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # frees the port at once
-            self._try_next(os.strerror(errno.ECONNREFUSED))
+            self._try_next(words.of_error(errno.ECONNREFUSED))
             return
         self._sock = None
         self._loop.forget(sock.fileno())

@@ -1,28 +1,31 @@
-"""Where agents come in: accepts connections, and hands those over that know the secret. Owns the listening socket.
+"""Where agents come in: accepts connections, and hands those over that know the secret. Owns the listening sockets.
 
 Anybody may connect. Whoever is not known can send one short message, and has some seconds for all; if there are too
 many, the oldest goes, and before they take the descriptors that the agent itself needs. What is no agent's message ends
-its connection without an answer.
+its connection without an answer. The user is told of both, once for each address and reason.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 
 from phalanx._store.hub import messages
+from phalanx._store.hub.cipher import Cipher
 from phalanx._store.hub.handshake import TurnedAwayError
 from phalanx._store.hub.link import Link
+from phalanx._store.hub.words import protocol_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
     from phalanx._store.hub.handshake import StoreSide
-    from phalanx._store.hub.wire import Seal
+    from phalanx._store.hub.wire import Keys
 
 WITHIN = 5.0
 """Seconds within which an agent is to have entered."""
@@ -43,7 +46,7 @@ class Door:
 
     Args:
         loop: What watches the connections.
-        listener: The listening socket.
+        listeners: The listening sockets.
         side: What decides who is let in.
         admit: Called with the connection of an agent that has entered, and the session that it has had (b"": none).
         warn: Called with a line on somebody who is refused.
@@ -52,29 +55,31 @@ class Door:
     def __init__(
         self,
         loop: Loop,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         side: StoreSide,
         admit: Callable[[Link, bytes], None],
         warn: Callable[[str], None],
     ) -> None:
         self._loop = loop
-        self._listener = listener
+        self._listeners = listeners
         self._side = side
         self._admit = admit
         self._warn = warn
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self._resumes: Deadline | None = None
         self.is_quiet = False
         """Whether those who are refused are not told why: the store ends, and another one may follow it here."""
-        listener.setblocking(False)
-        loop.watch(listener.fileno(), self._accept)
+        for listener in listeners:
+            listener.setblocking(False)
+        self._resume()
 
     def close(self) -> None:
         """Let nobody in any more, and close the connections of those who are not known. Idempotent."""
-        if self._listener.fileno() >= 0:
-            self._loop.forget(self._listener.fileno())
-            self._listener.close()
+        for listener in self._listeners:
+            if listener.fileno() >= 0:
+                self._loop.forget(listener.fileno())
+                listener.close()
         if self._resumes is not None:
             self._resumes.cancel()
         for stranger in list(self._strangers):
@@ -82,24 +87,26 @@ class Door:
 
     def abandon(self) -> None:
         """Close the sockets, in a fork."""
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for stranger in self._strangers:
             stranger.link.abandon()
 
-    def _accept(self, _events: int) -> None:
+    def _accept(self, listener: socket.socket, _events: int) -> None:
         for _ in range(_TURN):
             try:
-                sock, address = self._listener.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in _SCARCE:  # it would be told again at once, and for ever
-                    self._loop.forget(self._listener.fileno())
+                    for each in self._listeners:
+                        self._loop.forget(each.fileno())
                     self._resumes = self._loop.after(_PAUSE, self._resume)
                     return
                 continue  # the connection has ended before it was accepted: accept(2)
             try:
-                stranger = _Stranger(self, sock, str(address[0]))
+                stranger = _Stranger(self, sock)
             except OSError:  # it has ended just now
                 sock.close()
                 continue
@@ -112,7 +119,8 @@ class Door:
                 next(iter(self._strangers)).close()
 
     def _resume(self) -> None:
-        self._loop.watch(self._listener.fileno(), self._accept)
+        for listener in self._listeners:
+            self._loop.watch(listener.fileno(), partial(self._accept, listener))
 
     # --- for a stranger
 
@@ -140,11 +148,24 @@ class Door:
         if not self.is_quiet:
             stranger.link.send(self._side.refusal(error))
             stranger.link.finish()
-            if stranger.peer not in self._warned and len(self._warned) < MOST_WARNINGS:
-                self._warned.add(stranger.peer)
-                self._warn(f"the agent at {stranger.peer} is refused: {error.words}")
+            peer = stranger.link.peer
+            self._mention((peer, error.why), f"the agent at {peer} is refused: {error.words}")
         if self.is_quiet or not stranger.link.is_open:
             stranger.close()
+
+    def tell_foreign(self, stranger: _Stranger) -> None:
+        """Say that somebody has come who is no agent."""
+        if not self.is_quiet:
+            protocol = protocol_of(stranger.link.began)
+            spoken = f": it speaks {protocol}" if protocol else ""
+            peer = stranger.link.peer
+            self._mention((peer, "foreign"), f"what has come from {peer} is no agent, and is turned away{spoken}")
+
+    def _mention(self, about: tuple[str, str], line: str) -> None:
+        """Say something about an address, once for each reason."""
+        if about not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(about)
+            self._warn(line)
 
 
 def _are_scarce(descriptor: int) -> bool:
@@ -156,10 +177,10 @@ def _are_scarce(descriptor: int) -> bool:
 class _Stranger:
     """Somebody who is not known yet."""
 
-    def __init__(self, door: Door, sock: socket.socket, peer: str) -> None:
-        self.peer = peer
+    def __init__(self, door: Door, sock: socket.socket) -> None:
         self._door = door
-        self._seals: Seal | None = None  # ours, once it has been greeted
+        self._keys: Keys | None = None  # once it has been greeted
+        self._encrypts = False
         self._is_refused = False
         self.link = Link(door.loop, sock, self._take, self._lost, messages.MOST_HELLO)
         self._deadline = door.loop.after(WITHIN, self.close)
@@ -172,6 +193,8 @@ class _Stranger:
     def _lost(self, _why: str) -> None:
         self._deadline.cancel()
         self._door.forget(self)
+        if self.link.is_foreign:
+            self._door.tell_foreign(self)
 
     def _take(self, body: bytes, is_sealed: bool) -> None:  # noqa: FBT001 - called by the link
         try:
@@ -182,22 +205,26 @@ class _Stranger:
             else:
                 self._greet(body)
         except messages.DamagedError:
+            self.link.is_foreign = True
             self.close()
 
     def _greet(self, body: bytes) -> None:
         try:
-            answer, theirs, self._seals = self._door.side.challenge(body)
+            answer, self._keys, self._encrypts = self._door.side.challenge(body)
         except TurnedAwayError as error:
             self._refuse(error)
             return
-        self.link.opens, self.link.may_be_plain = theirs, False
+        self.link.opens, self.link.may_be_plain = self._keys.agent, False
         self.link.forged = lambda: self._refuse(TurnedAwayError("secret", "it does not know the job's secret"))
         self.link.send(answer)
 
     def _enter(self, enter: messages.Enter) -> None:
         self._deadline.cancel()
-        self.link.forged, self.link.seals = None, self._seals
+        assert self._keys is not None  # it has been greeted
+        self.link.forged, self.link.seals = None, self._keys.store
         self._door.admit(self, enter.session or b"")
+        if self._encrypts:
+            self.link.encrypt(Cipher(self._keys.cipher, is_store=True))
 
     def _refuse(self, error: TurnedAwayError) -> None:
         self._is_refused = True

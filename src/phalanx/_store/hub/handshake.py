@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from phalanx._store.hub import messages, wire
+from phalanx._store.hub.cipher import NEEDS, can_encrypt
 from phalanx._store.hub.messages import NONCE, VERSION, Challenge, Enter, Hello, Refusal
 
 TYPE_CHECKING = False
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from phalanx._store.hub.messages import Welcome
-    from phalanx._store.hub.settings import HubSettings
-    from phalanx._store.hub.wire import Seal
+    from phalanx._store.hub.settings import Encryption, HubSettings
+    from phalanx._store.hub.wire import Keys
 
 
 class RefusedError(Exception):
@@ -31,7 +32,7 @@ class TurnedAwayError(Exception):
         words: What is said of it on rank 0's console.
     """
 
-    def __init__(self, why: Literal["version", "run", "secret"], words: str) -> None:
+    def __init__(self, why: Literal["version", "run", "secret", "encrypt"], words: str) -> None:
         super().__init__(words)
         self.why = why
         self.words = words
@@ -50,21 +51,32 @@ class AgentSide:
         self._session = session
         self._run = wire.run_hash(settings.run_id)
         self._nonce = os.urandom(NONCE)
+        self._can = settings.encrypt != "no" and bool(settings.secret) and can_encrypt()
+        self.encrypts = False
+        """Whether what follows `welcome` is encrypted: known after `enter`."""
 
     def hello(self) -> bytes:
         """Return the first message."""
-        return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce))
+        return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce, self._can))
 
-    def enter(self, body: bytes) -> tuple[bytes, Seal, Seal]:
-        """Take the store's first message. Returns the second one, which is sealed; our seal, and the store's.
+    def enter(self, body: bytes) -> tuple[bytes, Keys]:
+        """Take the store's first message. Returns the second one, which is sealed; and the keys of the connection.
 
         Raises RefusedError; DamagedError.
         """
         answer = messages.read_answer(body)
         if isinstance(answer, Refusal):
             raise self._refused(answer)
-        ours, theirs = wire.seals(self._settings.secret, VERSION, self._run, self._nonce, answer.nonce)
-        return messages.write(Enter(self._session or None)), ours, theirs
+        self.encrypts = answer.encrypts and self._can
+        if self._settings.encrypt == "require" and not self.encrypts:
+            where = self._settings.where
+            raise RefusedError(
+                f"{where} does not encrypt, which encrypt=require asks for: {NEEDS} is needed there, too"
+            )
+        keys = wire.keys(
+            self._settings.secret, VERSION, self._run, self._nonce, answer.nonce, can=self._can, do=answer.encrypts
+        )
+        return messages.write(Enter(self._session or None)), keys
 
     def welcome(self, body: bytes, *, is_sealed: bool) -> Welcome:
         """Take the store's second message, and return it. Raises RefusedError; DamagedError."""
@@ -82,6 +94,10 @@ class AgentSide:
             return RefusedError(f"{where} speaks {spoken}")
         if refusal.why == "run":
             return RefusedError(f"{where} serves the job {refusal.name!r}; this agent is of the job {mine!r}")
+        if refusal.why == "encrypt":
+            return RefusedError(
+                f"{where} wants what is said to be encrypted (encrypt=require): {NEEDS} is needed here, too"
+            )
         return RefusedError(f"the job's secret is not the one of {where}")
 
 
@@ -91,15 +107,18 @@ class StoreSide:
     Args:
         run_id: Of its job.
         secret: Of its job.
+        encrypt: See `HubSettings`.
     """
 
-    def __init__(self, run_id: str, secret: bytes) -> None:
+    def __init__(self, run_id: str, secret: bytes, encrypt: Encryption = "auto") -> None:
         self._run = wire.run_hash(run_id)
         self._name = shown(run_id)
         self._secret = secret
+        self._wants = encrypt == "require"
+        self._can = encrypt != "no" and bool(secret) and can_encrypt()
 
-    def challenge(self, body: bytes) -> tuple[bytes, Seal, Seal]:
-        """Take an agent's first message. Returns the answer; the agent's seal, and ours.
+    def challenge(self, body: bytes) -> tuple[bytes, Keys, bool]:
+        """Take an agent's first message. Returns the answer; the keys; and whether what follows `Welcome` is encrypted.
 
         Raises TurnedAwayError; DamagedError.
         """
@@ -109,9 +128,14 @@ class StoreSide:
             raise TurnedAwayError("version", f"it speaks {spoken}")
         if not wire.equal(hello.run, self._run):
             raise TurnedAwayError("run", f"it is of the job {hello.name!r}; the one here is {self._name!r}")
+        do = self._can and hello.encrypts
+        if self._wants and not do:
+            raise TurnedAwayError(
+                "encrypt", f"it cannot encrypt, which encrypt=require asks for: {NEEDS} is needed there"
+            )
         nonce = os.urandom(NONCE)
-        theirs, ours = wire.seals(self._secret, VERSION, self._run, hello.nonce, nonce)
-        return messages.write(Challenge(nonce)), theirs, ours
+        keys = wire.keys(self._secret, VERSION, self._run, hello.nonce, nonce, can=hello.encrypts, do=do)
+        return messages.write(Challenge(nonce, do)), keys, do
 
     def refusal(self, error: TurnedAwayError) -> bytes:
         """Return what an agent is told that is turned away."""

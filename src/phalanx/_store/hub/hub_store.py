@@ -1,4 +1,4 @@
-"""`HubStore`: the keys of a job in the agent of rank 0, over one TCP connection. Owns the thread that keeps it.
+"""`HubStore`: the keys of a job in one of its agents, over one TCP connection. Owns the thread that keeps it.
 
 What breaks ends the connection: `Away` says so, and the store is tried again, within a second. After that, each watch
 is told all of its keys anew. A request that was lost on its way may have been made: it is not repeated.
@@ -12,6 +12,7 @@ from contextlib import suppress
 from phalanx._base import unpatched
 from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
+from phalanx._store.hub.cipher import NEEDS
 from phalanx._store.hub.connection import Connection
 from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Told, Unwatch, Watch
 from phalanx._store.store import Away, Back, Changed, Done, Entry, Fetched, LeaseLost, Refused, Snapshot, Store
@@ -28,19 +29,23 @@ _PATIENCE = 1.0
 
 
 class HubStore(Store):
-    """The keys of a job in the agent of rank 0.
+    """The keys of a job in one of its agents.
 
     Args:
         settings: How it is reached.
+        warn: Called with a line for the user, if what is said is not encrypted, by the store's thread. It must not
+            wait. None: nobody is told.
     """
 
-    def __init__(self, settings: HubSettings) -> None:
+    def __init__(self, settings: HubSettings, warn: Callable[[str], None] | None = None) -> None:
         self._settings = settings
+        self._warn = warn
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._loop: Loop | None = None
         self._is_closed = False  # nothing is told any more
-        self._is_away = self._is_leaving = False
+        self._is_leaving = False
+        self._away = ""  # why the store does not answer, as was told last; "": it does
         self._watched: dict[str, None] = {}
         self._awaited: dict[str, int] = {}  # how many snapshots of a prefix are to come
         self._told: dict[str, list[Entry]] = {}  # what has come of them
@@ -70,6 +75,11 @@ class HubStore(Store):
             if isinstance(error, RuntimeError):
                 raise OSError(str(error)) from None
             raise
+
+    @property
+    def peer(self) -> str:
+        """See `Store`."""
+        return self._connection.peer
 
     def watch(self, prefix: str) -> None:
         """See `Store`."""
@@ -125,7 +135,12 @@ class HubStore(Store):
     # --- the connection
 
     def _enter(self, is_lost: bool) -> None:  # noqa: FBT001 - called by the connection
-        self._is_away = False
+        self._away = ""
+        warn, self._warn = self._warn, None
+        if warn is not None and not self._connection.encrypts:
+            warn(
+                f"what the agents say to each other is authenticated, but not encrypted: {NEEDS} is needed at both ends"
+            )
         if is_lost:
             self._tell(LeaseLost())
         self._tell(Back())
@@ -136,8 +151,8 @@ class HubStore(Store):
         if self._is_leaving:
             self._stop()
             return
-        if not self._is_away:
-            self._is_away = True
+        if why != self._away:
+            self._away = why
             self._tell(Away(why))
         self._fail_all()
 

@@ -11,17 +11,20 @@ from contextlib import suppress
 
 from phalanx._base.loop import READ, WRITE
 from phalanx._store.hub import wire
+from phalanx._store.hub.cipher import CipherError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from phalanx._base.loop import Loop
+    from phalanx._store.hub.cipher import Cipher
 
 MOST_QUEUED = 64 << 20
 """Bytes that may wait for the other end."""
 
 _TURN = 1 << 20  # bytes that are sent or taken before others have their turn
+_BEGINNING = 16  # bytes
 _SMALL = 64 << 10  # bytes that are taken at once, and are sent in one call
 
 
@@ -43,6 +46,9 @@ class Link:
         seals: Our own seal; None: what is sent has a checksum.
         forged: Called when a frame comes that is not authentic; None: the connection ends.
         is_open: Whether it has not been closed.
+        peer: The address of the other end.
+        began: What the other end has said first: some bytes.
+        is_foreign: Whether that, or what followed before it was known, is no message.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Link:
         self._outbox: deque[tuple[bytes | Iterator[bytes], int]] = deque()  # and how much each counts
         self._chunk = memoryview(b"")  # what is being sent
         self._queued = 0
+        self._cipher: Cipher | None = None
         self._writes = self._finishes = False
         self._why = ""  # it ends for that, as soon as the loop comes to it
         self.opens: wire.Seal | None = None
@@ -69,6 +76,9 @@ class Link:
         self.seals: wire.Seal | None = None
         self.forged: Callable[[], None] | None = None
         self.is_open = True
+        self.began = b""
+        self.is_foreign = False
+        self.peer = str(sock.getpeername()[0]).removeprefix("::ffff:")
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.watch(self._fd, self._ready)
@@ -84,6 +94,17 @@ class Link:
     def stream(self, bodies: Iterator[bytes], size: int) -> None:
         """Send messages that are made when their turn comes, and take so many bytes until then."""
         self._put(bodies, size)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what is said is encrypted."""
+        return self._cipher is not None
+
+    def encrypt(self, cipher: Cipher) -> None:
+        """Have all encrypted that is said from now on, by both ends. What has been sent before goes as it is."""
+        if self.is_open:
+            self._cipher = cipher
+            self._feed(self._frames.take_rest())
 
     def finish(self) -> None:
         """Close the connection once all is sent."""
@@ -143,7 +164,7 @@ class Link:
 
     def _flush(self) -> None:
         sent = 0
-        while sent < _TURN and (self._chunk or self._fill()):
+        while sent < _TURN and (self._chunk or (self._can_fill and self._fill())):
             try:
                 count = self._sock.send(self._chunk, socket.MSG_NOSIGNAL)
             except BlockingIOError:
@@ -155,12 +176,26 @@ class Link:
             sent += count
         if self._finishes and self.has_sent_all:
             self.close()
-        elif self._writes == self.has_sent_all:
+        elif self._writes != (bool(self._chunk) or self._can_fill):
             self._writes = not self._writes
             self._loop.change(self._fd, READ | WRITE if self._writes else READ)
 
+    @property
+    def _can_fill(self) -> bool:
+        """Whether there is anything that can be sent: frames wait until the ends have agreed how to encrypt."""
+        cipher = self._cipher
+        return bool(self._outbox) if cipher is None else cipher.has_pending or (cipher.is_up and bool(self._outbox))
+
     def _fill(self) -> bool:
-        """Make the frames that are to be sent next. Returns whether there are any."""
+        """Make what is to be sent next. Returns whether there is any."""
+        cipher = self._cipher
+        if cipher is not None and not cipher.has_pending and cipher.is_up and (data := self._take_frames()):
+            cipher.seal(data)
+        self._chunk = memoryview(self._take_frames() if cipher is None else cipher.take())
+        return bool(self._chunk)
+
+    def _take_frames(self) -> bytes:
+        """Return the frames that are to be sent next."""
         frames: list[bytes] = []
         size = 0
         while self._outbox and size < _SMALL:
@@ -172,8 +207,7 @@ class Link:
             if body is not None:
                 frames.append(wire.frame(body, self.seals or wire.checksum))
                 size += len(body)
-        self._chunk = memoryview(frames[0] if len(frames) == 1 else b"".join(frames))
-        return bool(frames)
+        return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _ready(self, events: int) -> None:
         if events & WRITE and not self._why:
@@ -195,13 +229,31 @@ class Link:
         if not data:
             self._lose("the connection was closed")
             return
+        self.began = self.began or data[:_BEGINNING]
+        if self._feed(data):
+            self._take_all()
+
+    def _feed(self, data: bytes) -> bool:
+        """Take what has come. Returns whether the connection goes on."""
+        if self._cipher is not None:
+            try:
+                data = self._cipher.feed(data)
+            except CipherError as error:
+                self._lose(f"what comes is not encrypted as it was agreed: {error}")
+                return False
+            self.flush()  # its part of what is agreed on, and what has waited for that
         self._frames.feed(data)
+        return self.is_open
+
+    def _take_all(self) -> None:
+        """Take the messages that have come."""
         try:
             while (found := self._frames.next()) is not None:
                 self._open(*found)
                 if not self.is_open or self._why:
                     return
         except wire.FrameError as error:
+            self.is_foreign = self.opens is None
             self._lose(str(error))
 
     def _open(self, code: bytes, body: bytes) -> None:
@@ -211,6 +263,7 @@ class Link:
         elif self.forged is not None:
             self.forged()
         else:
+            self.is_foreign = self.opens is None
             self._lose("a message is not authentic")
 
     def _lose(self, why: str) -> None:

@@ -22,8 +22,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-VERSION = 1
-"""Of the protocol. Agents of another one are refused: `Hello` and `Refusal` are the same in all versions."""
+VERSION = 2
+"""Of the protocol. Agents of another one are refused: `Hello` and `Refusal` begin the same in all versions."""
 
 MOST_BODY = 64 << 20
 """Bytes of a message that is taken."""
@@ -62,27 +62,34 @@ class Hello(_Message, frozen=True):
         run: The hash of the run id.
         name: The beginning of the run id.
         nonce: Random bytes.
+        encrypts: Whether it can, see `cipher`.
     """
 
     version: _Version
     run: Annotated[bytes, Meta(min_length=32, max_length=32)]
     name: _Name
     nonce: _Nonce
+    encrypts: bool = False
 
 
 class Challenge(_Message, frozen=True):
-    """The store's random bytes: from now on, messages are authenticated."""
+    """The store's random bytes: from now on, messages are authenticated.
+
+    ``encrypts``: whether what follows `Welcome` is encrypted, too: both can.
+    """
 
     nonce: _Nonce
+    encrypts: bool = False
 
 
 class Refusal(_Message, frozen=True):
-    """The store does not let an agent in. ``why``: its version, its run id or its secret is another than the store's.
+    """The store does not let an agent in.
 
+    ``why``: its version, its run id or its secret is another than the store's; or it cannot encrypt, and is to.
     ``version`` and ``name`` are the store's.
     """
 
-    why: Literal["version", "run", "secret"]
+    why: Literal["version", "run", "secret", "encrypt"]
     version: _Version
     name: _Name
 

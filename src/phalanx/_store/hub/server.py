@@ -1,23 +1,23 @@
-"""`HubServer`: the store of a job in the process of rank 0's agent. Owns the thread that serves, and its port.
+"""`HubServer`: the store of a job in the process of one of its agents. Owns the thread that serves, and its port.
 
-The keys are in memory, and go with the process: if rank 0's agent ends, the job has no store any more. Every agent has
-one connection to it, rank 0's too. An agent shows that it knows the job's secret, and all that is said afterwards is
-authenticated; nothing is encrypted, see `wire`. An agent that is not heard of for the ttl loses its keys of `OWN`; one
-that comes back sooner goes on as if nothing had been. Those of `JOB` stay until an agent ends the job.
+The keys are in memory, and go with the process: if that agent ends, the job has no store any more. Every agent has one
+connection to it, that one too. An agent shows that it knows the job's secret; all that is said afterwards is
+authenticated, and encrypted where both can, see `wire`. An agent that is not heard of for the ttl loses its keys of
+`OWN`; one that comes back sooner goes on as if nothing had been. Those of `JOB` stay until an agent ends the job.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import ExitStack, suppress
 
 from phalanx._base import unpatched
+from phalanx._base.host_names import address_text
 from phalanx._base.loop import Loop
 from phalanx._store.hub.door import Door
 from phalanx._store.hub.handshake import StoreSide
+from phalanx._store.hub.listening import listen
 from phalanx._store.hub.service import Service
-from phalanx._store.hub.settings import address_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from phalanx._store.hub.link import Link
+    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.settings import Encryption
 
-_BACKLOG = 1024  # connections that wait to be accepted: all agents of a job may come at once
 _PATIENCE = 1.0
 
 
@@ -35,21 +36,27 @@ class HubServer:
     """Serves the keys of a job, from `start` to `close`. A context manager, which does both.
 
     Args:
-        host: The address to listen at, or a name of it; at no other one.
-        port: The port; 0: any that is free, see `address`.
+        place: Where to listen; its port may be 0: any that is free, see `port`.
         run_id: Which job it is: agents of others are refused.
         secret: What agents must know; empty: nothing.
         ttl: Seconds (2 or more) after which an agent is lost that is not heard of.
         warn: Called with a line on somebody who is refused, once for each address, by the server's thread. Must not
             wait.
+        encrypt: See `HubSettings`.
     """
 
     def __init__(
-        self, host: str, port: int, *, run_id: str, secret: bytes, ttl: int, warn: Callable[[str], None]
+        self,
+        place: Place,
+        *,
+        run_id: str,
+        secret: bytes,
+        ttl: int,
+        warn: Callable[[str], None],
+        encrypt: Encryption = "auto",
     ) -> None:
-        self._host = host
-        self._port = port
-        self._side = StoreSide(run_id, secret)
+        self._place = place
+        self._side = StoreSide(run_id, secret, encrypt)
         self._ttl = ttl
         self._warn = warn
         self._owner = os.getpid()
@@ -57,19 +64,19 @@ class HubServer:
         self._thread: threading.Thread | None = None
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens. After `start`."""
-        return self._address
+    def port(self) -> int:
+        """The port at which it listens. After `start`."""
+        return self._port
 
     def start(self) -> None:
         """Listen, and serve from now on. Called once. Raises OSError, which names the address and the port."""
         self._owner = os.getpid()
         with ExitStack() as opened:
-            listener = opened.enter_context(self._listen())
-            self._address = listener.getsockname()[0], listener.getsockname()[1]
+            listeners = [opened.enter_context(listener) for listener in listen(self._place)]
+            self._port = int(listeners[0].getsockname()[1])
             loop = self._loop = Loop()
             opened.callback(loop.close)
-            self._door = Door(loop, listener, self._side, self._admit, self._tell)
+            self._door = Door(loop, listeners, self._side, self._admit, self._tell)
             self._service = Service(loop, self._ttl)
             thread = unpatched.thread(target=self._serve, args=(loop,), name="phalanx-hub")
             _running.add(self)
@@ -77,7 +84,7 @@ class HubServer:
             try:
                 thread.start()
             except RuntimeError as error:
-                msg = f"{address_text(self._host, self._port)}: {error}"
+                msg = f"{address_text(self._place.own, self._port)}: {error}"
                 raise OSError(msg) from None
             self._thread = thread
             opened.pop_all()  # they are the thread's, which closes them
@@ -101,27 +108,15 @@ class HubServer:
     def __exit__(self, *_: object) -> None:
         self.close(_PATIENCE)
 
-    def _listen(self) -> socket.socket:
-        where = address_text(self._host, self._port)
-        try:
-            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, _, _, _, address = found[0]
-            # For a name with several addresses, the first one: agents try all of them.
-            return socket.create_server(address, family=family, backlog=_BACKLOG)
-        except UnicodeError as error:
-            msg = f"{where}: {error}"
-            raise OSError(msg) from None
-        except OSError as error:
-            strerror = (error.strerror or str(error)).partition(" (while ")[0]
-            raise OSError(error.errno, f"{where}: {strerror}") from None
-
     # --- the server's thread
 
     def _serve(self, loop: Loop) -> None:
         try:
             loop.run()
         except Exception as error:  # noqa: BLE001 - agents find it gone; why, only this one can tell
-            self._tell(f"the store at {address_text(*self._address)} has failed: {type(error).__name__}: {error}")
+            self._tell(
+                f"the store at {address_text(self._place.own, self._port)} has failed: {type(error).__name__}: {error}"
+            )
         finally:
             _running.discard(self)
             self._door.close()

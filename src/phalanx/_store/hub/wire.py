@@ -4,11 +4,12 @@ A frame is the length of a message (4 bytes, big endian), a code (32 bytes), and
 one in each direction, carry random bytes; their code is a checksum. From these bytes, the job and its secret a key is
 made for each direction; from then on, the code is HMAC-SHA256 with that key over the number of the frame and the
 message. So each side shows with its first frame that it knows the secret, and nothing can be added, changed, repeated
-or put in another order on the way. Nothing is encrypted: whoever sees the network sees what the agents write.
+or put in another order on the way. Where both ends can, all that follows Welcome is encrypted, see `cipher`; else who
+sees the network sees what the agents write. What each end can is a part of the keys: nobody on the way can change it.
 
     agent                                      store
-    Hello(run, random bytes)           ->
-                                       <-      Challenge(random bytes), or Refusal
+    Hello(run, random bytes, can)      ->
+                                       <-      Challenge(random bytes, can), or Refusal
     Enter, the first with a code       ->
                                        <-      Welcome, the first with a code; or Refusal
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,8 +65,18 @@ def run_hash(run_id: str) -> bytes:
     return hashlib.sha256(run_id.encode("utf-8", "surrogatepass")).digest()
 
 
-def seals(secret: bytes, version: int, run: bytes, agents: bytes, stores: bytes) -> tuple[Seal, Seal]:
-    """Return the seals of the agent and of the store.
+class Keys(NamedTuple):
+    """What both ends have made of the secret, for one connection: their seals, and the key of its encryption."""
+
+    agent: Seal
+    store: Seal
+    cipher: bytes
+
+
+def keys(
+    secret: bytes, version: int, run: bytes, agents: bytes, stores: bytes, *, can: bool = False, do: bool = False
+) -> Keys:
+    """Return the seals of the agent and of the store, and the key of what is encrypted.
 
     Args:
         secret: The job's.
@@ -72,10 +84,13 @@ def seals(secret: bytes, version: int, run: bytes, agents: bytes, stores: bytes)
         run: The hash of the run id.
         agents: The random bytes of the agent.
         stores: Those of the store.
+        can: Whether the agent has said that it can encrypt.
+        do: Whether the store has said that both do.
     """
-    said = b"%s %d %s%s%s" % (_PROTOCOL, version, run, agents, stores)
+    said = b"%s %d %s%s%s%d%d" % (_PROTOCOL, version, run, agents, stores, can, do)
     key = hmac.digest(secret, said, "sha256")
-    return Seal(hmac.digest(key, b"agent", "sha256")), Seal(hmac.digest(key, b"store", "sha256"))
+    made = (hmac.digest(key, use, "sha256") for use in (b"agent", b"store", b"cipher"))
+    return Keys(Seal(next(made)), Seal(next(made)), next(made))
 
 
 def frame(body: bytes, seal: Callable[[bytes], bytes]) -> bytes:
@@ -107,6 +122,12 @@ class Frames:
     def feed(self, data: bytes) -> None:
         """Add what has come."""
         self._bytes += data
+
+    def take_rest(self) -> bytes:
+        """Return what has come of a frame that has not come yet, and forget it: it is no frame."""
+        rest = bytes(self._bytes)
+        self._bytes.clear()
+        return rest
 
     @property
     def missing(self) -> int:

@@ -1,0 +1,267 @@
+"""How a node comes to the store of its job: it has the store itself, where it is to, or finds it; and by which address.
+
+The store of a job ends with the agent that has it, whose machine is that of the endpoint.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from phalanx._agent.endpoint import where_is
+from phalanx._base.host_names import address_text, is_loopback
+from phalanx._rendezvous.settings import STATIC, prefix_of
+from phalanx._store.store import Away, Refused
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._base.latch import Latch
+    from phalanx._rendezvous.records import Job
+    from phalanx._rendezvous.settings import Machines
+    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.settings import HubSettings
+    from phalanx._store.store import Store, StoreEvent
+
+CLOSE = 3.0
+"""Seconds for which the end of the store waits for the other agents, which have left the job by then."""
+
+PROBE = 5.0
+"""Seconds that a probe may take."""
+
+OWN_FILES = 64
+"""Files that an agent which has the store has open beside its connections: 47 with 8 workers."""
+
+
+class Entrance(NamedTuple):
+    """What a node has come to.
+
+    Attributes:
+        machines: What it was told of its job.
+        store: The store, which is not open yet.
+        address: By which the other machines reach this one; "": by that by which they reach the store, or by
+            `Machines.master`.
+        end: Ends the store, if this node has it; None: it has not.
+    """
+
+    machines: Machines
+    store: Store
+    address: str
+    end: Callable[[], None] | None = None
+
+    @property
+    def hosts(self) -> bool | None:
+        """Whether this node has the store; None: it is no node's."""
+        return self.end is not None if self.machines.is_hosted else None
+
+    def master(self, job: Job) -> tuple[str, int]:
+        """Return where rank 0 of the workers listens, as it is reached from here."""
+        return self.machines.master or (job.address or self.store.peer, job.port)
+
+
+def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Latch | None = None) -> Entrance:
+    """Have the store, if this node is to; and return how it is reached.
+
+    A name that is not known yet (a pod's is published some time after its start) is waited for, `join_timeout` long,
+    where this node cannot do without it, and that is said.
+
+    Args:
+        machines: What the node was told of its job.
+        run_id: The id of the job.
+        warn: Called with a line for the user: on what is waited for, where the store listens, and who is turned away.
+            By any thread; it must not wait.
+        over: Opened when nothing is to be waited for any more.
+
+    Raises:
+        OSError: This machine cannot listen there; or this process may not have files open for so many nodes; or the
+            endpoint's name was not known in time, or there is no way to it.
+        ImportError: The extra is not installed.
+    """
+    if not machines.is_hosted:
+        return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
+    from phalanx._store.hub.hub_store import HubStore
+
+    host, port = machines.host_and_port()
+    is_awaited = machines.hosts is None or (not machines.hosts and not machines.address and machines.master is None)
+    if is_awaited:
+        _await_name(host, machines.join_timeout, warn, over)
+    if not (where_is(host) == "here" if machines.hosts is None else machines.hosts):
+        return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
+    place = _place(machines, host, port)
+    end = _serve(machines, place, run_id, warn)
+    address = machines.address or ("" if machines.master is not None else place.told)
+    if end is not None:
+        _say_where(machines, place, host, address, warn)
+    settings = _settings(machines, run_id)
+    own = settings._replace(host=place.own, port=place.port, endpoint=settings.where)
+    return Entrance(machines, HubStore(own, _if_exposed(machines, warn)), address, end)
+
+
+def probe(machines: Machines, run_id: str) -> str:
+    """Try the endpoint, and return what is there, in words: nothing is entered, and nothing stays.
+
+    Raises ImportError: the extra is not installed.
+    """
+    if machines.is_hosted:
+        host, port = machines.host_and_port()
+        hosts = machines.hosts
+        if where_is(host) == "here" if hosts is None else hosts:
+            from phalanx._store.hub.listening import is_taken, listen
+
+            place = _place(machines, host, port)
+            try:
+                for listener in listen(place):
+                    listener.close()
+            except OSError as error:
+                if machines.backend == STATIC or not is_taken(error):
+                    return f"the store cannot listen here: {error.strerror or error}"
+            else:
+                return f"the store would be here: it can listen at {_where(place)}"
+    found: SimpleQueue[StoreEvent] = SimpleQueue()
+    store = _store(machines, run_id)
+    try:
+        store.open(found.put)
+    except (OSError, ValueError) as error:
+        return f"{machines.where} cannot be asked: {error}"
+    try:
+        event = found.get(timeout=PROBE)
+    except Empty:
+        return f"{machines.where} has not answered within {PROBE:g} s"
+    finally:
+        store.close(1.0)
+    if isinstance(event, Away):
+        return f"{machines.where} does not answer: {event.why}"
+    return f"this node is not taken: {event.why}" if isinstance(event, Refused) else f"{machines.where} answers"
+
+
+def own_address(machines: Machines) -> str:
+    """Return where this machine is reached: what was given, or its address on the way to the first endpoint.
+
+    "": where rank 0 listens is given, so nobody asks; the host of that may not be known yet.
+
+    Raises OSError, which names the endpoint: its host is not known, or there is no way to it.
+    """
+    if machines.address or machines.master is not None:
+        return machines.address
+    import socket
+
+    from phalanx._base.host_names import look_up
+
+    host, port = machines.host_and_port()
+    try:
+        family, kind, _, _, address = look_up(host, port, datagram=True)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
+        raise OSError(msg) from None
+
+
+def _store(machines: Machines, run_id: str, warn: Callable[[str], None] | None = None) -> Store:
+    """Return the store, as it is reached by its endpoint."""
+    if machines.is_hosted:
+        from phalanx._store.hub.hub_store import HubStore
+
+        return HubStore(_settings(machines, run_id), _if_exposed(machines, warn))
+    from phalanx._store.etcd.etcd_store import EtcdStore
+    from phalanx._store.etcd.settings import EtcdSettings
+
+    return EtcdStore(
+        EtcdSettings(
+            machines.endpoints, prefix_of(run_id), ttl=machines.lease_ttl, ca=machines.ca, cert=machines.cert,
+            key=machines.key, user=machines.user, password=machines.password,
+        ),
+        warn,
+    )  # fmt: skip
+
+
+def _settings(machines: Machines, run_id: str) -> HubSettings:
+    from phalanx._store.hub.settings import HubSettings
+
+    host, port = machines.host_and_port()
+    return HubSettings(host, port, run_id, machines.secret, ttl=machines.lease_ttl, encrypt=machines.encrypt)
+
+
+def _if_exposed(machines: Machines, warn: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """Return what says that nothing is encrypted, where that is to be said: others may read it."""
+    is_exposed = machines.secret and machines.encrypt != "no" and not is_loopback(machines.host_and_port()[0])
+    return warn if is_exposed else None
+
+
+def _place(machines: Machines, host: str, port: int) -> Place:
+    """Return where the store listens on this machine."""
+    from phalanx._store.hub.listening import Place, find_place
+
+    if machines.bind is None:
+        return find_place(host, port)
+    address, at = machines.bind
+    return Place(at or port, (address,) if address else ())
+
+
+def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]) -> Callable[[], None] | None:
+    """Have the store here. Returns what ends it; None: another agent of this machine has it. Raises OSError."""
+    from phalanx._store.hub.listening import is_taken
+    from phalanx._store.hub.server import HubServer
+
+    _check_open_files(machines.max_nodes)
+    server = HubServer(
+        place, run_id=run_id, secret=machines.secret, ttl=machines.lease_ttl, warn=warn, encrypt=machines.encrypt
+    )
+    try:
+        server.start()
+    except OSError as error:
+        if machines.backend != STATIC and is_taken(error):
+            return None
+        raise
+    return partial(server.close, CLOSE)
+
+
+def _say_where(machines: Machines, place: Place, host: str, address: str, warn: Callable[[str], None]) -> None:
+    """Say where the store listens, unless the endpoint says so; and by which address this machine is reached."""
+    if is_loopback(host) and machines.bind is None:
+        warn(f"the store listens at {address_text(host, place.port)}, which agents of this machine alone reach")
+        return
+    if machines.bind is None and place.told:
+        return
+    why = f"{place.why}: " if place.why else ""
+    told = ""
+    if machines.master is None:
+        told = f"; others reach this machine by {address or 'the address by which they reach the store'}"
+        told += "" if machines.address else " (--local-addr ADDRESS chooses another)"
+    warn(f"{why}the store listens at {_where(place)}{told}")
+
+
+def _where(place: Place) -> str:
+    """Return where a store listens, in words."""
+    where = " and ".join(address_text(each, place.port) for each in place.addresses)
+    return where or f"all addresses of this machine, port {place.port}"
+
+
+def _await_name(host: str, seconds: float, warn: Callable[[str], None], over: Latch | None) -> None:
+    from phalanx._base.host_names import await_name
+    from phalanx._base.latch import Latch
+
+    def say() -> None:
+        warn(f"{host}, where the store is to be, is no name that is known here; it is waited for")
+
+    try:
+        await_name(host, seconds, over or Latch(), say)
+    except (OSError, UnicodeError) as error:
+        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
+        raise OSError(msg) from None
+
+
+def _check_open_files(nodes: int) -> None:
+    """Raises OSError: each node has a connection to the store, and this process may not have so many files open."""
+    import resource
+
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], nodes + OWN_FILES
+    if most != resource.RLIM_INFINITY and most < needed:
+        msg = (
+            f"the agent that has the store has a connection to each of {nodes} nodes, and needs {needed} open files:"
+            f" it may have {most} (ulimit -n)"
+        )
+        raise OSError(msg)

@@ -1,0 +1,163 @@
+"""Where the store of a job listens, and by which address machines reach each other: misleading names, forwarders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.machines.test_hosted import BACKENDS, SECRET
+from tests.support.jobs import Job, everyone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from tests.support.hosts import Hosts
+
+pytestmark = pytest.mark.long
+
+LOCAL = "127.0.0.1 localhost\n::1 localhost\n"
+FORWARDER = """
+import socket, sys, threading
+host, port = sys.argv[3], int(sys.argv[4])
+def pump(source, to):
+    while data := source.recv(65536):
+        to.sendall(data)
+    to.shutdown(socket.SHUT_WR)
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as listener:
+    print("ready", flush=True)
+    while True:
+        here, _ = listener.accept()
+        try:
+            there = socket.create_connection((host, port))
+        except OSError:
+            here.close()
+            continue
+        for ends in ((here, there), (there, here)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
+    """Makes a job of so many nodes, which meet as they are told to."""
+    made: list[Job] = []
+
+    def make(nodes: str, meeting: Callable[[int], Sequence[str]], **names: str) -> Job:
+        for host, text in names.items():
+            hosts.names[int(host[1:])] = path = tmp_path / host
+            path.write_text(LOCAL + text)
+        made.append(Job(tmp_path, hosts, nodes, meeting))
+        made[-1].env = {"PHALANX_JOB_SECRET": SECRET}
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.close()
+        hosts.names.clear()
+
+
+def at(backend: str, host: str, port: int = 29400) -> Callable[[int], Sequence[str]]:
+    """The options by which machines meet there."""
+
+    def options(number: int) -> Sequence[str]:
+        if backend == "static":
+            return ["--node-rank", f"{number - 1}", "--rdzv-endpoint", f"{host}:{port}"]
+        return ["--rdzv-backend", backend, "--rdzv-endpoint", f"{host}:{port}"]
+
+    return options
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_name_that_is_loopback_on_its_own_machine(job: Callable[..., Job], backend: str) -> None:
+    """As on Debian, Ubuntu, and images of theirs."""
+    one = job("2", at(backend, "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
+    agents = one.start(1)
+    agents[0].wait_for("the store listens")
+    agents += one.start(2)
+    everyone(agents, 0, 4)
+    port = 29400 + (backend == "static")
+    where = f"head is 127.0.1.1 on this machine: the store listens at all addresses of this machine, port {port}"
+    assert where in agents[0].said
+    told = "; others reach this machine by the address by which they reach the store (--local-addr ADDRESS chooses"
+    assert (told in agents[0].said) == (backend == "c10d")
+    assert "the store listens" not in agents[1].said
+    master = "head" if backend == "static" else r"10\.77\.0\.1"
+    agents[1].wait_for(rf"worker \d 4 \d {master} ", 2)
+    one.finish(*agents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_name_with_an_address_that_others_do_not_know(job: Callable[..., Job], hosts: Hosts, backend: str) -> None:
+    hosts.give(1, "fd77::1/64")
+    one = job("2", at(backend, "head"), h1="fd77::1 head\n10.77.0.1 head\n", h2="10.77.0.1 head\n")
+    agents = one.start(1, 2)
+    everyone(agents, 0, 4)
+    port = 29400 + (backend == "static")
+    assert f"the store listens at 10.77.0.1:{port} and [fd77::1]:{port}" in agents[0].said
+    one.finish(*agents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_an_endpoint_that_forwards_to_the_machine(
+    job: Callable[..., Job], hosts: Hosts, backend: str, *, is_bound: bool
+) -> None:
+    """As a service, a load balancer and a port of a container that is published do."""
+    port = 29400 + (backend == "static")
+    to = 4444 if is_bound else port
+    command = [*hosts.on(3), sys.executable, "-c", FORWARDER, hosts.address(3), str(port), hosts.address(1), str(to)]
+    forwarder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert forwarder.stdout is not None
+    try:
+        assert forwarder.stdout.readline() == b"ready\n"
+        one = job("2", at(backend, hosts.address(3)))
+        one.conf += [f"bind={hosts.address(1)}:{to}"] * is_bound
+        conf = list(one.conf)
+        one.conf += ["is_host=yes"] * (backend == "c10d")
+        agents = one.start(1)
+        one.conf = conf + ["is_host=no"] * (backend == "c10d")
+        agents += one.start(2)
+        everyone(agents, 0, 4)
+        where = "all addresses of this machine, port " if not is_bound else "10.77.0.1:"
+        assert f"the store listens at {where}{to}" in agents[0].said
+        if not is_bound:
+            assert "phalanx: 10.77.0.3 is no address of this machine: the store" in agents[0].said
+        one.finish(*agents)
+    finally:
+        forwarder.kill()
+        forwarder.wait()
+        forwarder.stdout.close()
+
+
+def test_loopback_on_two_machines(job: Callable[..., Job]) -> None:
+    one = job("2", at("c10d", "127.0.0.1"))
+    one.conf = ["lease_ttl=2", "join_timeout=4"]
+    agents = one.start(1, 2)
+    for agent in agents:
+        agent.wait_for("the store listens at 127.0.0.1:29400, which agents of this machine alone reach\n")
+    assert [agent.end() for agent in agents] == [1, 1]
+
+
+def test_two_agents_of_the_machine_of_the_store(job: Callable[..., Job]) -> None:
+    """The first of them has it; when that is gone, the other one says what became of it."""
+    one = job("3", at("c10d", "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
+    one.conf.append("away_timeout=1")
+    agents = one.start(1)
+    agents[0].wait_for("the store listens at all")
+    agents += one.start(1, 2)
+    everyone(agents, 0, 6)
+    assert "the store listens" not in agents[1].said
+    agents[0].process.kill()
+    agents[0].process.wait()
+    for agent in agents[1:]:
+        assert agent.end() == 1
+        why = (
+            "its store has not answered for 1.0s; a store ends with the agent that has it, an etcd of your own does not"
+        )
+        assert f"Error: this node has left the job: {why} (--rdzv-backend etcd)\n" in agent.said
