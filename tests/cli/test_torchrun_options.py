@@ -147,6 +147,11 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
             ["--nnodes=2", "--rdzv-conf=ca=/dev/null"],
             ["ca: it is for an etcd of your own; one of this job's agents has the store"],
         ),
+        (
+            ["--nnodes=2", "--master-addr=127.0.0.1", "--rdzv-conf=encrypt=require"],
+            ["--rdzv-conf: encrypt: require: a secret is needed, of which the key is made"],
+        ),
+        (["--nnodes=2", "--rdzv-conf=encrypt=perhaps"], ["encrypt: expected auto, require or no, got 'perhaps'"]),
         (["--nnodes=2", "--rdzv-conf=away_timeout=soon"], ["away_timeout: 'soon': expected a time, 0 or more, like"]),
         (
             ["--nnodes=2", "--rdzv-conf=secret_file=/dev/null"],

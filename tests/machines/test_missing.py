@@ -55,7 +55,7 @@ SERVICES = {
 SAYS = {
     "http": r"what answers there is no agent, it speaks HTTP: another port is needed",
     "closes": r"what listens there closes the connection: another service, torchrun's store perhaps, or .* that ends",
-    "silent": r"what listens there does not answer as an agent does: another service, or an agent that is stopped",
+    "silent": r"what listens there is silent: another service, torchrun's store perhaps, or an agent that is stopped",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import resource
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +23,7 @@ from phalanx._rendezvous.settings import Machines
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.hub import cipher, door, link, messages, wire
 from phalanx._store.hub.hub_store import HubStore
-from phalanx._store.hub.listening import Place
+from phalanx._store.hub.listening import Place, is_taken, listen
 from phalanx._store.hub.server import HubServer
 from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import (
@@ -30,6 +32,7 @@ from phalanx._store.store import (
     Away,
     Back,
     Changed,
+    Delete,
     Done,
     Fetched,
     LeaseLost,
@@ -493,7 +496,7 @@ def test_no_descriptor_is_left_for_another_connection() -> None:
         resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE, (most + 1, limits[1]))
         before = hub.ticks
         with client(hub.settings(timeout=0.7)) as other:
-            assert other.next(Away).why.startswith("what listens there does not answer as an agent does")
+            assert other.next(Away).why.startswith("what listens there is silent")
             assert hub.ticks - before < 0.3
             assert one.make(Put("a", b"", JOB)).made
             resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE, limits)
@@ -521,6 +524,17 @@ def test_a_port_that_is_taken(hub: Hub) -> None:
     server.close(1.0)
     with pytest.raises(OSError, match=r"192\.0\.2\.1:1: Cannot assign requested address$"):
         HubServer(Place(1, ("192.0.2.1",)), run_id="run", secret=b"", ttl=2, warn=print).start()
+
+
+def test_of_several_addresses_the_first_tells_who_has_the_store() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        with pytest.raises(OSError, match=rf"127\.0\.0\.2:{port}: Address already in use$") as caught:
+            listen(Place(port, ("127.0.0.1", "127.0.0.2")))
+        assert not is_taken(caught.value)
+        with pytest.raises(OSError, match=rf"127\.0\.0\.2:{port}: Address already in use$") as caught:
+            listen(Place(port, ("127.0.0.2", "127.0.0.3")))
+        assert is_taken(caught.value)
 
 
 def test_the_end_waits_for_agents_that_are_still_there(hub: Hub) -> None:
@@ -616,7 +630,7 @@ def test_what_is_said_is_encrypted_where_both_can(hub: Hub, encrypt: str) -> Non
             one.store.close(5.0)
     assert (b"a value that is told" in b"".join(seen)) == (encrypt == "no")
     needs = "what the agents say to each other is authenticated, but not encrypted: Python 3.13 or later is needed at"
-    assert told == ([f"{needs} both ends"] if encrypt == "no" else [])
+    assert told == ([f"{needs} both ends, and not encrypt=no"] if encrypt == "no" else [])
 
 
 @can_encrypt
@@ -639,13 +653,78 @@ def test_encryption_that_is_required() -> None:
     with server:
         settings = HubSettings("127.0.0.1", server.port, "run", b"secret", 2)
         with client(settings._replace(encrypt="no")) as one:
-            why = "wants what is said to be encrypted (encrypt=require): Python 3.13 or later is needed here, too"
+            why = "wants what is said to be encrypted (encrypt=require): encrypt=no was given here"
             assert one.next(Refused).why == f"127.0.0.1:{server.port} {why}"
         with client(settings._replace(encrypt="require")) as one:
             one.next(Back)
-    why = "it cannot encrypt, which encrypt=require asks for: Python 3.13 or later is needed there"
+    there = "Python 3.13 or later is needed there, and not encrypt=no"
+    why = f"nothing would be encrypted, which encrypt=require asks for: {there}"
     assert told == [f"the agent at 127.0.0.1 is refused: {why}"]
     server = HubServer(place, run_id="run", secret=b"s", ttl=2, warn=print, encrypt="no")
     with server, client(HubSettings("127.0.0.1", server.port, "run", b"s", 2, encrypt="require")) as one:
-        why = "does not encrypt, which encrypt=require asks for: Python 3.13 or later is needed there, too"
+        why = f"does not encrypt, which encrypt=require asks for: {there}"
         assert one.next(Refused, never=Back).why == f"127.0.0.1:{server.port} {why}"
+
+
+@can_encrypt
+def test_who_answers_without_the_key_is_told_nothing(tmp_path: Path) -> None:
+    """Somebody on the way passes on how an agent enters, and has a certificate from then on: TLS 1.3 allows that."""
+    import ssl
+
+    openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=store", "-keyout", "key"]
+    subprocess.run([*openssl, "-out", "cert"], check=True, capture_output=True, cwd=tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    theirs = context.wrap_bio(incoming, outgoing, server_side=True)
+    ours = cipher.Cipher(b"k" * 32, is_store=False)
+
+    def agree() -> None:
+        for _ in range(3):
+            incoming.write(ours.take())
+            with contextlib.suppress(ssl.SSLWantReadError):
+                theirs.do_handshake()
+            ours.feed(outgoing.read())
+
+    with pytest.raises(cipher.CipherError, match="CERTIFICATE"):
+        agree()
+    assert not ours.is_up
+
+
+@can_encrypt
+def test_what_is_put_behind_the_welcome_ends_a_connection_and_no_agent(hub: Hub) -> None:
+    """The agent connects again, and has its watch again."""
+    seen: list[bytes] = []
+
+    def spoil(data: bytes) -> bytes:
+        seen.append(data)  # what the store says first, and then its welcome
+        return data + b"0123456789abcde" if len(seen) == 2 else data
+
+    with Between(hub.settings.port) as between:
+        between.change_back = spoil
+        with hub.client(port=between.port) as one:
+            assert one.watch("").entries == ()
+            assert any(isinstance(event, Away) for event in one.all)
+            assert one.make(Put("a", b"", JOB)).made
+            assert not any(isinstance(event, Refused) for event in one.all)
+
+
+@can_encrypt
+def test_a_large_value_leaves_no_large_buffers() -> None:
+    """OpenSSL's are as large as the largest piece that they have had: that is small."""
+    ends = [cipher.Cipher(b"k" * 32, is_store=is_store) for is_store in (False, True)]
+    for _ in range(2):
+        ends[1].feed(ends[0].take())
+        ends[0].feed(ends[1].take())
+    assert all(end.is_up for end in ends)
+    with HubProcess() as hub, client(hub.settings()) as one, client(hub.settings()) as other:
+        other.watch("")
+        one.next(Back)
+        for _ in range(2):
+            assert one.make(Put("a", bytes(30 << 20), JOB)).made
+        assert len(other.next(Changed).written[0].value) == 30 << 20
+        assert one.make(Delete("a")).made
+        assert other.next(Changed).written
+        assert other.next(Changed).deleted == ("a",)
+        status = Path(f"/proc/{hub.process.pid}/status").read_text()
+        assert int(status.partition("VmRSS:")[2].split()[0]) < 120 << 10

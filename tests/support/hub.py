@@ -78,6 +78,7 @@ class Between:
     Attributes:
         is_cut: Whether connections are ended at once; `cut` ends those of now.
         change: Called with each piece that goes to the store; returns what goes there in its place.
+        change_back: The same, of pieces that come from it.
     """
 
     def __init__(self, port: int) -> None:
@@ -86,6 +87,7 @@ class Between:
         self.port = int(self._listener.getsockname()[1])
         self.is_cut = False
         self.change: Callable[[bytes], bytes] = bytes
+        self.change_back: Callable[[bytes], bytes] = bytes
         self._bell, self._rope = socket.socketpair()
         self._ends: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
@@ -149,7 +151,7 @@ class Between:
         try:
             data = end.recv(1 << 16)
             if data:
-                self._ends[end].sendall(self.change(data) if to_store else data)
+                self._ends[end].sendall((self.change if to_store else self.change_back)(data))
                 return
         except OSError:
             pass

@@ -158,6 +158,8 @@ def job_secret(conf: Mapping[str, str], environ: Mapping[str, str]) -> bytes:
     text, where = environ.get(SECRET, ""), SECRET
     if "secret_file" in conf:
         text, where = _text("secret_file", conf["secret_file"]), f"secret_file: {conf['secret_file']}"
+    elif not text and conf.get("encrypt") == "require":
+        raise ValueError("encrypt: require: a secret is needed, of which the key is made")
     elif not text:
         return b""
     if len(text) < LEAST_SECRET:

@@ -18,11 +18,12 @@ NEEDS = "Python 3.13 or later"
 
 _IDENTITY = "phalanx"
 _TURNS = 2  # in which both ends have agreed
-_PIECE = 1 << 18  # bytes that are decrypted at once
+PIECE = 1 << 18
+"""Bytes that are encrypted or decrypted at once: OpenSSL's buffers never become smaller than they were."""
 
 
 def can_encrypt() -> bool:
-    """Whether this Python can: it is tried once."""
+    """Whether this Python can: that is tried once."""
     return sys.version_info >= (3, 13) and _has_tried()
 
 
@@ -71,7 +72,7 @@ class Cipher:
         found: list[bytes] = []
         while self.is_up:
             try:
-                piece = self._tls.read(_PIECE)
+                piece = self._tls.read(PIECE)
             except self._ssl.SSLWantReadError:
                 break
             except self._ssl.SSLError as error:
@@ -81,7 +82,7 @@ class Cipher:
             found.append(piece)
         return b"".join(found)
 
-    def seal(self, data: bytes) -> None:
+    def seal(self, data: bytes | memoryview) -> None:
         """Encrypt what is to be sent: `take` returns it. While `is_up`."""
         self._tls.write(data)
 
@@ -95,12 +96,15 @@ class Cipher:
         return self._outgoing.read()
 
     def _shake(self) -> None:
+        """Go on with what the ends agree on. Raises CipherError."""
         try:
             self._tls.do_handshake()
         except self._ssl.SSLWantReadError:
             return
         except self._ssl.SSLError as error:
             raise CipherError(error.reason or str(error)) from None
+        if not self._tls.session_reused:
+            raise CipherError("the other end has not used the key")
         self.is_up = True
 
 
@@ -109,7 +113,9 @@ def _context(key: bytes, *, is_store: bool) -> Any:
 
     context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_store else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the key is what both ends know each other by
+    # The key is what both ends know each other by. A store may answer without it, with a certificate (RFC 8446, 4.1.1):
+    # of those that an agent knows there is none.
+    context.verify_mode = ssl.CERT_NONE if is_store else ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if is_store:
         context.num_tickets = 0

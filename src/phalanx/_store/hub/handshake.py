@@ -51,13 +51,13 @@ class AgentSide:
         self._session = session
         self._run = wire.run_hash(settings.run_id)
         self._nonce = os.urandom(NONCE)
-        self._can = settings.encrypt != "no" and bool(settings.secret) and can_encrypt()
+        self._lacks = _lacks(settings.encrypt, settings.secret)
         self.encrypts = False
         """Whether what follows `welcome` is encrypted: known after `enter`."""
 
     def hello(self) -> bytes:
         """Return the first message."""
-        return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce, self._can))
+        return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce, not self._lacks))
 
     def enter(self, body: bytes) -> tuple[bytes, Keys]:
         """Take the store's first message. Returns the second one, which is sealed; and the keys of the connection.
@@ -67,14 +67,18 @@ class AgentSide:
         answer = messages.read_answer(body)
         if isinstance(answer, Refusal):
             raise self._refused(answer)
-        self.encrypts = answer.encrypts and self._can
+        self.encrypts = answer.encrypts and not self._lacks
         if self._settings.encrypt == "require" and not self.encrypts:
             where = self._settings.where
-            raise RefusedError(
-                f"{where} does not encrypt, which encrypt=require asks for: {NEEDS} is needed there, too"
-            )
+            raise RefusedError(f"{where} does not encrypt, which encrypt=require asks for: {self._lacks or _THERE}")
         keys = wire.keys(
-            self._settings.secret, VERSION, self._run, self._nonce, answer.nonce, can=self._can, do=answer.encrypts
+            self._settings.secret,
+            VERSION,
+            self._run,
+            self._nonce,
+            answer.nonce,
+            can=not self._lacks,
+            do=answer.encrypts,
         )
         return messages.write(Enter(self._session or None)), keys
 
@@ -95,9 +99,7 @@ class AgentSide:
         if refusal.why == "run":
             return RefusedError(f"{where} serves the job {refusal.name!r}; this agent is of the job {mine!r}")
         if refusal.why == "encrypt":
-            return RefusedError(
-                f"{where} wants what is said to be encrypted (encrypt=require): {NEEDS} is needed here, too"
-            )
+            return RefusedError(f"{where} wants what is said to be encrypted (encrypt=require): {self._lacks}")
         return RefusedError(f"the job's secret is not the one of {where}")
 
 
@@ -115,7 +117,7 @@ class StoreSide:
         self._name = shown(run_id)
         self._secret = secret
         self._wants = encrypt == "require"
-        self._can = encrypt != "no" and bool(secret) and can_encrypt()
+        self._lacks = _lacks(encrypt, secret)
 
     def challenge(self, body: bytes) -> tuple[bytes, Keys, bool]:
         """Take an agent's first message. Returns the answer; the keys; and whether what follows `Welcome` is encrypted.
@@ -128,10 +130,10 @@ class StoreSide:
             raise TurnedAwayError("version", f"it speaks {spoken}")
         if not wire.equal(hello.run, self._run):
             raise TurnedAwayError("run", f"it is of the job {hello.name!r}; the one here is {self._name!r}")
-        do = self._can and hello.encrypts
+        do = hello.encrypts and not self._lacks
         if self._wants and not do:
             raise TurnedAwayError(
-                "encrypt", f"it cannot encrypt, which encrypt=require asks for: {NEEDS} is needed there"
+                "encrypt", f"nothing would be encrypted, which encrypt=require asks for: {self._lacks or _THERE}"
             )
         nonce = os.urandom(NONCE)
         keys = wire.keys(self._secret, VERSION, self._run, hello.nonce, nonce, can=hello.encrypts, do=do)
@@ -140,6 +142,18 @@ class StoreSide:
     def refusal(self, error: TurnedAwayError) -> bytes:
         """Return what an agent is told that is turned away."""
         return messages.write(Refusal(error.why, VERSION, self._name))
+
+
+_THERE = f"{NEEDS} is needed there, and not encrypt=no"
+
+
+def _lacks(encrypt: Encryption, secret: bytes) -> str:
+    """Return why nothing can be encrypted at this end; "": it can."""
+    if encrypt == "no":
+        return "encrypt=no was given here"
+    if not secret:
+        return "there is no secret, of which the key would be made"
+    return "" if can_encrypt() else f"{NEEDS} is needed here"
 
 
 def shown(run_id: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from phalanx._base import unpatched
 from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
-from phalanx._store.hub.cipher import NEEDS
+from phalanx._store.hub.cipher import NEEDS, can_encrypt
 from phalanx._store.hub.connection import Connection
 from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Told, Unwatch, Watch
 from phalanx._store.store import Away, Back, Changed, Done, Entry, Fetched, LeaseLost, Refused, Snapshot, Store
@@ -138,9 +138,8 @@ class HubStore(Store):
         self._away = ""
         warn, self._warn = self._warn, None
         if warn is not None and not self._connection.encrypts:
-            warn(
-                f"what the agents say to each other is authenticated, but not encrypted: {NEEDS} is needed at both ends"
-            )
+            needs = f"{NEEDS} is needed at both ends" + (", and not encrypt=no" if can_encrypt() else "")
+            warn(f"what the agents say to each other is authenticated, but not encrypted: {needs}")
         if is_lost:
             self._tell(LeaseLost())
         self._tell(Back())

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from phalanx._base.loop import READ, WRITE
 from phalanx._store.hub import wire
-from phalanx._store.hub.cipher import CipherError
+from phalanx._store.hub.cipher import PIECE, CipherError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Link:
         self._chunk = memoryview(b"")  # what is being sent
         self._queued = 0
         self._cipher: Cipher | None = None
+        self._plain = memoryview(b"")  # frames that are to be encrypted next
         self._writes = self._finishes = False
         self._why = ""  # it ends for that, as soon as the loop comes to it
         self.opens: wire.Seal | None = None
@@ -102,9 +103,15 @@ class Link:
 
     def encrypt(self, cipher: Cipher) -> None:
         """Have all encrypted that is said from now on, by both ends. What has been sent before goes as it is."""
-        if self.is_open:
-            self._cipher = cipher
-            self._feed(self._frames.take_rest())
+        if not self.is_open:
+            return
+        self._cipher = cipher
+        try:
+            self._frames.feed(cipher.feed(self._frames.take_rest()))
+        except CipherError as error:
+            self.end(_not_agreed(error))  # soon: whoever has called this goes on
+        else:
+            self._flush()
 
     def finish(self) -> None:
         """Close the connection once all is sent."""
@@ -147,7 +154,7 @@ class Link:
     @property
     def has_sent_all(self) -> bool:
         """Whether nothing is kept."""
-        return not self._chunk and not self._outbox
+        return not (self._chunk or self._plain or self._outbox)
 
     # --- the loop's thread, from here on
 
@@ -184,14 +191,22 @@ class Link:
     def _can_fill(self) -> bool:
         """Whether there is anything that can be sent: frames wait until the ends have agreed how to encrypt."""
         cipher = self._cipher
-        return bool(self._outbox) if cipher is None else cipher.has_pending or (cipher.is_up and bool(self._outbox))
+        if cipher is None:
+            return bool(self._outbox)
+        return cipher.has_pending or (cipher.is_up and bool(self._plain or self._outbox))
 
     def _fill(self) -> bool:
         """Make what is to be sent next. Returns whether there is any."""
         cipher = self._cipher
-        if cipher is not None and not cipher.has_pending and cipher.is_up and (data := self._take_frames()):
-            cipher.seal(data)
-        self._chunk = memoryview(self._take_frames() if cipher is None else cipher.take())
+        if cipher is None:
+            self._chunk = memoryview(self._take_frames())
+            return bool(self._chunk)
+        if cipher.is_up and not cipher.has_pending:
+            self._plain = self._plain or memoryview(self._take_frames())
+            if self._plain:
+                cipher.seal(self._plain[:PIECE])
+            self._plain = self._plain[PIECE:]
+        self._chunk = memoryview(cipher.take())
         return bool(self._chunk)
 
     def _take_frames(self) -> bytes:
@@ -239,7 +254,9 @@ class Link:
             try:
                 data = self._cipher.feed(data)
             except CipherError as error:
-                self._lose(f"what comes is not encrypted as it was agreed: {error}")
+                with suppress(OSError):  # the other end is told why
+                    self._sock.send(self._cipher.take(), socket.MSG_NOSIGNAL)
+                self._lose(_not_agreed(error))
                 return False
             self.flush()  # its part of what is agreed on, and what has waited for that
         self._frames.feed(data)
@@ -270,3 +287,7 @@ class Link:
         if self.is_open:
             self.close()
             self.lost(why)
+
+
+def _not_agreed(error: CipherError) -> str:
+    return f"what comes is not encrypted as it was agreed: {error}"

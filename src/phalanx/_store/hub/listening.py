@@ -92,13 +92,20 @@ def listen(place: Place) -> list[socket.socket]:
                     dualstack_ipv6=is_6 and not place.addresses,
                 )  # fmt: skip
             except OSError as error:
-                raise OSError(error.errno, f"{address_text(address, port)}: {os.strerror(error.errno or 0)}") from None
+                why = f"{address_text(address, port)}: {os.strerror(error.errno or 0)}"
+                if made and error.errno == errno.EADDRINUSE:
+                    raise TakenInPartError(error.errno, why) from None
+                raise OSError(error.errno, why) from None
             made.append(opened.enter_context(listener))
             port = port or listener.getsockname()[1]  # one that is free is the same for all
         opened.pop_all()
     return made
 
 
+class TakenInPartError(OSError):
+    """Of several addresses, something else listens at one that is not the first: it is no agent that has all."""
+
+
 def is_taken(error: OSError) -> bool:
-    """Whether something else listens there."""
-    return error.errno == errno.EADDRINUSE
+    """Whether something else listens there, which may be the store already."""
+    return error.errno == errno.EADDRINUSE and not isinstance(error, TakenInPartError)

@@ -6,7 +6,7 @@ import errno
 import os
 
 CLOSED = "what listens there closes the connection: another service, torchrun's store perhaps, or a store that ends"
-SILENT = "what listens there does not answer as an agent does: another service, or an agent that is stopped"
+SILENT = "what listens there is silent: another service, torchrun's store perhaps, or an agent that is stopped"
 
 _BEGINS = (
     (b"GET ", "HTTP"), (b"HEAD ", "HTTP"), (b"POST ", "HTTP"), (b"PUT ", "HTTP"), (b"HTTP/", "HTTP"),
