@@ -151,6 +151,15 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
             ["--nnodes=2", "--master-addr=127.0.0.1", "--rdzv-conf=encrypt=require"],
             ["--rdzv-conf: encrypt: require: a secret is needed, of which the key is made"],
         ),
+        (["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=0.0.0.0:1"], ["--rdzv-endpoint: expected the name or"]),
+        (
+            ["--nnodes=2", "--master-addr=::"],
+            ["--master-addr: expected the name or the address of a machine, by which"],
+        ),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=:12399"],
+            ["--rdzv-endpoint: expected the machine of node rank 0, like host:"],
+        ),
         (["--nnodes=2", "--rdzv-conf=encrypt=perhaps"], ["encrypt: expected auto, require or no, got 'perhaps'"]),
         (["--nnodes=2", "--rdzv-conf=away_timeout=soon"], ["away_timeout: 'soon': expected a time, 0 or more, like"]),
         (

@@ -69,12 +69,14 @@ def told_on_page(said: str) -> set[str]:
     said = re.sub(r"--rdzv-endpoint host0:29400 --rdzv-conf.* /\S+/train.py \S+", "--master-addr host0 train.py", said)
     time = re.compile(r"at most \S+ more")
     page = time.sub("", PAGE.read_text())
+    said = said.replace(", with PET_MONITOR_INTERVAL as here", "")
     return {line.split(" at most")[0].split(":")[1].strip() for line in said.splitlines() if time.sub("", line) in page}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[..., Job], backend: str) -> None:
     one = job("3", at(backend, HEAD))
+    one.env["PET_MONITOR_INTERVAL"] = "1"
     agents = one.start(1)
     is_static, line = backend == "static", ""
     first = "1 of 3 nodes has come: " + (r"0 \(h1\); nodes 1-2 are missing" if is_static else "h1; 2 more are needed")
@@ -85,12 +87,13 @@ def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[.
     for agent in agents:
         agent.wait_for(rf"phalanx: waiting at most [45]\d\.\ds more: 2 of 3 nodes have come: {then}\n")
         where = "on the machine of node 2" if is_static else "on a machine that is missing"
-        *_, line = agent.wait_for(rf"phalanx: {where}: (\S.*)\n")
+        *_, line = agent.wait_for(rf"phalanx: {where}, with PET_MONITOR_INTERVAL as here: (\S.*)\n")
         assert ("--node-rank 2 " in line) == is_static
     if is_static:
+        assert agents[0].said.count("on the machine of node") == 2  # once for each
         assert told_on_page(agents[0].said) >= {"waiting", "on the machine of node 2"}
     # What was said is typed there: with this Python, for what was typed here names none.
-    env = ["env", f"PHALANX_JOB_SECRET={SECRET}", f"HOME={one.folder}"]
+    env = ["env", f"PHALANX_JOB_SECRET={SECRET}", f"HOME={one.folder}", "PET_MONITOR_INTERVAL=1"]
     words = shlex.split(line)
     command = [*one.hosts.on(3), *env, sys.executable, "-m", "phalanx", *words[words.index("run") :]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as third:
@@ -138,14 +141,38 @@ def test_another_service_at_the_endpoint(job: Callable[..., Job], hosts: Hosts, 
             other.stdout.readline()
             one = job("2", at("c10d", HEAD))
             one.conf = ["lease_ttl=2", "join_timeout=4"]
-            agents = one.start(1, 2)  # the first finds the port taken, and takes it for that of another agent
+            agents = one.start(1, 2)
             for agent in agents:
                 assert agent.end() == 1
-                where = rf"the agent at {HEAD}:29400"
-                assert re.search(rf"phalanx: {where} does not answer \({SAYS[service]}\); it is tried", agent.said)
-                assert re.search(rf"Error: {where} has not answered in time: {SAYS[service]}\n", agent.said)
+                where = rf"{HEAD}:29400"
+                if agent.number == 1:
+                    in_use = f"{where} is in use on this machine, and not by an agent of this job"
+                    assert re.search(rf"phalanx: {in_use} \({SAYS[service]}\); it is tried again\n", agent.said)
+                    assert re.search(rf"Error: --rdzv-backend c10d: {in_use}: {SAYS[service]}\n", agent.said)
+                else:
+                    silent = rf"phalanx: the agent at {where} does not answer \({SAYS[service]}\); it is tried"
+                    assert re.search(silent, agent.said)
+                    error = rf"Error: the agent at {where} has not answered in time: {SAYS[service]}\n"
+                    assert re.search(error, agent.said)
         finally:
             other.kill()
+
+
+def test_a_port_that_is_free_later(job: Callable[..., Job], hosts: Hosts) -> None:
+    """It was that of the run before, which was ending."""
+    script = f"import sys\n{SERVICES['closes']}"
+    command = [*hosts.on(1), sys.executable, "-c", script, HEAD, "29400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            one = job("2", at("c10d", HEAD))
+            agents = one.start(1, 2)
+            agents[0].wait_for(f"{HEAD}:29400 is in use on this machine, and not by an agent of this job")
+        finally:
+            other.kill()
+    everyone(agents, 0, 4)
+    one.finish(*agents)
 
 
 def test_an_endpoint_that_cannot_be_reached(job: Callable[..., Job]) -> None:

@@ -85,6 +85,15 @@ def await_name(host: str, seconds: float, over: Latch, waits: Callable[[], None]
             return
 
 
+def is_no_machine(host: str) -> bool:
+    """Whether an address is that of no machine: each takes it for its own.
+
+    >>> is_no_machine("0.0.0.0"), is_no_machine("::"), is_no_machine("10.0.0.1")
+    (True, True, False)
+    """
+    return bool(host) and not host.strip("0.:")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address.
 

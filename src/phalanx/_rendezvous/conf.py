@@ -40,7 +40,7 @@ _MOST_PORT = 65535
 _MOST_SECONDS = 1e9
 _MOST_FILE = 1 << 20
 _SECONDS = {
-    "join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call",
+    "timeout": "join_timeout", "join_timeout": "join_timeout", "last_call_timeout": "last_call",
     "away_timeout": "away_timeout",
 }  # fmt: skip
 """Settings that are times, and what they are called in `Machines`."""
@@ -61,6 +61,8 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
 
     >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, {}, is_hosted=True)
     {'join_timeout': 60.0, 'lease_ttl': 3}
+    >>> machine_settings({"join_timeout": "8", "timeout": "900"}, {}, is_hosted=True)  # the latter is torch's, of more
+    {'join_timeout': 8.0}
     """
     password = environ.get(PASSWORD, "")
     _check_belonging(conf, is_hosted=is_hosted, has_password=bool(password))

@@ -31,6 +31,9 @@ CLOSE = 3.0
 PROBE = 5.0
 """Seconds that a probe may take."""
 
+AGAIN = 1.0
+"""Seconds after which a port is tried again that was in use."""
+
 OWN_FILES = 64
 """Files that an agent which has the store has open beside its connections: 47 with 8 workers."""
 
@@ -90,13 +93,12 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     if not (where_is(host) == "here" if machines.hosts is None else machines.hosts):
         return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
     place = _place(machines, host, port)
-    end = _serve(machines, place, run_id, warn)
+    end = _serve_or_find(machines, place, run_id, warn, over)
     address = machines.address or ("" if machines.master is not None else place.told)
     if end is not None:
         _say_where(machines, place, host, address, warn)
-    settings = _settings(machines, run_id)
-    own = settings._replace(host=place.own, port=place.port, endpoint=settings.where)
-    return Entrance(machines, HubStore(own, _if_exposed(machines, warn)), address, end)
+    store = HubStore(_own_settings(machines, place, run_id), _if_exposed(machines, warn))
+    return Entrance(machines, store, address, end)
 
 
 def probe(machines: Machines, run_id: str) -> str:
@@ -119,21 +121,25 @@ def probe(machines: Machines, run_id: str) -> str:
                     return f"the store cannot listen here: {error.strerror or error}"
             else:
                 return f"the store would be here: it can listen at {_where(place)}"
-    found: SimpleQueue[StoreEvent] = SimpleQueue()
-    store = _store(machines, run_id)
     try:
-        store.open(found.put)
+        event = _first_word(_store(machines, run_id))
     except (OSError, ValueError) as error:
         return f"{machines.where} cannot be asked: {error}"
-    try:
-        event = found.get(timeout=PROBE)
-    except Empty:
-        return f"{machines.where} has not answered within {PROBE:g} s"
-    finally:
-        store.close(1.0)
     if isinstance(event, Away):
         return f"{machines.where} does not answer: {event.why}"
     return f"this node is not taken: {event.why}" if isinstance(event, Refused) else f"{machines.where} answers"
+
+
+def _first_word(store: Store) -> StoreEvent:
+    """Return what a store says first, and leave it. Raises OSError or ValueError: it cannot be asked."""
+    found: SimpleQueue[StoreEvent] = SimpleQueue()
+    store.open(found.put)
+    try:
+        return found.get(timeout=PROBE)
+    except Empty:
+        return Away(f"no answer within {PROBE:g} s")
+    finally:
+        store.close(1.0)
 
 
 def own_address(machines: Machines) -> str:
@@ -185,6 +191,12 @@ def _settings(machines: Machines, run_id: str) -> HubSettings:
     return HubSettings(host, port, run_id, machines.secret, ttl=machines.lease_ttl, encrypt=machines.encrypt)
 
 
+def _own_settings(machines: Machines, place: Place, run_id: str) -> HubSettings:
+    """Return how the store is reached from its own machine."""
+    settings = _settings(machines, run_id)
+    return settings._replace(host=place.own, port=place.port, endpoint=settings.where)
+
+
 def _if_exposed(machines: Machines, warn: Callable[[str], None] | None) -> Callable[[str], None] | None:
     """Return what says that nothing is encrypted, where that is to be said: others may read it."""
     is_exposed = machines.secret and machines.encrypt != "no" and not is_loopback(machines.host_and_port()[0])
@@ -219,12 +231,40 @@ def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], 
     return partial(server.close, CLOSE)
 
 
+def _serve_or_find(
+    machines: Machines, place: Place, run_id: str, warn: Callable[[str], None], over: Latch | None
+) -> Callable[[], None] | None:
+    """Have the store here, or find the agent of this machine that has it. What else is at that port is waited for.
+
+    It may be the agent of the run before, which ends. Returns and raises as `_serve`.
+    """
+    from phalanx._base import clock
+    from phalanx._base.latch import Latch
+    from phalanx._store.hub.hub_store import HubStore
+
+    until, over, has_said = clock.now() + machines.join_timeout, over or Latch(), False
+    while (end := _serve(machines, place, run_id, warn)) is None:
+        word = _first_word(HubStore(_own_settings(machines, place, run_id)))
+        if not isinstance(word, Away):  # it answers; or it will not have this agent, as it is going to say
+            break
+        where = address_text(place.own, place.port)
+        if clock.now() + AGAIN >= until:
+            msg = f"{where} is in use on this machine, and not by an agent of this job: {word.why}"
+            raise OSError(msg)
+        if not has_said:
+            has_said = True
+            warn(f"{where} is in use on this machine, and not by an agent of this job ({word.why}); it is tried again")
+        if over.wait(AGAIN):
+            break
+    return end
+
+
 def _say_where(machines: Machines, place: Place, host: str, address: str, warn: Callable[[str], None]) -> None:
     """Say where the store listens, unless the endpoint says so; and by which address this machine is reached."""
     if is_loopback(host) and machines.bind is None:
         warn(f"the store listens at {address_text(host, place.port)}, which agents of this machine alone reach")
         return
-    if machines.bind is None and place.told:
+    if machines.bind is None and place.told and not place.why:
         return
     why = f"{place.why}: " if place.why else ""
     told = ""

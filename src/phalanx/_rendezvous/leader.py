@@ -59,6 +59,19 @@ class Leader:
         if job is not None and job.generation == self.asks:
             self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
+    def waits_until(self, job: Job, *, is_enough: bool) -> float:
+        """Return until when a generation waits for nodes: for too few of them; or for more than enough.
+
+        As of the last `decide`; inf: nothing was decided yet.
+        """
+        notes = self._notes
+        if notes is None:
+            return math.inf
+        since = notes.since + job.delay
+        if is_enough:
+            return max(since, (since if notes.enough is None else notes.enough) + self._rules.last_call)
+        return since + self._rules.join_timeout
+
     def decide(
         self, view: StoreView, now: float, *, is_new: bool, regained: float = -math.inf
     ) -> tuple[Transaction | None, float]:

@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx._rendezvous.leader import Leader
     from phalanx._rendezvous.records import Job, Node
     from phalanx._rendezvous.rules import Rules
 
@@ -48,7 +49,6 @@ class NodeWaits(NodeWrites):
         self._is_led = False  # whether the others run, and this node waits
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is said here, and written
         self._waiting = 0, 0.0  # which `Waiting` was seen last, and until when it lasts
-        self._enough = 0.0  # since when enough nodes have come, as far as was seen; 0: they have not
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
     def _see(self, event: str) -> None:
@@ -168,9 +168,9 @@ class NodeWaits(NodeWrites):
             self.wake = min(self.wake, since + roll_call.FIRST)
             return
         if self._leader is not None and self._view.told(records.NODES) and not self._writes.is_open("waiting"):
-            self._tell_missing(job, since)
+            self._tell_missing(self._leader, job, since)
         waiting, told = self._view.waiting(job.generation)
-        if waiting is None:
+        if waiting is None or told < self._entered_at:  # the latter: it was written before this node came
             return
         if told != self._waiting[0]:
             self._waiting = told, now + waiting.seconds
@@ -179,17 +179,16 @@ class NodeWaits(NodeWrites):
             self._effects.append(Missing(waiting.words, waiting.rank, left, waiting.is_enough))
         self.wake = min(self.wake, self._roll.wake)
 
-    def _tell_missing(self, job: Job, since: float) -> None:
+    def _tell_missing(self, leader: Leader, job: Job, since: float) -> None:
         """Write who is missing, if that has changed; and now and then, for how long it is still waited for."""
         nodes, now = self._view.nodes, self._now
         there = candidates.ready(job, nodes)
         is_enough = len(there) >= job.min_nodes
-        self._enough = (self._enough or now) if is_enough else 0.0
-        if is_enough and (len(there) >= job.max_nodes or job.ends):
+        until = leader.waits_until(job, is_enough=is_enough)
+        if until == math.inf or (is_enough and (len(there) >= job.max_nodes or job.ends)):
             return  # it begins
-        until = self._enough + self._rules.last_call if is_enough else since + self._rules.join_timeout
         words, ranks = roll_call.call((nodes[name].node for name in there), job.min_nodes, job.max_nodes)
-        if self._writing_roll.call(words, since, now):
+        if self._writing_roll.call("\n".join((words, *there)), since, now):  # who comes is to know how long it lasts
             rank = ranks[0] if ranks else -1
             told = Waiting(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
             put = Put(records.WAITING, records.write(told), JOB)

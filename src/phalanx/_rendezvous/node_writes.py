@@ -56,6 +56,7 @@ class NodeWrites:
         self._is_final = False
         self._writes = Writes()
         self._entered: Node | None = None  # the entry that the store holds
+        self._entered_at = 0  # the revision at which it was written
         self._entering = me  # the one that is being written
         self._entry_lease = OWN
         self._evidence = b""
@@ -174,6 +175,6 @@ class NodeWrites:
         if what == "keep" and event.made is not None:  # False: the job has gone, and with it what was to be kept
             self._kept = self._keeping
         if event.made and what == "enter":
-            self._entered = self._entering
+            self._entered, self._entered_at = self._entering, event.revision
         elif event.made and what == "decide" and self._leader is not None:
             self._leader.decided = event.revision

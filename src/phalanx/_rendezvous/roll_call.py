@@ -19,7 +19,7 @@ FIRST = 3.0
 REPEATS = (10.0, 300.0)
 """Seconds after which it says so again though nothing has changed: at first, doubled each time, and at most."""
 
-CHANGES = 10.0
+CHANGES = 5.0
 """Seconds between two lines on what has changed, at most: as many seconds as there were lines."""
 
 NAMED = 8

@@ -215,21 +215,3 @@ class MachineOptions(Declared):
         torchrun="--node-rank",
         sentence="With static: the rank of this machine among the machines. Default: what a scheduler says, or 0.",
     )
-
-
-def with_node_rank(argv: list[str], rank: int) -> list[str]:
-    """Return a command line with that of another machine: the same, but for its rank. -1: the ranks are not given.
-
-    >>> with_node_rank(["phalanx", "run", "--nnodes=2", "--node-rank", "0", "train.py"], 1)
-    ['phalanx', 'run', '--nnodes=2', '--node-rank', '1', 'train.py']
-    >>> with_node_rank(["phalanx", "run", "--node_rank=0", "train.py"], 1), with_node_rank(["phalanx", "run", "x"], 1)
-    (['phalanx', 'run', '--node-rank=1', 'train.py'], ['phalanx', 'run', '--node-rank=1', 'x'])
-    """
-    if rank < 0:
-        return argv
-    for at, word in enumerate(argv):
-        name, equals, _ = word.replace("_", "-").partition("=")
-        if name == "--node-rank":
-            return [*argv[:at], *([f"{name}={rank}"] if equals else [name, str(rank)]), *argv[at + 2 - bool(equals) :]]
-    at = 2 if argv[1:2] == ["run"] else 1
-    return [*argv[:at], f"--node-rank={rank}", *argv[at:]]

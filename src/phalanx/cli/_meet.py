@@ -8,7 +8,7 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
-from phalanx._base.host_names import address_text, is_loopback
+from phalanx._base.host_names import address_text, is_loopback, is_no_machine
 from phalanx._rendezvous.conf import CANNOT_KEEP
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
@@ -155,6 +155,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
     if is_hosted and len(chosen.rdzv_endpoint) > 1:
         msg = f"--rdzv-endpoint: expected one machine, which has the store; got {len(chosen.rdzv_endpoint)}"
         raise click.UsageError(msg)
+    _check_host("--rdzv-endpoint", host)
     if not run_id and not is_hosted:
         raise click.UsageError("--run-id: the machines of a job find each other by it; give the same one on each")
     endpoints = tuple(address_text(name, at or default) for name, at in chosen.rdzv_endpoint)
@@ -173,6 +174,13 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
     return Meeting(run_id or _NO_ID, machines.address, 0, notes, machines)
 
 
+def _check_host(option: str, host: str) -> None:
+    """Refuse an endpoint that each machine would take for its own. Raises UsageError."""
+    if is_no_machine(host):
+        msg = f"{option}: expected the name or the address of a machine, by which the others reach it; got {host!r}"
+        raise click.UsageError(msg)
+
+
 def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_id: str) -> Meeting:
     """Return how machines meet that have been given their ranks by options. Raises UsageError."""
     if least != most:
@@ -182,6 +190,9 @@ def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_i
     notes = []
     if len(chosen.rdzv_endpoint) > 1:
         msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
+        raise click.UsageError(msg)
+    if chosen.rdzv_endpoint and not chosen.rdzv_endpoint[0][0] and chosen.rdzv_endpoint[0][1]:
+        msg = f"--rdzv-endpoint: expected the machine of node rank 0, like host:{STATIC_PORT}; got a port alone"
         raise click.UsageError(msg)
     if chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]:
         host, at = chosen.rdzv_endpoint[0]
@@ -202,6 +213,7 @@ def _meet_at_rank_0(
 
     ``source``: the option that gives the port, if one does.
     """
+    _check_host("--rdzv-endpoint" if source == "--rdzv-endpoint" else "--master-addr", host)
     agent = agent_port(chosen.rdzv_conf, port + 1)
     endpoint, typed = address_text(host, agent), ""
     if "agent_port" in chosen.rdzv_conf:

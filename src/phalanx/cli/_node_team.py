@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections import deque
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx._rendezvous.words import follows, told
 from phalanx.cli._last_look import LOOK, LastLook
-from phalanx.cli._machines import with_node_rank
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
 from phalanx.cli._run_group import RunTeam
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
     from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Job, Node
+    from phalanx.cli._other_machine import CommandLine
     from phalanx.cli._stack_door import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
@@ -57,8 +56,8 @@ class MachineTeam(RunTeam, NodeTeam):
         envs: Returns the environments of the workers, by local rank, of a node of that group rank in a job.
         where: Where the nodes meet, in words.
         hosted: Whether one of their agents has the store.
-        argv: The command line, which is that of the other machines, too, but for their rank; empty: something else
-            starts them.
+        typed: What was typed here: what another machine is to run is made of it; None: something else starts them.
+        is_alone: Whether no other machine can come, by the endpoint.
         grace: Seconds between SIGTERM and SIGKILL.
         patience: Seconds after which an import of what is preloaded has failed.
         keeps: Whether this node would keep what the job was.
@@ -66,15 +65,16 @@ class MachineTeam(RunTeam, NodeTeam):
     """
 
     def __init__(
-        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, argv: list[str],
-        grace: float, patience: float, keeps: bool, **options: Any,
+        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, is_alone: bool,
+        typed: CommandLine | None, grace: float, patience: float, keeps: bool, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
         self._port = port
         self._envs = envs
         self.where, self.hosted = where, hosted
-        self._argv = argv
+        self._typed, self._is_alone = typed, is_alone
+        self._told_rank: int | None = None  # for which node rank it was said what is to be typed
         self._grace = grace
         self._job: Job | None = None
         self._first = 0  # the rank in the job of local rank 0
@@ -276,9 +276,13 @@ class MachineTeam(RunTeam, NodeTeam):
     def miss(self, missing: Missing) -> None:
         """See `NodeTeam`. What a missing machine is to run is what runs here, but for its rank."""
         self._mention(missing.line)
-        if self._argv and not missing.is_enough:
-            there = "on a machine that is missing" if missing.rank < 0 else f"on the machine of node {missing.rank}"
-            self._mention(f"{there}: {shlex.join(with_node_rank(self._argv, missing.rank))}")
+        if self._typed is None or missing.is_enough or missing.rank == self._told_rank:
+            return
+        self._told_rank = missing.rank
+        there = "on a machine that is missing" if missing.rank < 0 else f"on the machine of node {missing.rank}"
+        there = "on this machine, once more" if self._is_alone else there
+        there += f", with {', '.join(self._typed.variables)} as here" if self._typed.variables else ""
+        self._mention(f"{there}: {self._typed.on_other(missing.rank)}")
 
     def _mention(self, text: str) -> None:
         """Show a line of ours while no worker runs here. Does not wait."""

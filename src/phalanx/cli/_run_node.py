@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import click
 
+from phalanx._base.host_names import is_loopback
 from phalanx._base.one_line import one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
@@ -27,6 +28,7 @@ from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
+from phalanx.cli._other_machine import command_line
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import child_failed, show_report, undisturbed
@@ -105,11 +107,12 @@ def run_node(
             attempt=job.generation,
         )  # fmt: skip
 
+    program = [config.script, *config.args]
+    typed = None if plan.meeting.holds else command_line(asked.argv, program, os.environ, vars(config))
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-        where=machines.where, hosted=machines.is_hosted,
-        argv=[] if plan.meeting.holds else asked.argv, grace=config.grace, patience=machines.join_timeout,
-        keeps=machines.keep,
+        where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
+        typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
         signals=config.signals_to_handle, asked=asked, check=check,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]

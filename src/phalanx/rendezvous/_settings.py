@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx._agent.endpoint import split_endpoint
-from phalanx._base.host_names import address_text, is_loopback
+from phalanx._base.host_names import address_text, is_loopback, is_no_machine
 from phalanx._rendezvous import bounds
 from phalanx._rendezvous import conf as settings
 from phalanx._rendezvous.conf import SECRET
@@ -103,7 +103,7 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     except ValueError as error:
         msg = f"endpoint: {error}"
         raise ValueError(msg) from None
-    if not host or set(host) & set(" \t/@"):
+    if not host or set(host) & set(" \t/@") or is_no_machine(host):
         msg = f"endpoint: expected the name or the address of a machine and a port, like host:{default}, got {text!r}"
         raise ValueError(msg)
     return host, port or default

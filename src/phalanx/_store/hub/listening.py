@@ -9,9 +9,8 @@ this machine; and at all of the machine's, where these are loopback only, or non
 from __future__ import annotations
 
 import errno
-import os
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from phalanx._base.host_names import address_text, is_loopback, look_up
@@ -26,7 +25,7 @@ class Place(NamedTuple):
     Attributes:
         port: Its port.
         addresses: Of this machine, in their order; empty: all that it has.
-        why: Why these are all, for a reader; "": they are the endpoint's, or what was asked for.
+        why: What a reader is to know of the endpoint; "": these are its addresses, or what was asked for.
     """
 
     port: int
@@ -62,20 +61,25 @@ def find_place(host: str, port: int) -> Place:
     >>> find_place("127.0.0.1", 29400)
     Place(port=29400, addresses=('127.0.0.1',), why='')
     """
-    here = set()
+    here, elsewhere = set(), set()
     try:
         found = look_up(host, 0)
     except (OSError, UnicodeError):
         return Place(port, (), f"{host} is no name that is known on this machine")
     for family, kind, _, _, address in found:
-        with suppress(OSError), socket.socket(family, kind) as probe:  # it is another machine's
-            probe.bind(address)
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+        except OSError:
+            elsewhere.add(str(address[0]))
+        else:
             here.add(str(address[0]))
     if not here:
         return Place(port, (), f"{host} is no address of this machine")
     if not is_loopback(host) and all(map(is_loopback, here)):  # others are told another one
         return Place(port, (), f"{host} is {' and '.join(sorted(here))} on this machine")
-    return Place(port, tuple(sorted(here)))
+    why = f"{host} is {' and '.join(sorted(elsewhere))} as well, which is no address of this machine"
+    return Place(port, tuple(sorted(here)), why if elsewhere else "")
 
 
 def listen(place: Place) -> list[socket.socket]:
@@ -92,7 +96,8 @@ def listen(place: Place) -> list[socket.socket]:
                     dualstack_ipv6=is_6 and not place.addresses,
                 )  # fmt: skip
             except OSError as error:
-                why = f"{address_text(address, port)}: {os.strerror(error.errno or 0)}"
+                strerror = (error.strerror or str(error)).partition(" (while ")[0]
+                why = f"{address_text(address, port)}: {strerror}"
                 if made and error.errno == errno.EADDRINUSE:
                     raise TakenInPartError(error.errno, why) from None
                 raise OSError(error.errno, why) from None
