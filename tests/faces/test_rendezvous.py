@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import resource
 import signal
 import socket
@@ -190,6 +191,18 @@ def test_who_closes_it_ends_it_for_all(place: Place) -> None:
         for each in at_once(zero.next_rendezvous, one.next_rendezvous):
             assert type(each) is RendezvousClosedError, repr(each)
             assert "the job is over: stopped" in str(each)
+
+
+@pytest.mark.slow
+def test_who_is_missing_is_logged(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    zero = place(0, join_timeout=8)
+    with shut_down(zero), pytest.raises(RendezvousTimeoutError):
+        zero.next_rendezvous()
+    (record,) = (record for record in caplog.records if "waiting" in record.getMessage())
+    assert (record.name, record.levelname) == ("phalanx.rendezvous", "WARNING")
+    assert re.fullmatch(
+        r"waiting at most \d\.\ds more: 1 of 2 nodes has come: 0 \(.*\); node 1 is missing", record.getMessage()
+    )
 
 
 def test_too_few_come_and_nobody_listens(place: Place) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from phalanx._agent.restart_policy import RestartPolicy
@@ -89,7 +88,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         self._nproc, self._role = nproc, role
         self._policy = policy
         self._grace = seconds("grace", grace, endless=False)
-        self._warn = warn or logging.getLogger("phalanx.rendezvous").warning
+        self._warn = warn or _log
         self._one = threading.Lock()  # held by the thread that waits in `next_rendezvous`
         self._making = threading.Lock()
         self._made: Guest | None = None
@@ -389,3 +388,9 @@ def _check(nproc: int, role: str) -> None:
     """Refuse what the other machines would not read. Raises ValueError."""
     bounds.number(nproc, 1, bounds.MOST_WORKERS, "nproc")
     bounds.text(role, bounds.MOST_LINE, "role")
+
+
+def _log(line: str) -> None:
+    from logging import getLogger
+
+    getLogger("phalanx.rendezvous").warning("%s", line)
