@@ -9,7 +9,7 @@ import pytest
 from tests.support import hosts as hosts_of
 from tests.support.etcd import Etcd
 from tests.support.hosts import Hosts
-from tests.support.jobs import STORE, EtcdJob, Job
+from tests.support.jobs import STORE, EtcdJob, Job, ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,7 +50,6 @@ def any_job(
     request: pytest.FixtureRequest, tmp_path: Path, hosts: Hosts, job: Callable[..., EtcdJob]
 ) -> Iterator[Callable[..., Job]]:
     """Makes a job of so many nodes, which meet at an etcd; or at the agent of one of them, ``store``."""
-    made: list[Job] = []
 
     def make(nodes: str, store: int = 2) -> Job:
         if request.param == "etcd":
@@ -60,10 +59,5 @@ def any_job(
         made[-1].env = {"PHALANX_JOB_SECRET": "0123456789abcdef0123456789abcdef"}
         return made[-1]
 
-    try:
+    with ending(hosts) as made:
         yield make
-    finally:
-        for number in hosts.numbers:
-            hosts.heal(number)
-        for one in made:
-            one.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.machines.test_hosted import BACKENDS, SECRET
-from tests.support.jobs import Job, everyone
+from tests.support.jobs import Job, ending, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,6 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))) as listener:
 @pytest.fixture
 def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
     """Makes a job of so many nodes, which meet as they are told to."""
-    made: list[Job] = []
 
     def make(nodes: str, meeting: Callable[[int], Sequence[str]], **names: str) -> Job:
         for host, text in names.items():
@@ -54,12 +53,8 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
         made[-1].env = {"PHALANX_JOB_SECRET": SECRET}
         return made[-1]
 
-    try:
+    with ending(hosts) as made:
         yield make
-    finally:
-        for one in made:
-            one.close()
-        hosts.names.clear()
 
 
 def at(backend: str, host: str, port: int = 29400) -> Callable[[int], Sequence[str]]:
@@ -74,7 +69,7 @@ def at(backend: str, host: str, port: int = 29400) -> Callable[[int], Sequence[s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_name_that_is_loopback_on_its_own_machine(job: Callable[..., Job], backend: str) -> None:
+def test_hosts_whose_own_name_is_loopback_meet(job: Callable[..., Job], backend: str) -> None:
     """As on Debian, Ubuntu, and images of theirs."""
     one = job("2", at(backend, "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
     agents = one.start(1)
@@ -93,19 +88,24 @@ def test_a_name_that_is_loopback_on_its_own_machine(job: Callable[..., Job], bac
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_name_with_an_address_that_others_do_not_know(job: Callable[..., Job], hosts: Hosts, backend: str) -> None:
+def test_hosts_meet_at_a_name_of_which_they_know_one_address(
+    job: Callable[..., Job], hosts: Hosts, backend: str
+) -> None:
     hosts.give(1, "fd77::1/64")
     one = job("2", at(backend, "head"), h1="fd77::1 head\n10.77.0.1 head\n", h2="10.77.0.1 head\n")
-    agents = one.start(1, 2)
-    everyone(agents, 0, 4)
     port = 29400 + (backend == "static")
-    assert f"the store listens at 10.77.0.1:{port} and [fd77::1]:{port}" in agents[0].said
+    agents = one.start(1)
+    agents[0].wait_for(rf"the store listens at 10\.77\.0\.1:{port} and \[fd77::1\]:{port}")
+    agents += one.start(2)
+    everyone(agents, 0, 4)
+    master = "head" if backend == "static" else r"10\.77\.0\.1"
+    agents[1].wait_for(rf"worker \d 4 \d {master} ", 2)
     one.finish(*agents)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_an_endpoint_that_forwards_to_the_machine(
+def test_hosts_meet_by_an_endpoint_that_forwards(
     job: Callable[..., Job], hosts: Hosts, backend: str, *, is_bound: bool
 ) -> None:
     """As a service, a load balancer and a port of a container that is published do."""
@@ -135,7 +135,7 @@ def test_an_endpoint_that_forwards_to_the_machine(
         forwarder.stdout.close()
 
 
-def test_loopback_on_two_machines(job: Callable[..., Job]) -> None:
+def test_loopback_on_two_hosts_is_said_at_once(job: Callable[..., Job]) -> None:
     one = job("2", at("c10d", "127.0.0.1"))
     one.conf = ["lease_ttl=2", "join_timeout=4"]
     agents = one.start(1, 2)
@@ -144,7 +144,7 @@ def test_loopback_on_two_machines(job: Callable[..., Job]) -> None:
     assert [agent.end() for agent in agents] == [1, 1]
 
 
-def test_two_agents_of_the_machine_of_the_store(job: Callable[..., Job]) -> None:
+def test_of_two_agents_at_the_endpoint_the_first_has_the_store(job: Callable[..., Job]) -> None:
     """The first of them has it; when that is gone, the other one says what became of it."""
     one = job("3", at("c10d", "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
     one.conf.append("away_timeout=1")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.helpers import alive, descendants, wait_gone
-from tests.support.jobs import Job, everyone
+from tests.support.jobs import Job, ending, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,8 +29,7 @@ PORTS = {"static": 29501, "c10d": 29400}
 
 @pytest.fixture
 def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
-    """Makes a job of so many nodes, whose first host hosts the store."""
-    made: list[Job] = []
+    """Makes a job of so many nodes, whose first host has the store."""
 
     def make(backend: str, nodes: str) -> Job:
         first = hosts.address(1)
@@ -42,13 +41,8 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
         made[-1].env = {"PHALANX_JOB_SECRET": SECRET}
         return made[-1]
 
-    try:
+    with ending(hosts) as made:
         yield make
-    finally:
-        for number in hosts.numbers:
-            hosts.heal(number)
-        for one in made:
-            one.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +88,7 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_hosts_that_are_cut_off_from_the_store(job: Callable[..., Job], backend: str) -> None:
+def test_a_host_that_is_cut_off_from_the_store_comes_back(job: Callable[..., Job], backend: str) -> None:
     """For less than its lease lasts, a host is not lost; for longer, it is, and has its part again when it is back."""
     one = job(backend, "3")
     one.conf[0] = "lease_ttl=6"

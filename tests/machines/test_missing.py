@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from tests.support.helpers import wait_gone
 from tests.support.jobs import Job, everyone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.support.hosts import Hosts
 
@@ -131,51 +132,46 @@ def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
     one.finish(*agents)
 
 
+@contextmanager
+def serving(hosts: Hosts, service: str) -> Iterator[None]:
+    """Have another service at the endpoint."""
+    command = [*hosts.on(1), sys.executable, "-c", f"import sys\n{SERVICES[service]}", HEAD, "29400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            yield
+        finally:
+            other.kill()
+
+
 @pytest.mark.parametrize("service", SERVICES)
-def test_another_service_at_the_endpoint(job: Callable[..., Job], hosts: Hosts, service: str) -> None:
-    script = f"import sys\n{SERVICES[service]}"
-    command = [*hosts.on(1), sys.executable, "-c", script, HEAD, "29400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
-        try:
-            assert other.stdout is not None
-            other.stdout.readline()
-            one = job("2", at("c10d", HEAD))
-            one.conf = ["lease_ttl=2", "join_timeout=4"]
-            agents = one.start(1, 2)
-            for agent in agents:
-                assert agent.end() == 1
-                where = rf"{HEAD}:29400"
-                if agent.number == 1:
-                    in_use = f"{where} is in use on this machine, and not by an agent of this job"
-                    assert re.search(rf"phalanx: {in_use} \({SAYS[service]}\); it is tried again\n", agent.said)
-                    assert re.search(rf"Error: --rdzv-backend c10d: {in_use}: {SAYS[service]}\n", agent.said)
-                else:
-                    silent = rf"phalanx: the agent at {where} does not answer \({SAYS[service]}\); it is tried"
-                    assert re.search(silent, agent.said)
-                    error = rf"Error: the agent at {where} has not answered in time: {SAYS[service]}\n"
-                    assert re.search(error, agent.said)
-        finally:
-            other.kill()
+def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts: Hosts, service: str) -> None:
+    one = job("2", at("c10d", HEAD))
+    one.conf = ["lease_ttl=2", "join_timeout=4"]
+    with serving(hosts, service):
+        agents = one.start(1, 2)
+        assert [agent.end() for agent in agents] == [1, 1]
+    here, there = (agent.said for agent in agents)
+    in_use = f"{HEAD}:29400 is in use on this machine, and not by an agent of this job"
+    assert re.search(rf"phalanx: {in_use} \({SAYS[service]}\); it is tried again\n", here)
+    assert re.search(rf"Error: --rdzv-backend c10d: {in_use}: {SAYS[service]}\n", here)
+    where = f"the agent at {HEAD}:29400"
+    assert re.search(rf"phalanx: {where} does not answer \({SAYS[service]}\); it is tried", there)
+    assert re.search(rf"Error: {where} has not answered in time: {SAYS[service]}\n", there)
 
 
-def test_a_port_that_is_free_later(job: Callable[..., Job], hosts: Hosts) -> None:
+def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Hosts) -> None:
     """It was that of the run before, which was ending."""
-    script = f"import sys\n{SERVICES['closes']}"
-    command = [*hosts.on(1), sys.executable, "-c", script, HEAD, "29400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
-        try:
-            assert other.stdout is not None
-            other.stdout.readline()
-            one = job("2", at("c10d", HEAD))
-            agents = one.start(1, 2)
-            agents[0].wait_for(f"{HEAD}:29400 is in use on this machine, and not by an agent of this job")
-        finally:
-            other.kill()
+    one = job("2", at("c10d", HEAD))
+    with serving(hosts, "closes"):
+        agents = one.start(1, 2)
+        agents[0].wait_for(f"{HEAD}:29400 is in use on this machine, and not by an agent of this job")
     everyone(agents, 0, 4)
     one.finish(*agents)
 
 
-def test_an_endpoint_that_cannot_be_reached(job: Callable[..., Job]) -> None:
+def test_why_an_endpoint_cannot_be_reached_is_said(job: Callable[..., Job]) -> None:
     """Nobody is there yet; there is no machine; its name is not known."""
     for where, conf, why in (
         (HEAD, "", r"nobody listens there: Connection refused"),

@@ -646,7 +646,7 @@ def test_what_was_encrypted_is_not_changed_on_the_way(hub: Hub) -> None:
 
 
 @can_encrypt
-def test_encryption_that_is_required() -> None:
+def test_who_cannot_encrypt_is_refused_where_that_is_required() -> None:
     told: list[str] = []
     place = Place(0, ("127.0.0.1",))
     server = HubServer(place, run_id="run", secret=b"secret", ttl=2, warn=told.append, encrypt="require")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from phalanx._store.etcd.settings import EtcdSettings
 from tests.support.helpers import alive, descendants, wait_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.support.etcd import Etcd, Member
@@ -149,6 +150,20 @@ class Job:
                 for pid in below:
                     if alive(pid):
                         os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def ending(hosts: Hosts) -> Iterator[list[Job]]:
+    """Return a list for jobs: afterwards the hosts are healed, and what is left of the jobs is ended."""
+    made: list[Job] = []
+    try:
+        yield made
+    finally:
+        for number in hosts.numbers:
+            hosts.heal(number)
+        for one in made:
+            one.close()
+        hosts.names.clear()
 
 
 STORE = 4

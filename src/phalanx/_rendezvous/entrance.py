@@ -90,7 +90,7 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     is_awaited = machines.hosts is None or (not machines.hosts and not machines.address and machines.master is None)
     if is_awaited:
         _await_name(host, machines.join_timeout, warn, over)
-    if not (where_is(host) == "here" if machines.hosts is None else machines.hosts):
+    if not _is_to_have_it(machines, host):
         return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
     place = _place(machines, host, port)
     end = _serve_or_find(machines, place, run_id, warn, over)
@@ -108,8 +108,7 @@ def probe(machines: Machines, run_id: str) -> str:
     """
     if machines.is_hosted:
         host, port = machines.host_and_port()
-        hosts = machines.hosts
-        if where_is(host) == "here" if hosts is None else hosts:
+        if _is_to_have_it(machines, host):
             from phalanx._store.hub.listening import is_taken, listen
 
             place = _place(machines, host, port)
@@ -184,6 +183,11 @@ def _store(machines: Machines, run_id: str, warn: Callable[[str], None] | None =
     )  # fmt: skip
 
 
+def _is_to_have_it(machines: Machines, host: str) -> bool:
+    """Whether this machine is to have the store, by what it was told; else by whether the endpoint is its own."""
+    return where_is(host) == "here" if machines.hosts is None else machines.hosts
+
+
 def _settings(machines: Machines, run_id: str) -> HubSettings:
     from phalanx._store.hub.settings import HubSettings
 
@@ -254,7 +258,7 @@ def _serve_or_find(
         if not has_said:
             has_said = True
             warn(f"{where} is in use on this machine, and not by an agent of this job ({word.why}); it is tried again")
-        if over.wait(AGAIN):
+        if over.wait(AGAIN):  # no event tells that a port is free
             break
     return end
 
