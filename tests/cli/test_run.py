@@ -441,6 +441,7 @@ SETTINGS = {
     "nnodes": Setting("1:4", "2", (1, 4), (2, 2)),
     "node_rank": Setting("1", "0", 1, 0),
     "rejoin_delay": Setting("5", "0.5", 5.0, 0.5),
+    "on_sigterm": Setting("leave", "stop", "leave", "stop"),
     "exclude_after": Setting("3", "1", 3, 1),
     "node_check": Setting("true", "nvidia-smi -L", "true", "nvidia-smi -L"),
     "exit_barrier_timeout": Setting("60", "inf", 60.0, math.inf),

@@ -3,10 +3,12 @@
 `python -m tests.rendezvous.simulator 0 1000` runs the seeds from 0 to 999, and names the rules that were broken;
 `python -m tests.rendezvous.simulator 17` tells the story of one. The same seed is always the same story.
 
-Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut off, return as new ones; their leases
-run out while they live; the store is away, or starts again; answers are lost though a write was made; what a watch
-tells comes late, twice, or out of order; workers fail, several at once, succeed, and take long to end; somebody presses
-Ctrl-C, takes a node out, or asks where the ranks are; a node finds that it can start no worker.
+Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut off, return as new ones; all are killed,
+and others come; their leases run out while they live; the store is away, or starts again, which one that a node hosts
+does empty, and with earlier revisions; answers are lost though a write was made; what a watch tells comes late, twice,
+or out of order; workers fail, several at once, succeed, and take long to end; somebody presses Ctrl-C, and once more,
+takes a node out, or asks where the ranks are; a node finds that it can start no worker; or is killed while it gives
+its lease back. Each node's end is concluded as `phalanx run` does: its exit code is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._rendezvous import effects, records
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import conclusion, effects, evidence, records
+from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Refusal, Stop, replace
 from phalanx._rendezvous.rules import Rules
@@ -68,6 +73,9 @@ HOSTED, KEEPING = 0.25, 0.2
 
 MIXED = 0.25
 """The chance that nodes of different kinds come."""
+
+SOON = 0.4
+"""Seconds that a node takes to read what the workers have left, if nothing goes wrong: less than it waits for that."""
 
 MOST_REQUESTS = 60
 """Of one node within a second."""
@@ -121,6 +129,10 @@ class Simulation:
         self.all_formed: list[Job] = []  # of earlier jobs of the same id, too
         self.all_stops: set[bytes] = set()
         self.last = b""  # the job that was over last, of those that are to be kept
+        self.succeeded: set[tuple[str, int]] = set()  # of which nodes the store has held that, in which generations
+        self.failed: dict[int, set[int]] = {}  # the exit codes with which workers have failed, by generation
+        self.made = math.inf  # when the job was
+        self.is_asked = False  # whether somebody has pressed Ctrl-C
 
     def tell(self, text: str) -> None:
         """Tell what happens."""
@@ -135,8 +147,8 @@ class Simulation:
         """Whether something happens of that probability."""
         return self.random.random() < probability
 
-    def add(self, order: int = -1) -> SimulatedNode:
-        """Make a node, which comes at once."""
+    def add(self, order: int = -1, *, hosts: bool = False) -> SimulatedNode:
+        """Make a node, which comes at once. ``hosts``: with a store of its own, in the place of one that is gone."""
         number = len(self.nodes)
         setting = self.setting
         me = records.Node(
@@ -151,6 +163,10 @@ class Simulation:
             )  # fmt: skip
         node = SimulatedNode(self, me)
         self.nodes.append(node)
+        if hosts:
+            node.hosts = True
+            node.node = node.participant(hosts=True)
+            self.store.restart()
         node.begin()
         return node
 
@@ -211,7 +227,8 @@ class Simulation:
         node, span = self.random.choice(live), self.random.choice([0.5, 3.0, 8.0, 20.0])
         troubles: dict[str, Callable[[], object]] = {
             "crash": node.crash,
-            "return": lambda: (node.crash(), self.at(span, lambda: self.add(node.order))),  # type: ignore[func-returns-value] # a tuple of both
+            "return": lambda: (node.crash(), self.at(span, lambda: self.add(node.order, hosts=bool(node.hosts)))),  # type: ignore[func-returns-value] # a tuple of both
+            "killed": lambda: self._kill_all(live, span),
             "stop": lambda: node.pause(span),
             "cut": lambda: node.cut(span),
             "store": lambda: self.store.go_away(span),
@@ -222,9 +239,15 @@ class Simulation:
             "expire": lambda: self.store.expire(node),
             "fail": lambda: [each.fail() for each in live if each is node or self.chance(0.5)],  # type: ignore[func-returns-value] # several may
         }
-        what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 0.5, 1, 1])[0]
+        what = self.random.choices(list(troubles), weights=[1, 1, 0.2, 2, 2, 1, 1, 0.3, 0.3, 0.5, 1, 1])[0]
         self.tell(f"{node.name}: {what} ({span} s)")
         troubles[what]()
+
+    def _kill_all(self, live: list[SimulatedNode], span: float) -> None:
+        """Kill all nodes, and have others come in their places."""
+        for node in live:
+            node.crash()
+            self.at(span + self.random.uniform(0, 2), partial(self.add, node.order, hosts=bool(node.hosts)))
 
     def _ask(self) -> None:
         live = [node for node in self.nodes if node.is_alive and node.finish is None]
@@ -241,6 +264,7 @@ class Simulation:
 
     def see_write(self, key: str, value: bytes) -> None:
         """Check what is written."""
+        self._see_succeeded(key, value)
         if key.startswith(records.STOP):
             self._see_stop(int(key.removeprefix(records.STOP)), value)
         if key.startswith(records.REFUSED):
@@ -248,6 +272,7 @@ class Simulation:
         if key != records.STATE:
             return
         job = records.read(Job, Entry(key, value, 1, 1))
+        self.made = self.now if self.made == math.inf else self.made
         before = max(self.formed, default=-1)
         if job.generation < before or (job.phase == "forming" and job.generation == before):
             raise BrokenError(f"the job goes back to generation {job.generation}, {job.phase}, from {before}")
@@ -263,6 +288,11 @@ class Simulation:
         if job.is_kept:
             self.last = value
 
+    def _see_succeeded(self, key: str, value: bytes) -> None:
+        node = records.read(records.Node, Entry(key, value, 1, 1)) if key.startswith(records.NODES) else None
+        if node is not None and node.state == "done":
+            self.succeeded.add((node.id, node.generation))
+
     def _see_stop(self, generation: int, value: bytes) -> None:
         self.all_stops.add(value)
         if self.stops.setdefault(generation, value) != value:
@@ -270,6 +300,8 @@ class Simulation:
         stop = records.read(Stop, Entry("", value, 1, 1))
         if stop.kind == "lost" and self.store.has(f"{records.NODES}{stop.node}"):
             raise BrokenError(f"{stop.node} is called lost, and is there")
+        if stop.kind == "lost" and (stop.node, generation) in self.succeeded:
+            raise BrokenError(f"{stop.node} is called lost, and its workers have succeeded")
 
     def _see_refused(self, name: str, why: str) -> None:
         job = self.store.job()
@@ -294,10 +326,41 @@ class Simulation:
     def see_deleted(self, key: str) -> None:
         """See that a job is over, and gone: what comes now is another one."""
         if key == records.STATE:
-            self.formed, self.stops = {}, {}
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget a job of which nothing is left."""
+        self.formed, self.stops, self.made = {}, {}, math.inf
+        self.succeeded.clear()
+        self.failed.clear()
+
+    def see_finish(self, node: SimulatedNode, finish: effects.Finish, end: conclusion.Conclusion) -> None:
+        """Check how a node concludes: that its exit code tells the truth."""
+        job, verdict = finish.job, None if finish.job is None else finish.job.verdict
+        if end.code == 0 and (verdict is None or verdict.state != "succeeded"):
+            has_waited = self.now - node.succeeded_at >= self.setting.barrier - 0.01
+            if verdict is not None or finish.state != "succeeded" or not (has_waited or node.left):
+                raise BrokenError(f"{node.name} exits with 0, and the job has not succeeded: {finish}")
+        if finish.state in ("unknown", "left", "timeout", "unreachable") and end.code == 0:
+            raise BrokenError(f"{node.name} exits with 0: {finish.state}")
+        if finish.state == "stopped" and not self.is_asked:
+            raise BrokenError(f"{node.name} says that the job was stopped, and nobody has stopped it")
+        if job is None or verdict is None:
+            return
+        codes = self.failed.get(job.with_evidence, set())
+        if finish.state == "failed" and codes and verdict.stop and verdict.stop.exitcode and end.code not in codes:
+            raise BrokenError(f"{node.name} exits with {end.code}, and workers have failed with {codes}")
+        key, span = f"{records.EVIDENCE}{job.with_evidence}/", self.now - node.since
+        is_there = node.is_connected and not self.store.is_away and job.with_evidence >= 0
+        if finish.state == "failed" and is_there and not finish.evidence and self.store.below(key)[1] and span < SOON:
+            raise BrokenError(f"{node.name} leaves without what the workers have left")
+        is_lost = verdict.stop is not None and verdict.stop.kind == "lost" and not self.store.has_any(verdict.stop.node)
+        if node.hosts and is_lost and span < TTL - 0.01 and not node.asked:
+            raise BrokenError(f"{node.name} ends the store {span:.1f} s after the end, and the lost one may come back")
 
     def _see_formed(self, job: Job) -> None:
         ids = [member.id for member in job.members]
+        self._see_haunted(job)
         if len(set(ids)) != len(ids):
             raise BrokenError(f"generation {job.generation} has a node twice: {ids}")
         if not self.setting.least <= len(ids) <= self.setting.most + bool(self.setting.mixed):
@@ -322,6 +385,17 @@ class Simulation:
         self.formed[job.generation] = job
         self.all_formed.append(job)
 
+    def _see_haunted(self, job: Job) -> None:
+        """Check that no job goes on of which nobody was left when those came that would take part."""
+        last = self.formed.get(max(self.formed, default=-1))
+        names = {node.name: node for node in self.nodes}
+        if last is None or min(names[name].came for name in job.ids) < self.made:
+            return
+        died = max(names[name].died for name in last.ids)
+        came = min(node.came for node in self.nodes if node.came > -1 and (node.is_alive or node.died > died))
+        if died < min(came, *(names[name].came for name in job.ids)):
+            raise BrokenError(f"generation {job.generation} follows a job of which nobody is left")
+
     def _members(self, job: Job) -> list[tuple[records.Member, SimulatedNode]]:
         names = {node.name: node for node in self.nodes}
         return [(member, names[member.id]) for member in job.members]
@@ -336,7 +410,8 @@ class Simulation:
             if one.generation == job.generation
         ):
             raise BrokenError(f"{node.name} starts another generation {job.generation} than was formed")
-        node.part_of = self.store.job_made()
+        now = self.store.job()  # another one, if the node was stopped meanwhile
+        node.part_of = 0 if now is None or now.rank_of(node.name) != rank else self.store.job_made()
         if job.members[rank].id != node.name:
             raise BrokenError(f"{node.name} takes rank {rank} of {job.members[rank].id}")
 
@@ -362,6 +437,7 @@ class SimulatedStore:
         self._owners: dict[str, SimulatedNode | str] = {}  # or which lease a key has
         self._revision = 1
         self.is_away = self._is_gone = False
+        self.name = 0  # which one it is
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
@@ -425,6 +501,22 @@ class SimulatedStore:
             self._write([Delete(key) for key in keys], None)
         node.has_lease = False
 
+    def has_any(self, node: str) -> bool:
+        """Whether the entry of a node is there, or that of its success."""
+        return self.has(f"{records.NODES}{node}") or self.has(records.success_of(node))
+
+    def restart(self) -> None:
+        """Be another one: without keys, and with earlier revisions, as of a clock that was set back."""
+        self._entries.clear()
+        self._owners.clear()
+        self._revision = self._simulation.random.choice([1, self._revision // 2, self._revision + 100])
+        self.name += 1
+        self.is_away = self._is_gone = False
+        self._simulation.forget()
+        for node in self._simulation.nodes:
+            node.has_lease = False
+            node.find_store()
+
     def end_job(self) -> None:
         """Delete what goes with the job's lease."""
         self._write([Delete(key) for key in list(self._entries) if self._owners[key] == JOB], None)
@@ -463,14 +555,17 @@ class SimulatedNode:
         rules = Rules(
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=5.0, end_timeout=30.0,
             exclude_after=setting.exclude_after, lost_after=0.0 if setting.hosted else 0.5, return_timeout=TTL + 5.0,
-            keep=setting.keep,
+            keep=setting.keep, lease=TTL,
         )  # fmt: skip
         self.hosts = me.id == "n0" if setting.hosted else None
-        self.node = Participant(
-            me, rules, barrier=setting.barrier, hosts=self.hosts, away_timeout=20.0 if setting.hosted else math.inf,
-            chance=simulation.random.random,
-        )  # fmt: skip
+        self._rules = rules
+        self.node = self.participant(hosts=self.hosts)
+        self.came, self.died = simulation.now, math.inf
+        self.succeeded_at, self.since, self._state = math.inf, simulation.now, ""
+        self.left = False  # whether somebody has taken it out of the job
         self.is_alive, self.is_late, self.asked, self.failed = True, False, False, False
+        self.job: Job | None = None  # in whose generation it runs workers, or has
+        self.code = 0  # with which a worker has failed
         self.workers: int | None = None  # the generation whose workers are there
         self.ran = -1  # that whose workers were started last
         self.finish: effects.Finish | None = None
@@ -483,6 +578,19 @@ class SimulatedNode:
         self._missed: list[Callable[[], object]] = []  # while it was stopped
         self._watches: dict[str, int] = {}
         self._recent: list[float] = []
+
+    def participant(self, *, hosts: bool | None) -> Participant:
+        """Return what decides."""
+        setting = self._simulation.setting
+        return Participant(
+            self._me, self._rules, barrier=setting.barrier, hosts=hosts,
+            away_timeout=20.0 if setting.hosted else math.inf, chance=self._simulation.random.random,
+        )  # fmt: skip
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it reaches the store."""
+        return self._is_connected
 
     def begin(self) -> None:
         """Come."""
@@ -513,7 +621,8 @@ class SimulatedNode:
         if not self.has_lease:
             self.has_lease, self.leased = True, self._simulation.now
             self._later(lambda: self._see(LeaseLost()), delay)
-        self._later(lambda: self._see(Back()), delay)
+        name = str(self._simulation.store.name).encode()
+        self._later(lambda: self._see(Back(name)), delay)
         for prefix in self._watches:
             self._snapshot(prefix, delay)
 
@@ -613,6 +722,8 @@ class SimulatedNode:
                 self._leave(effect)
             else:
                 self._ask(effect)
+        if self.node.state != self._state:
+            self._state, self.since = self.node.state, self._simulation.now
         wake = self.node.wake
         if wake < math.inf and self.finish is None:
             self._later(self._tick, max(0.0, wake - self._simulation.now))
@@ -669,12 +780,23 @@ class SimulatedNode:
         if self.workers is not None:
             raise BrokenError(f"{self.name} leaves, and has workers of generation {self.workers}")
         self.finish = finish
+        self.since = self.since if self._state == "LEAVING" else self._simulation.now
+        end = conclusion.conclude(finish, 15 if self.left else 2 if self.asked else 0, "why")
+        self._simulation.tell(f"{self.name} exits with {end.code}")
+        self._simulation.see_finish(self, finish, end)
+        self._simulation.at(self._delay(), partial(self._close, ends_job=finish.ends_job))
+
+    def _close(self, *, ends_job: bool) -> None:
+        """Give the lease back; unless it is killed meanwhile: it runs out then."""
+        simulation = self._simulation
+        if simulation.setting.faults and simulation.now < CALM and simulation.chance(0.05) and not self.hosts:
+            return
         if self.hosts:
-            self._simulation.store.go_away(math.inf)
-        elif self._is_connected and not self._simulation.store.is_away:
-            self._simulation.store.expire(self)
-            if finish.ends_job:
-                self._simulation.store.end_job()
+            simulation.store.go_away(math.inf)
+        elif self._is_connected and not simulation.store.is_away:
+            simulation.store.expire(self)
+            if ends_job:
+                simulation.store.end_job()
 
     # --- the workers
 
@@ -683,6 +805,7 @@ class SimulatedNode:
         simulation.tell(f"{self.name} starts generation {job.generation} as {rank} of {len(job.members)}")
         simulation.see_start(self, job, rank)
         self.ran = self.workers = job.generation
+        self.job = job
         self.is_late, self.started = False, simulation.now
         self.failed = False
         lasts = simulation.random.uniform(0.1, simulation.setting.lasts)
@@ -696,7 +819,10 @@ class SimulatedNode:
         if not self.is_alive or self.workers is None or self.workers != runs or self.node.state != "RUNNING":
             return
         self._simulation.tell(f"{self.name}: a worker fails")
-        stop = Stop(runs, "failure", self.name, self._me.host, "ValueError", 0, 1)
+        self.code = 10 + len(self._simulation.nodes) * 7 % 90 + self._simulation.nodes.index(self)
+        rank = 0 if self.job is None else first_rank(self.job, self.job.rank_of(self.name))
+        stop = Stop(runs, "failure", self.name, self._me.host, "ValueError", rank, self.code)
+        self._simulation.failed.setdefault(runs, set()).add(self.code)
         self.failed = True
         self.do(self.node.workers_failed(stop, self._simulation.now))
         self._end()
@@ -720,21 +846,35 @@ class SimulatedNode:
         if not self.is_alive or self.workers is None:
             return
         self.workers = None
+        if outcome == "succeeded":
+            self.succeeded_at = self._simulation.now
         error = "ValueError" if self.failed else ""
         is_cut_off = self.failed and self._simulation.chance(0.4)
-        me = replace(self._me, outcome=outcome, uptime=1.0, error=error, is_cut_off=is_cut_off)
-        self.do(self.node.workers_gone(me, b"evidence", self._simulation.now))
+        rank = 0 if self.job is None else first_rank(self.job, self.job.rank_of(self.name))
+        failed = {0: ProcessFailure(0, 1, self.code, "<N/A>")} if self.failed else {}
+        me = replace(
+            self._me, outcome="failed" if self.failed else outcome, uptime=1.0, error=error, is_cut_off=is_cut_off,
+            rank=rank if self.failed else None, exitcode=self.code if self.failed else None,
+        )  # fmt: skip
+        left = evidence.write(self.name, self._me.host, "", RunProcsResult(failures=failed), rank)
+        self.do(self.node.workers_gone(me, left, self._simulation.now))
 
     # --- what goes wrong
 
     def interrupt(self) -> None:
-        """Have somebody press Ctrl-C here."""
-        self.asked = True
+        """Have somebody press Ctrl-C here; and now and then once more."""
+        self.asked = self._simulation.is_asked = True
         self.do(self.node.ask_stop(2, "SIGINT", GRACE, self._simulation.now))
+        if self._simulation.chance(0.3):
+            self._later(self._kill, self._simulation.random.uniform(0.3, 2))
+
+    def _kill(self) -> None:
+        if self.is_alive and self.finish is None:
+            self.do(self.node.ask_stop(9, "SIGINT", 0.0, self._simulation.now))
 
     def go(self) -> None:
         """Have somebody take the node out of the job."""
-        self.asked = True
+        self.asked = self.left = True
         self.do(self.node.ask_leave("drained", self._simulation.now))
 
     def crash(self) -> None:
@@ -742,6 +882,7 @@ class SimulatedNode:
         if self.hosts:
             self._simulation.store.go_away(math.inf)
         self.is_alive, self.workers, self._is_connected = False, None, False
+        self.died = self._simulation.now
 
     def pause(self, span: float) -> None:
         """Be stopped, the workers with it, for a while."""

@@ -27,7 +27,7 @@ class Told:
         self.told.append(events)
         return []
 
-    def ask_leave(self, why: str, _now: float) -> list[Effect]:
+    def ask_leave(self, why: str, _now: float, **_: bool) -> list[Effect]:
         self.told.append(why)
         return []
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._rendezvous import candidates, leader, membership, node
+from phalanx._rendezvous import candidates, conclusion, leader, membership, node
 from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
 from phalanx._store.store import Created, Delete, Transaction, Unchanged
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SEEDS = 3000
 """Of the tests; `python -m tests.rendezvous.simulator 0 100000` plays more."""
 
-ENOUGH = 600
+ENOUGH = 1500
 """Seeds within which a mistake is seen."""
 
 
@@ -185,6 +185,56 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader.Leader, "decide", decide)
 
 
+def leaves_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a signal end the reading of what the workers have left."""
+    real = node.Participant._wait_for_end
+    monkeypatch.setattr(
+        node.Participant, "_wait_for_end", lambda self: self._see("READ") if self._asked is not None else real(self)
+    )
+
+
+def loses_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have it go with the lease that workers have succeeded."""
+    real = node.Participant._entry_of
+    monkeypatch.setattr(node.Participant, "_entry_of", lambda self, me: real(self, me)[:1])
+
+
+def succeeds_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take an end that is not known for a success."""
+    real = node.Participant._finish
+
+    def finish(self: Any, end: Any) -> None:
+        real(self, end._replace(state="succeeded") if end.state == "unknown" else end)
+
+    monkeypatch.setattr(node.Participant, "_finish", finish)
+
+
+def holds_on_to_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a store that was started again for the one before."""
+    monkeypatch.setattr(node.Participant, "_forget_store", lambda _: None)
+
+
+def goes_on_with_a_job_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a job for one that lives, whoever is left of it."""
+    monkeypatch.setattr(node.Participant, "_prove_life", lambda self: setattr(self, "_has_lived", True))
+
+
+def ends_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for no node that is lost to come back and learn of the end."""
+    monkeypatch.setattr(node.Participant, "_awaits_lost", lambda _: False)
+
+
+def concludes_with_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit with 1 whatever a worker has failed with."""
+    real = conclusion.conclude
+
+    def conclude(*args: Any) -> conclusion.Conclusion:
+        end = real(*args)
+        return end._replace(code=1) if end.state == "failed" else end
+
+    monkeypatch.setattr(conclusion, "conclude", conclude)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mistake, seen",
@@ -198,6 +248,13 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
         (waits_for_ever, "has not left: WAITING"),
         (keeps_no_evidence, "was to be"),
         (keeps_what_was_kept_before, "is kept, and"),
+        (leaves_without_reading, "leaves without what the workers have left"),
+        (loses_a_success, "is called lost, and its workers have succeeded"),
+        (succeeds_without_knowing, "exits with 0"),
+        (holds_on_to_a_store_that_is_gone, ""),
+        (goes_on_with_a_job_that_was_killed, "follows a job of which nobody is left"),
+        (ends_the_store_at_once, "the lost one may come back"),
+        (concludes_with_a_code_of_its_own, "exits with 1, and workers have failed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -152,10 +152,10 @@ def test_another_version_of_the_protocol() -> None:
     hello = messages.write(messages.Hello(7, wire.run_hash("run"), "run", bytes(32)))
     with pytest.raises(TurnedAwayError) as caught:
         store.challenge(hello)
-    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 2"
-    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", 2, "run")
+    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 3"
+    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", 3, "run")
     refusal = messages.write(messages.Refusal("version", 7, "run"))
-    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 2"):
+    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 3"):
         AgentSide(SETTINGS, b"").enter(refusal)
 
 

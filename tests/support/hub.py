@@ -224,7 +224,7 @@ class Impostor:
         self._seal = keys.store
         self.sock.sendall(wire.frame(answer, wire.checksum))
         self.read()
-        self.say(messages.write(messages.Welcome(bytes(messages.SESSION), self.settings.ttl)))
+        self.say(messages.write(messages.Welcome(bytes(messages.SESSION), self.settings.ttl, bytes(messages.SESSION))))
 
     def say(self, body: bytes) -> None:
         """Say something that is sealed."""

@@ -29,6 +29,9 @@ SOON = 40.0
 """Seconds that a line may take; spent only by a test that fails."""
 
 TTL = 2
+UNKNOWN = 69
+"""The exit code of a node that cannot learn how its job has ended."""
+
 WORKER = """
 import os, signal, sys, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]

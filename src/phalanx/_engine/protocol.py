@@ -206,6 +206,11 @@ def set_grace(grace: float) -> Message:
     return "set_grace", grace
 
 
+def expect(seconds: float) -> Message:
+    """Stop the group, unless this arrives again within so many seconds: the launcher may be stopped itself."""
+    return "expect", seconds
+
+
 def signal_worker(rank: int, number: int) -> Message:
     """Send signal ``number`` to one worker. It is no stop: what follows is the worker's own end."""
     return "signal_worker", rank, number
@@ -229,7 +234,7 @@ def leaving(pid: int) -> Message:
     return "leaving", pid
 
 
-TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, judged, leaving)
+TO_KEEPER = (start, stop, kill, set_grace, expect, signal_worker, evidence_taken, judged, leaving)
 
 # --- keeper to launcher; from the guard, where it has taken over
 

@@ -283,6 +283,10 @@ class Supervisor:
 
         self._loop.call(set_grace)
 
+    def expect(self, seconds: float) -> None:
+        """Have the keeper stop the group, unless this is called again within so many seconds. Returns at once."""
+        self._loop.call(partial(self._link.send, protocol.expect(float(seconds))))
+
     def send(self, rank: int, number: int) -> None:
         """Send a signal to one worker. It is no stop: how the worker ends then is its own end. Returns at once."""
         self._loop.call(partial(self._link.send, protocol.signal_worker(int(rank), int(number))))

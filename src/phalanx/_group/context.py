@@ -289,6 +289,15 @@ class PContext(GroupStart):
         else:
             supervisor.stop(death, max(0.0, timeout))
 
+    def expect(self, seconds: float) -> None:
+        """Have the group stopped, as by `order_close`, unless this is called again within so many seconds.
+
+        The keeper does it, though this process is stopped (SIGSTOP) by then. A group that is not open is left as it is.
+        """
+        supervisor = self._supervisor
+        if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
+            supervisor.expect(seconds)
+
     def signal(self, number: signal.Signals | int) -> None:
         """Send a signal to every worker that runs. It is no stop: how a worker ends then is its own end.
 

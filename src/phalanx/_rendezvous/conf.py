@@ -35,6 +35,9 @@ LEAST_SECRET = 16
 CANNOT_KEEP = "one of this job's agents has the store, which ends with the job; it is for an etcd of your own"
 """Why what a job was cannot be kept."""
 
+ETCD_AWAY = 300.0
+"""Seconds for which workers go on while an etcd is away, unless that is set: it may be only restarted, or upgraded."""
+
 _LEAST_TTL, _MOST_TTL = 2, 86400
 _MOST_PORT = 65535
 _MOST_SECONDS = 1e9
@@ -67,6 +70,8 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
     password = environ.get(PASSWORD, "")
     _check_belonging(conf, is_hosted=is_hosted, has_password=bool(password))
     found: dict[str, Any] = {named: seconds(name, conf[name]) for name, named in _SECONDS.items() if name in conf}
+    if not is_hosted:
+        found.setdefault("away_timeout", ETCD_AWAY)
     if "lease_ttl" in conf:
         ttl = seconds("lease_ttl", conf["lease_ttl"])
         if not (ttl.is_integer() and _LEAST_TTL <= ttl <= _MOST_TTL):
@@ -97,9 +102,6 @@ def _check_belonging(conf: Mapping[str, str], *, is_hosted: bool, has_password: 
     given = [name for name in ("bind", "encrypt") if name in conf]
     if given and not is_hosted:
         msg = f"{given[0]}: it is for a store that one of this job's agents has, and not for an etcd of your own"
-        raise ValueError(msg)
-    if "away_timeout" in conf and not is_hosted:
-        msg = "away_timeout: the workers go on for as long as an etcd of your own is away"
         raise ValueError(msg)
     if ("user" in conf) != ("password_file" in conf) and not ("user" in conf and has_password):
         msg = f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})"

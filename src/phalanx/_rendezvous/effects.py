@@ -124,9 +124,9 @@ class Finish(NamedTuple):
     """The node has left.
 
     Attributes:
-        state: "succeeded", "failed" or "stopped": how the job ended. "left": it goes on without this node. "refused":
-            it did not take this node. "timeout": nothing was decided in time. "unreachable": the store was not there.
-            "damaged": what the store holds cannot be.
+        state: "succeeded", "failed" or "stopped": how the job ended. "left": it goes on without this node. "unknown":
+            how it has ended cannot be learnt here any more. "refused": it did not take this node. "timeout": nothing
+            was decided in time. "unreachable": the store was not there. "damaged": what the store holds cannot be.
         why: In one line, where there is something to be said.
         job: The job as it was last; None: there was none.
         evidence: What the workers of the last generation have left, if it has failed: of all nodes, if the store was

@@ -5,7 +5,6 @@ The store of a job ends with the agent that has it, whose machine is that of the
 
 from __future__ import annotations
 
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from phalanx._store.hub.settings import HubSettings
     from phalanx._store.store import Store, StoreEvent
 
-CLOSE = 3.0
-"""Seconds for which the end of the store waits for the other agents, which have left the job by then."""
-
 PROBE = 5.0
 """Seconds that a probe may take."""
 
@@ -46,13 +42,13 @@ class Entrance(NamedTuple):
         store: The store, which is not open yet.
         address: By which the other machines reach this one; "": by that by which they reach the store, or by
             `Machines.master`.
-        end: Ends the store, if this node has it; None: it has not.
+        end: Ends the store, if this node has it, within so many seconds; None: it has not.
     """
 
     machines: Machines
     store: Store
     address: str
-    end: Callable[[], None] | None = None
+    end: Callable[[float], None] | None = None
 
     @property
     def hosts(self) -> bool | None:
@@ -217,8 +213,13 @@ def _place(machines: Machines, host: str, port: int) -> Place:
     return Place(at or port, (address,) if address else ())
 
 
-def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]) -> Callable[[], None] | None:
-    """Have the store here. Returns what ends it; None: another agent of this machine has it. Raises OSError."""
+def _serve(
+    machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]
+) -> Callable[[float], None] | None:
+    """Have the store here. Returns what ends it, within seconds; None: another agent of this machine has it.
+
+    Raises OSError.
+    """
     from phalanx._store.hub.listening import is_taken
     from phalanx._store.hub.server import HubServer
 
@@ -232,12 +233,12 @@ def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], 
         if machines.backend != STATIC and is_taken(error):
             return None
         raise
-    return partial(server.close, CLOSE)
+    return server.close
 
 
 def _serve_or_find(
     machines: Machines, place: Place, run_id: str, warn: Callable[[str], None], over: Latch | None
-) -> Callable[[], None] | None:
+) -> Callable[[float], None] | None:
     """Have the store here, or find the agent of this machine that has it. What else is at that port is waited for.
 
     It may be the agent of the run before, which ends. Returns and raises as `_serve`.

@@ -281,6 +281,8 @@ class JobEvidence:
         found.sort(key=lambda one: stop is None or one.node != stop.node)
         told = [(one, failed) for one in found for failed in one.failures]
         ranks = JobRanks(members)
+        if stop is not None and (missing := _missing(stop, found, ranks)) is not None:
+            told.insert(0, missing)
         locations, waits = _locations(found, ranks)
         outliers = dump.outliers(locations, waits.__contains__)
         told.sort(key=lambda item: (item[1].is_cut_off, not (item[1].is_hang and item[1].rank in outliers)))
@@ -294,7 +296,7 @@ class JobEvidence:
         }
         outcomes = {ended.rank: _outcome(ended) for one in found for ended in one.outcomes}
         self.outcomes: Mapping[int, Outcome] = dict(sorted(outcomes.items()))
-        self.log_dir = next((one.log_dir for one, _ in told), "")
+        self.log_dir = next((one.log_dir for one, _ in told if one.log_dir), "")
         self.errors = [f"host {one.host}: {one.error}" for one in found if one.error]
         first = told[0] if told else None
         self.is_cut_off = first is not None and first[1].is_cut_off
@@ -314,6 +316,19 @@ class JobEvidence:
         except records.DamagedError as error:
             self.damaged.append(str(error))
             return None
+
+
+def _missing(stop: Stop, found: Iterable[Evidence], ranks: JobRanks) -> tuple[Evidence, Failed] | None:
+    """Return the failure that a generation has ended with, where its node has said no more: its agent is gone."""
+    own = ranks.of_node(stop.node)
+    if stop.kind not in ("failure", "hang") or stop.exitcode is None or stop.rank is None or stop.rank not in own:
+        return None
+    if any(one.node == stop.node for one in found):
+        return None
+    detail = "its agent has ended before it could tell more"
+    local_rank = stop.rank - own.start
+    failed = Failed(stop.rank, local_rank, 0, stop.exitcode, NOT_AVAILABLE, stop.error, 0, detail=detail)
+    return Evidence(stop.node, stop.host), failed
 
 
 def _machine_of(elsewhere: set[int], found: Sequence[Evidence], ranks: JobRanks, hung: int | None) -> str:

@@ -6,7 +6,6 @@ process has no part in the job.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -20,7 +19,7 @@ from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
 from phalanx._rendezvous.entrance import come
 from phalanx._rendezvous.guest_team import Calls, GuestTeam
-from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous.job_run import CLOSE, JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
@@ -273,7 +272,7 @@ class Guest:
         machines = terms.machines
         entrance = come(machines, self._run_id, self._warn, self._over)
         if entrance.end is not None:
-            held.callback(entrance.end)
+            held.callback(entrance.end, CLOSE)
         self._entrance = entrance
         port = held.enter_context(master_port.reserve())
         host = os.uname().nodename
@@ -285,7 +284,7 @@ class Guest:
         node = Participant(
             me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
             hosts=entrance.hosts,
-            away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
+            away_timeout=machines.away_timeout, chance=random.random,
         )  # fmt: skip
         run = held.enter_context(JobRun(node, entrance.store, team, signals=False))
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from abc import abstractmethod
 from collections import deque
 from functools import partial
@@ -32,8 +33,24 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.records import Job, Node, Stop
     from phalanx._store.store import Store, StoreEvent
 
-CLOSE = 3.0
-"""Seconds for which the end waits for the store."""
+CLOSE, HURRIED = 3.0, 0.5
+"""Seconds for which the end waits for the store; and where somebody does not want to wait."""
+
+EXPECTS = 3
+"""How many times within the time that an agent may be stopped its keeper is told that it is not."""
+
+
+def shortened(close: Callable[[float], object], seconds: float) -> None:
+    """Call ``close`` with the seconds that it may take; once more, with none, if a signal has come."""
+    while True:
+        try:
+            with host_signals.delivering():
+                close(seconds)
+        except host_signals.SignalException:
+            host_signals.forget_raised()
+            seconds = 0.0
+        else:
+            return
 
 
 class NodeTeam(Team):
@@ -65,6 +82,9 @@ class NodeTeam(Team):
     @abstractmethod
     def end(self, stop: Stop | None) -> None:
         """End the workers because of ``stop``; None: because the job has gone on without them. `ended` tells when."""
+
+    def expect(self, seconds: float) -> None:
+        """Have the workers ended, unless this is called again within so many seconds. By default, they go on."""
 
     @abstractmethod
     def heard(self, what: Job | Stop) -> None:
@@ -99,13 +119,18 @@ class JobRun:
         store: Where the nodes meet; it is opened, and closed.
         team: The workers.
         signals: Whether signals are handled while it is under way, if it runs on the main thread.
+        away_timeout: Seconds for which the workers go on while this process is stopped.
     """
 
-    def __init__(self, node: Participant, store: Store, team: NodeTeam, *, signals: bool = True) -> None:
+    def __init__(
+        self, node: Participant, store: Store, team: NodeTeam, *, signals: bool = True, away_timeout: float = math.inf
+    ) -> None:
         self._node = node
         self._store = store
         self._team = team
         self._signals = signals
+        self._away_timeout = away_timeout
+        self._expected = math.inf  # when the keeper is told again that this process goes on
         self._owner = os.getpid()
         self._told: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque()  # by any thread
         self._due: deque[Effect] = deque()  # what is to be carried out
@@ -114,6 +139,8 @@ class JobRun:
         self._number = -1  # the generation whose workers are there, or were last
         self._under_way = self._is_up = self._has_failed = False
         self._order: tuple[int, float] | None = None  # a signal for the workers, and their grace
+        self.patience = CLOSE
+        """Seconds for which the end waits for the store, and for those that leave a store that is here."""
         self.finish: Finish | None = None
         """How it has ended; None: it has not."""
 
@@ -123,9 +150,12 @@ class JobRun:
         """Ask for the end of the whole job, on all nodes. Returns at once; `run` carries it out."""
         self._tell(self._see_stop, death_signal, error, grace)
 
-    def ask_leave(self, why: str) -> None:
-        """Ask for this node's departure. The job goes on without it, if there are nodes enough."""
-        self._tell(self._node.ask_leave, why)
+    def ask_leave(self, why: str, *, kills: bool = False) -> None:
+        """Ask for this node's departure. The job goes on without it, if there are nodes enough.
+
+        ``kills``: the workers are killed; else they end as when the job goes on without this node.
+        """
+        self._tell(self._see_leave, why, kills)
 
     def ask_look(self, tell: Callable[[Found], None]) -> None:
         """Find out where all ranks of the job are. ``tell`` is called with it; not, if the run ends before.
@@ -133,6 +163,11 @@ class JobRun:
         That is on the thread of `run`: it must not wait.
         """
         self._tell(self._node.ask_look, tell)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the job runs without this node, which waits. On the thread of `run`."""
+        return self._node.is_spare
 
     def wake(self) -> None:
         """Have `run` look at once at what has become of the workers."""
@@ -172,12 +207,16 @@ class JobRun:
         return self.finish
 
     def close(self) -> None:
-        """Leave the store, and release the signals. `run` is not called again."""
+        """Leave the store, and release the signals. `run` is not called again.
+
+        How the node has ended is known by then: a signal shortens this, and changes nothing else.
+        """
         if self._owner != os.getpid():
             return
+        ends_job = self.finish is not None and self.finish.ends_job
         try:
             if self._is_open:
-                self._store.close(CLOSE, ends_job=self.finish is not None and self.finish.ends_job)
+                shortened(lambda seconds: self._store.close(seconds, ends_job=ends_job), self.patience)
         finally:
             if self._signals:
                 host_signals.release(self)
@@ -213,8 +252,10 @@ class JobRun:
         elif clock.now() >= self._node.wake:
             with interrupts.deferred():
                 self._due += self._node.tick(clock.now())
+        elif self._under_way and clock.now() >= self._expected:
+            self._expect()
         else:
-            left = max(0.0, self._node.wake - clock.now())
+            left = max(0.0, min(self._node.wake, self._expected if self._under_way else math.inf) - clock.now())
             polls = self._team.poll_seconds if self._under_way else None
             return left if polls is None else min(left, polls)
         return None
@@ -286,11 +327,19 @@ class JobRun:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other nodes hear of it
             self._note_failed_start(error)
 
+    def _expect(self) -> None:
+        """Have the keeper end the workers, should this process be stopped: the job goes on without it then."""
+        if self._away_timeout < math.inf:
+            self._team.expect(self._away_timeout)
+            self._expected = clock.now() + self._away_timeout / EXPECTS
+
     def _look(self) -> bool:
         """See what has become of the workers. Returns whether anything has."""
         if not self._is_up:
             try:
                 self._is_up = self._team.is_up()
+                if self._is_up:
+                    self._expect()
             except host_signals.SignalException:
                 raise
             except Exception as error:  # noqa: BLE001 - as above
@@ -326,9 +375,17 @@ class JobRun:
     def _see_stop(self, death_signal: int, error: str, grace: float, now: float) -> list[Effect]:
         """Ask the node for the end of the job; the workers here need not wait for what it says."""
         self._order = death_signal, grace
+        self.patience = HURRIED if death_signal == signal.SIGKILL else self.patience
         due = self._node.ask_stop(death_signal, error, grace, now)
         ends = any(isinstance(effect, effects.End) for effect in due)
         return due if ends or not self._under_way else [*due, effects.End(None)]
+
+    def _see_leave(self, why: str, kills: bool, now: float) -> list[Effect]:  # noqa: FBT001 - told by `_tell`
+        due = self._node.ask_leave(why, now, at_once=kills)
+        if kills:
+            self._order, self.patience = (signal.SIGKILL, 0.0), HURRIED
+            due.append(effects.End(None))
+        return due
 
     def _see_team(self, look: Callable[[], str], now: float) -> list[Effect]:
         why = look()

@@ -49,6 +49,7 @@ class Leader:
         self._chance = chance
         self.since = since
         self._notes: Notes | None = None
+        self._began: float | None = None  # when it could decide first
         self.decided = 0
         self.asks = -1
         self._cause: tuple[int, str] = -1, ""  # of which generation which machine is the root cause
@@ -73,12 +74,14 @@ class Leader:
         return since + self._rules.join_timeout
 
     def decide(
-        self, view: StoreView, now: float, *, is_new: bool, regained: float = -math.inf
+        self, view: StoreView, now: float, *, is_new: bool, has_lived: bool = True, regained: float = -math.inf
     ) -> tuple[Transaction | None, float]:
         """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError.
 
         ``is_new``: whether this node has seen no job that goes on. One that is over is of others then: what is left of
-        it is removed, once none of them is there. ``regained``: when it had the store again that was away.
+        it is removed, once none of them is there. ``has_lived``: whether it has seen that somebody is left of a job
+        that goes on: else its agents may have been killed, and it is over. ``regained``: when it had the store again
+        that was away.
         """
         if not view.told(records.NODES) or self.decided > view.told(records.JOB):
             return None, math.inf
@@ -87,11 +90,11 @@ class Leader:
         if job is None:
             first = _put(records.STATE, Job(0, "forming", *self._nodes, keep=self._rules.keep))
             return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
-        if is_new and job.phase == "over":
-            if any(name in view.nodes and view.nodes[name].node.state != "left" for name in job.ids):
-                return None, math.inf
-            ends = tuple(Delete(key) for key in (records.STATE, *view.keys(records.STOP)))
-            return Transaction((mine, Unchanged(records.STATE, modified)), ends), math.inf
+        self._began = now if self._began is None else self._began
+        if is_new if job.phase == "over" else not has_lived:
+            until = self._of_others_until(job, view, regained)
+            if now < until or not _is_left(job, view):
+                return (None, until) if now < until else (_remove_job(mine, modified, view), math.inf)
         if self._notes is None:
             self._notes = Notes(job, now)
         self._notes.regained = regained
@@ -119,6 +122,30 @@ class Leader:
             if made.stop.kind == "lost" and view.entry(entry) is None:  # it may have come back just now
                 conditions.append(Absent(entry))
         return Transaction(tuple(conditions), tuple(writes)) if writes else None, made.wake
+
+    def _of_others_until(self, job: Job, view: StoreView, regained: float) -> float:
+        """Return until when nothing is decided of a job that this node has had no part in: see `decide`."""
+        assert self._began is not None
+        longest = max(self._began, regained) + self._rules.return_timeout
+        if not _is_left(job, view):  # they may come back
+            return longest if regained > self._began else self._began + self._rules.lost_after
+        if job.phase == "over":
+            return math.inf  # they leave
+        return longest if job.ids else self._began  # those that were killed a moment ago are gone then
+
+
+def _is_left(job: Job, view: StoreView) -> bool:
+    """Whether a node is there that takes part in a job; if none has yet, one that was told the same numbers."""
+    if not job.ids:
+        numbers = job.min_nodes, job.max_nodes
+        return any((seen.node.min_nodes, seen.node.max_nodes) == numbers for seen in view.nodes.values())
+    return any(name in view.nodes and view.nodes[name].node.state != "left" for name in job.ids)
+
+
+def _remove_job(mine: Created, modified: int, view: StoreView) -> Transaction:
+    """Return the end of what is left of a job of which nobody is: the next one is new."""
+    keys = (records.STATE, *view.keys(records.STOP), *view.keys(records.REFUSED)[:MOST_REFUSED])
+    return Transaction((mine, Unchanged(records.STATE, modified)), tuple(Delete(key) for key in keys))
 
 
 def _put(key: str, record: Job | Stop | Refusal) -> Put:

@@ -7,8 +7,8 @@
 - while a generation runs, the first `Stop` that is written ends it, whoever writes it; the next one is formed when each
   node of it has ended its workers, has gone, or has had `rules.Rules.end_timeout` for it;
 - nodes that stay keep their ranks where that leaves no gap; the ranks of those that are gone go to whoever is ready;
-- what follows a failure is the restart policy's, once for the whole job; a node that is lost, or goes, or comes, costs
-  no restart while the minimum is there.
+- what follows a failure is the restart policy's, once for the whole job; a node that comes, or goes, costs no restart,
+  and one that is lost none while the minimum is there.
 
 Moments are of the leader's monotonic clock. What was noted by another leader is not known: waits begin anew.
 """
@@ -191,8 +191,8 @@ def _follow(
     following = replace(job, generation=job.generation + 1, phase="forming", delay=0.0, address="", port=0)
     enough = len(candidates.ready(following, nodes)) >= job.min_nodes
     # Where nobody is left of those that took part, who comes now begins anew.
-    anew = not any(name in nodes for name in job.ids)
-    uncounted = stop.kind == "grow" or (stop.kind in ("lost", "left") and (enough or anew))
+    anew = not any(name in nodes and nodes[name].node.state != "left" for name in job.ids)
+    uncounted = stop.kind in ("grow", "left") or (stop.kind == "lost" and (enough or anew))
     end = replace(end, failed=stop.kind != "signal" and (not uncounted or end.survivors > 0))
     ends = (*job.ends, end)[-MOST_ENDS:]
     following = replace(following, ends=ends)

@@ -8,12 +8,14 @@ of `node_writes`; what it waits for, and how it leaves, of `node_waits`; where t
 from __future__ import annotations
 
 import math
+from signal import SIGKILL
 
 from phalanx._rendezvous import records
 from phalanx._rendezvous.effects import Earlier, Finish, Heard, Watch
 from phalanx._rendezvous.looks import Looks
-from phalanx._rendezvous.node_waits import PATIENCE, NodeWaits
+from phalanx._rendezvous.node_waits import HURRY, PATIENCE, NodeWaits
 from phalanx._rendezvous.records import DamagedError, Stop, replace
+from phalanx._rendezvous.store_view import StoreView
 from phalanx._store import store
 
 TYPE_CHECKING = False
@@ -55,6 +57,7 @@ class Participant(NodeWaits):
         self._heard: tuple[int, str] = (-1, "")
         self._is_late = False  # whether an earlier job was met
         self._has_reached = False  # whether the store has answered at all
+        self._store = b""  # which one that was
         self._looks = Looks(me.id)
 
     # --- what happens
@@ -76,6 +79,7 @@ class Participant(NodeWaits):
         What a leader decides costs time for each node there is: of many that come at once, it costs that once.
         """
         self._now = now
+        self._prove_life()  # by what was known until now
         for event in events:
             if not self._looks.hear(event, now):
                 self._take(event)
@@ -98,9 +102,7 @@ class Participant(NodeWaits):
         elif isinstance(event, store.Away):
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
-            self._regained = now if self._has_reached else self._regained
-            self._has_reached, self._away = True, None
-            self._writes.reopen()
+            self._see_back(event)
         elif isinstance(event, store.LeaseLost):
             self._regained = now
             self._entered = None
@@ -108,6 +110,14 @@ class Participant(NodeWaits):
             self._writes.reopen()
         else:
             self._give_up("refused", event.why)
+
+    def _see_back(self, event: store.Back) -> None:
+        self._regained = self._now if self._has_reached else self._regained
+        if self._has_reached and event.store != self._store:
+            self._forget_store()
+        self._has_reached, self._away, self._store = True, None, event.store
+        self._seen = 0, self._now
+        self._writes.reopen()
 
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
@@ -133,16 +143,21 @@ class Participant(NodeWaits):
         self._now = now
         me, runs = self._me, self.state in ("RUNNING", "STOPPING", "CLOSING")
         self._asked = Stop(max(0, me.generation), "signal", me.id, me.host, records.one_line(error), signal=signal)
-        self._by = min(self._by, now + (grace if runs else 0.0) + PATIENCE)
+        patience = HURRY if signal == SIGKILL else PATIENCE
+        self._by = min(self._by, now + (grace if runs else 0.0) + patience)
         if self.state == "RUNNING":
             self._see("ENDED")
         return self._settle()
 
-    def ask_leave(self, why: str, now: float) -> list[Effect]:
-        """Take this node out of the job, which goes on without it if it can."""
+    def ask_leave(self, why: str, now: float, *, at_once: bool = False) -> list[Effect]:
+        """Take this node out of the job, which goes on without it if it can. ``at_once``: nobody wants to wait."""
         self._now = now
         me = self._me
-        self._leaves = why
+        job = self._known_job()
+        if self.state == "LEAVING" or (job is not None and job.phase == "over"):
+            self._by = min(self._by, now + (HURRY if at_once else PATIENCE))
+            return self._settle()
+        self._leaves = self._leaves or why
         if self.state == "RUNNING":
             self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
         self._by = min(self._by, now + PATIENCE)
@@ -179,6 +194,12 @@ class Participant(NodeWaits):
         return self._settle()
 
     @property
+    def is_spare(self) -> bool:
+        """Whether the job runs without this node, which waits."""
+        job = self._known_job()
+        return self.state == "WAITING" and job is not None and job.phase == "running" and job.rank_of(self._me.id) < 0
+
+    @property
     def generation(self) -> int:
         """The generation whose workers run here, or have ended here last; -1: none."""
         return self._me.generation
@@ -209,13 +230,15 @@ class Participant(NodeWaits):
     def _look(self) -> None:
         """See what the store holds, and what that means for the workers here."""
         job = self._job()  # first: of a job of another version, nothing else is understood
+        self._prove_life()
+        is_early = self._waits_for_earlier(job)
         refused = self._view.refusal(self._me.id)
-        if refused and self.state == "WAITING" and not self._hosts:
+        if refused and self.state == "WAITING" and not self._hosts and (job is None or not is_early):
             self._finish(Finish("refused", refused, job))
             return
-        if self._waits_for_earlier(job):
+        if is_early:
             return
-        if self._view.is_job_gone():
+        if self._lost_job or self._view.is_job_gone():
             self._see_gone()
         if job is None or self._lost_job:
             return
@@ -242,9 +265,31 @@ class Participant(NodeWaits):
             self._effects.append(Heard(stop))
         return stop
 
+    def _prove_life(self) -> None:
+        """See whether the job is one that lives: what was written by agents that were killed may outlive them a while.
+
+        It lives if this node takes part; if its leader has changed it since this node came; or if it has had the same
+        leader for longer than a lease lasts, and such a one takes to find that nobody is left.
+        """
+        (job, modified), now = self._view.job(), self._now
+        leader, since = self._view.leader()
+        if self._seen[0] != since:
+            self._seen = since, now
+        if job is None or job.phase == "over":
+            return
+        is_led = leader not in ("", self._me.id) and self._away is None
+        lives = job.rank_of(self._me.id) >= 0 or (self._entered is not None and modified > self._entered_at)
+        self._has_lived = self._has_lived or lives or (is_led and now >= self._seen[1] + 2 * self._rules.return_timeout)
+
     def _waits_for_earlier(self, job: Job | None) -> bool:
-        """Whether there is no job yet for this node: one that is over when it comes is an earlier one of its id."""
-        self._is_new = self._is_new and (job is None or job.phase == "over")
+        """Whether there is no job yet for this node: one that ends when it comes is an earlier one of its id."""
+        stop = None if job is None else self._view.stop(job.generation)
+        is_stopped = stop is not None and stop.kind == "signal" and not self._has_lived
+        is_ending = job is not None and (job.phase == "over" or is_stopped)
+        self._is_new = self._is_new and (job is None or is_ending)
+        if not self._has_lived and self._view.is_job_gone():  # nobody was left of it
+            self._view.forget_job()
+            self._is_new = job is None or is_ending
         if self._is_new and job is not None and not self._is_late:
             self._is_late = True
             self._effects.append(Earlier())
@@ -254,6 +299,24 @@ class Participant(NodeWaits):
         self._lost_job = True
         if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
             self._see("OVER")
+
+    def _forget_store(self) -> None:
+        """See that the store is another one, which knows nothing of what was in the one before.
+
+        A node that waits enters the job that is made there; the workers of another node end with the job that was.
+        """
+        self._view = StoreView()
+        self._entered, self._entered_at, self._seen = None, 0, (0, self._now)
+        self._waiting, self._heard = (0, 0.0), (-1, "")
+        if self.state == "WAITING" and self._asked is None and not self._leaves:
+            self._me = replace(self._me, generation=-1, outcome="", error="", rank=None, exitcode=None)
+            self._ended, self._evidence = -1, b""
+            self._is_new, self._has_lived, self._is_late = True, False, False
+            self._stops.forget()
+            self._since, self._by = self._now, math.inf
+        else:
+            self._lost_job = True
+            self._lost_why = "its store was started again, and knows nothing of it"
 
     def _take_part(self, job: Job) -> None:
         """Begin a generation, unless it has ended already."""

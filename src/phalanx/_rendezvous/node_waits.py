@@ -10,7 +10,7 @@ from phalanx._rendezvous.effects import End, Finish, Heard, Missing, Start
 from phalanx._rendezvous.node_writes import NodeWrites
 from phalanx._rendezvous.records import DamagedError, OtherVersionError, Stop, Verdict, Waiting, replace
 from phalanx._rendezvous.roll_call import RollCall
-from phalanx._store.store import JOB, OWN, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, Entry, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0
 """Seconds for which a node that leaves waits for the store, and the leader for the others."""
+
+HURRY = 0.5
+"""The same, where somebody does not want to wait: what is on its way comes in milliseconds."""
 
 HOST_PATIENCE = 15.0
 """Seconds for which a node that hosts the store waits at the end for the others."""
@@ -49,6 +52,7 @@ class NodeWaits(NodeWrites):
         self._is_led = False  # whether the others run, and this node waits
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is said here, and written
         self._waiting = 0, 0.0  # which `Waiting` was seen last, and until when it lasts
+        self._lost_why = ""  # why it is not known here how the job has ended, or will
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
     def _see(self, event: str) -> None:
@@ -69,7 +73,6 @@ class NodeWaits(NodeWrites):
                 self._effects.append(End(self._asked or self._known_stop()))
             elif action == "ENTER":
                 self._me = replace(self._me, state="done" if self.state == "DONE" else "ready")
-                self._entry_lease = OWN  # it goes on, though it may have been about to leave
             elif action == "FINISH":
                 self._leave()
 
@@ -83,26 +86,36 @@ class NodeWaits(NodeWrites):
         if self.state == "DONE":
             self._wait_for_others()
         if self.state == "WAITING":
-            job = self._job()
+            job = None if self._is_new else self._job()
             if self._cannot_start and not self._hosts and job is not None and (job.phase == "running" or job.ends):
                 self._leaves = self._leaves or self._cannot_start
             self._see("LEAVE") if self._leaves else self._wait_for_job()
-        if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
+        if self._asked is not None and self.state in ("WAITING", "DONE"):
             if now >= self._by or self._away is not None:  # there is nobody to wait for
                 self._leaves = self._leaves or self._asked.error
                 self._see("LEAVE")
                 return
             self.wake = min(self.wake, self._by)
         if self.state == "LEAVING":
-            is_last = self._knows_nodes and self._hosts is not False
-            others = is_last and not (self._view.told(records.NODES) and self._is_alone())
-            until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
-            writes = self._writes.is_open("stop") or self._writes.is_open("enter") or bool(self._left_to_keep())
-            is_lost = self._away is not None and bool(self._leaves)
-            if now >= until or is_lost or (self._read is not None and not others and not writes):
-                self._see("READ")
-                return
-            self.wake = min(self.wake, until)
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        """Leave once all is read, and written; and, where this node ends the store, when the others have left.
+
+        A signal shortens that, and changes nothing else.
+        """
+        now = self._now
+        is_last = self._knows_nodes and self._hosts is not False
+        others = is_last and not (self._view.told(records.NODES) and self._is_alone())
+        until = min(self._since + (HOST_PATIENCE if self._hosts else PATIENCE), max(self._by, self._since + HURRY))
+        back = self._since + self._rules.lease
+        others = others or bool(is_last and self._hosts and now < back and self._awaits_lost())
+        writes = self._writes.is_open("stop") or self._writes.is_open("enter") or bool(self._left_to_keep())
+        is_lost = self._away is not None and (bool(self._leaves) or self._asked is not None or self._lost_job)
+        if now >= until or is_lost or (self._read is not None and not others and not writes):
+            self._see("READ")
+            return
+        self.wake = min(self.wake, until, back if back > now else math.inf)
 
     def _wait_for_store(self, away: float) -> None:
         """Leave if the store, which another node hosts, does not answer for too long."""
@@ -110,7 +123,7 @@ class NodeWaits(NodeWrites):
         if self._now < until:
             self.wake = min(self.wake, until)
             return
-        self._leaves = f"its store has not answered for {format_duration(self._away_timeout)}"
+        self._leaves = self._lost_why = f"its store has not answered for {format_duration(self._away_timeout)}"
         if self.state == "RUNNING":
             me = self._me
             self._effects.append(Heard(Stop(me.generation, "left", me.id, me.host, self._leaves)))
@@ -122,11 +135,6 @@ class NodeWaits(NodeWrites):
         if self._now < until:
             self.wake = min(self.wake, until)
             return
-        if self._entry_lease == OWN:
-            self._entry_lease, self._entered = JOB, None
-            self._me = replace(self._me, state="left")
-            self._writes.drop("enter")
-            self._write()
         if self._entered == self._me or self._now >= until + PATIENCE:
             self._see("BARRIER")
         else:
@@ -136,15 +144,17 @@ class NodeWaits(NodeWrites):
         """Give up where nobody decides, or the store is not there: the leader's own waits are shorter than this."""
         job = self._job()
         if self._away is not None:
-            since = max(self._away, self._since)
+            since, why = max(self._away, self._since), ""
             stop = self._view.stop(self._me.generation)
             if job is not None and stop is not None and stop.kind == "signal":  # all nodes end their workers
                 until, state, job = since + PATIENCE, "stopped", replace(job, verdict=Verdict("stopped", "", stop))
             else:
                 known = self._rules.join_timeout if job is None else min(self._rules.join_timeout, self._away_timeout)
                 until, state = since + known, "unreachable"
+                if self._me.generation >= 0:
+                    state, why = "unknown", f"its store has not answered for {format_duration(known)}"
             if self._now >= until:
-                self._finish(Finish(state, "", job, self._own_evidence()))
+                self._finish(Finish(state, why, job, self._own_evidence()))
             self.wake = min(self.wake, until)
             return
         is_led = job is not None and job.phase == "running" and bool(self._view.leader()[0])
@@ -203,15 +213,18 @@ class NodeWaits(NodeWrites):
             state, why = ("stopped", "") if self._asked is not None else self._given_up
             self._finish(Finish(state, why, self._known_job(), self._own_evidence()))
             return
-        job = self._job()
+        job = None if self._is_new else self._job()  # else it is an earlier one
         if job is None or self._lost_job or (verdict := job.verdict) is None:
-            has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
-            state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
-            self._finish(Finish(state, self._leaves, job, self._own_evidence()))
+            has_succeeded = self._me.outcome == "succeeded" and self._me.state == "done"
+            is_unknown = self._lost_job or bool(self._lost_why)
+            state = "unknown" if is_unknown else "succeeded" if has_succeeded else "left"
+            state = "stopped" if self._asked is not None else state
+            self._finish(Finish(state, self._lost_why or self._leaves, job, self._own_evidence()))
             return
         # Where another node hosts the store, that one is the last, though its entry may be gone: it has yet to read.
         alone = self._knows_nodes and self._hosts is not False and self._is_alone()
-        self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
+        read = self._own_evidence() if self._read is None else self._read
+        self._finish(Finish(verdict.state, verdict.why, job, read, alone))
 
     def _give_up(self, state: str, why: str) -> None:
         """Leave, for nothing can be had of the store any more: when the workers here are gone."""
@@ -240,8 +253,20 @@ class NodeWaits(NodeWrites):
             return None
 
     def _is_alone(self) -> bool:
-        """Whether no other node is there that has not left."""
-        return all(name == self._me.id or seen.node.state == "left" for name, seen in self._view.nodes.items())
+        """Whether no other node is there that has not left: who has come to an end waits for the next job."""
+        job, modified = self._view.job()
+        others = dict(self._view.nodes)
+        others.pop(self._me.id, None)
+        if job is not None and job.phase == "over":
+            its = {*job.ids}
+            others = {name: seen for name, seen in others.items() if seen.created < modified or name in its}
+        return all(seen.node.state == "left" for seen in others.values())
+
+    def _awaits_lost(self) -> bool:
+        """Whether the job has ended with the loss of a node: if that was stopped or cut off, it may come back."""
+        job = self._job()
+        stop = None if job is None or job.verdict is None else job.verdict.stop
+        return stop is not None and stop.kind == "lost" and stop.node not in self._view.nodes
 
     def _own_evidence(self) -> tuple[Entry, ...]:
         """Return what the workers here have left, if they have failed: what the others have is not to be had."""

@@ -11,6 +11,7 @@ import math
 from phalanx._rendezvous import records
 from phalanx._rendezvous.effects import Fetch, Submit, Unwatch, Watch
 from phalanx._rendezvous.leader import Leader
+from phalanx._rendezvous.records import replace
 from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
@@ -58,13 +59,15 @@ class NodeWrites:
         self._entered: Node | None = None  # the entry that the store holds
         self._entered_at = 0  # the revision at which it was written
         self._entering = me  # the one that is being written
-        self._entry_lease = OWN
+        self._has_succeeded = False  # whether the store may hold that: see `records.success_of`
         self._evidence = b""
         self._stops = Stops()  # why generations are to end: to be written
         self._asked: Stop | None = None  # somebody wants the job to end
         self._read: tuple[Entry, ...] | None = None
         self._cause: tuple[Entry, ...] | None = None  # evidence that the leader has asked for
         self._is_new = True  # whether it has not seen a job that goes on
+        self._has_lived = False  # whether it has seen that somebody is left of that
+        self._seen = 0, 0.0  # since which revision the leader leads, and since when this node knows
         self._leaves = ""  # why this node goes
         self._kept: tuple[Put, ...] = ()  # what is kept of the job, of this node
         self._keeping: tuple[Put, ...] = ()  # the same, and what is being written of it
@@ -95,7 +98,9 @@ class NodeWrites:
         if self._cause is not None:
             self._leader.learn(self._cause, self._view)
             self._cause = None
-        transaction, wake = self._leader.decide(self._view, self._now, is_new=self._is_new, regained=self._regained)
+        transaction, wake = self._leader.decide(
+            self._view, self._now, is_new=self._is_new, has_lived=self._has_lived, regained=self._regained
+        )
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)
@@ -108,32 +113,48 @@ class NodeWrites:
         """Have written what is to be in the store, and is not."""
         if self._away is not None or self._is_final:
             return
+        if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
+            self._read_left()
+        if self._lost_job:
+            return  # another job of this id may be there
         me = self._me
         # That the workers run is not said but after a lost lease: the job's state says it, until they have ended; or
         # until the job goes on without them. Who has not ended them by then cannot take part in what follows.
         is_said = me.state == "running" and not self._is_left_behind()
         is_known = self._entered == me or (self._entered is not None and is_said)
         if not is_known and not self._writes.is_open("enter"):
-            writes: list[Put | Delete] = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
-            if self._evidence:
-                its, old = records.evidence_of(me), records.evidence_of(me, before=1)
-                writes += [Put(its, self._evidence, JOB), Delete(old)]
-            self._submit("enter", Transaction((), tuple(writes)))
+            self._submit("enter", Transaction((), self._entry_of(me)))
             self._entering = me
         if self._can_lead() and not self._writes.is_open("lead"):
             put = Put(records.LEADER, me.id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
         if not self._writes.is_open("stop") and (stop := self._stops.due(self._view, self._asked)):
             self._submit("stop", stop)
-        if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
-            job = self._job()
-            generation = -1 if job is None or self._lost_job else job.with_evidence
-            self._read = () if generation < 0 else None
-            if generation >= 0 and self._is_due("read"):
-                self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
         if (left := self._left_to_keep()) and not self._writes.is_open("keep"):
             self._submit("keep", Transaction((Unchanged(records.STATE, self._view.job()[1]),), left))
             self._keeping = (*self._kept, *left)
+
+    def _read_left(self) -> None:
+        """Read what the workers of all nodes have left, if there is anything to be read."""
+        job = self._job()
+        generation = -1 if job is None or self._lost_job else job.with_evidence
+        self._read = () if generation < 0 else None
+        if generation >= 0 and self._is_due("read"):
+            self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
+
+    def _entry_of(self, me: Node) -> tuple[Put | Delete, ...]:
+        """Return the writes of how far this node is. That its workers have succeeded stays, if its machine goes."""
+        writes: list[Put | Delete] = [Put(f"{records.NODES}{me.id}", records.write(me), OWN)]
+        success = records.success_of(me.id)
+        if me.state == "done":
+            self._has_succeeded = True
+            writes.append(Put(success, records.write(replace(me, state="left")), JOB))
+        elif self._has_succeeded:
+            writes.append(Delete(success))
+        if self._evidence:
+            its, old = records.evidence_of(me), records.evidence_of(me, before=1)
+            writes += [Put(its, self._evidence, JOB), Delete(old)]
+        return tuple(writes)
 
     def _is_left_behind(self) -> bool:
         job = self._job()

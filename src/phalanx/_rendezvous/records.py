@@ -10,6 +10,7 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
     looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
+    nodes/NODE/done         `Node`: that its workers have succeeded, whatever becomes of it lease JOB
     evidence/GENERATION/NODE  what its workers have left, see `evidence`                    lease JOB
     kept/...                what the last job was that was to be kept: two of the above     none: KEPT
 
@@ -412,6 +413,15 @@ def version_of(entry: Entry) -> int:
 def evidence_of(node: Node, *, before: int = 0) -> str:
     """Return the key of what the workers of a node have left, of its generation or one ``before``."""
     return f"{EVIDENCE}{node.generation - before}/{node.id}"
+
+
+def success_of(node: str) -> str:
+    """Return the key of what stays of a node whose workers have succeeded.
+
+    >>> success_of("a")
+    'nodes/a/done'
+    """
+    return f"{NODES}{node}/done"
 
 
 def one_line(text: str) -> str:

@@ -32,6 +32,8 @@ class Rules(NamedTuple):
             and the node enters again then.
         return_timeout: The same, where the store was away, from the moment on at which the leader has it again: the
             others need some time to reach it, too.
+        lease: Seconds after which an agent is lost that is not heard of: for so long a store that one of them has stays
+            for those that are lost, which may come back.
         keep: Whether what the job was is kept when it is over, see `records.KEPT`: of the agent that makes the job.
     """
 
@@ -44,6 +46,7 @@ class Rules(NamedTuple):
     rank_timeout: float = PATIENCE
     lost_after: float = 0.0
     return_timeout: float = 0.0
+    lease: float = 0.0
     keep: bool = False
 
 

@@ -45,7 +45,7 @@ class Machines(NamedTuple):
         master: Where rank 0 of the workers listens, if that is given: its host and its port.
         lease_ttl: Seconds after which a node is lost that is not heard of.
         join_timeout, last_call, rejoin_delay, exclude_after, keep: See `rules.Rules`.
-        away_timeout: Seconds for which workers go on while the store of another agent is away.
+        away_timeout: Seconds for which workers go on while the store is away, or their agent is stopped.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
     """
@@ -90,8 +90,12 @@ class Machines(NamedTuple):
         # A secret is not shown by what shows the settings.
         return f"Machines({self.min_nodes}:{self.max_nodes}, {self.backend!r}, {','.join(self.endpoints)})"
 
-    def rules(self, policy: RestartPolicy, grace: float, notice: float) -> Rules:
-        """Return what the job holds to. ``grace``, ``notice``: seconds that workers have to end."""
+    def rules(self, policy: RestartPolicy, grace: float, notice: float, orphan_grace: float = 0.0) -> Rules:
+        """Return what the job holds to.
+
+        ``grace``, ``notice``: seconds that workers have to end; ``orphan_grace``: those that they have if their agent
+        is killed: no other takes their place while they run.
+        """
         from phalanx._rendezvous.rules import Rules
 
         return Rules(
@@ -103,8 +107,9 @@ class Machines(NamedTuple):
             exclude_after=self.exclude_after,
             rank_timeout=30.0 + self.lease_ttl,
             # The agent's own store has no other member that could end a lease by mistake.
-            lost_after=0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10),
+            lost_after=orphan_grace + (0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10)),
             return_timeout=self.lease_ttl + RETURN,
+            lease=self.lease_ttl,
             keep=self.keep,
         )
 

@@ -26,6 +26,7 @@ class StoreView:
         self._job: tuple[int, Job | None] = -1, None
         self._made = 0  # when the job was made
         self._nodes: dict[str, Seen] = {}
+        self._entered: dict[str, dict[str, Seen]] = {}  # by node: its entry, and that of its success, by their keys
         self._looks: dict[str, Entry] = {}
 
     def take(self, event: Snapshot | Changed) -> None:
@@ -44,7 +45,7 @@ class StoreView:
             if revision > self._known(key):
                 self._entries.pop(key, None)
                 self._deleted[key] = revision
-                self._nodes.pop(key.removeprefix(records.NODES), None)
+                self._drop_node(key)
                 self._looks.pop(key.removeprefix(records.LOOK), None)
         for entry in told:
             if entry.modified > self._known(entry.key):
@@ -60,24 +61,40 @@ class StoreView:
         return self._deleted.get(key, -1) if entry is None else entry.modified
 
     def _see_node(self, entry: Entry) -> None:
-        name = entry.key.removeprefix(records.NODES)
+        name = _name_in(entry.key)
         try:
             node = records.read(Node, entry)
         except DamagedError:
             version = records.version_of(entry)
             if version == records.VERSION:  # somebody else's: no node that takes part
-                self._nodes.pop(name, None)
+                self._drop_node(entry.key)
                 return
             node = Node(name, "", "", 1, version=version)  # it is to be told that it is not taken
         if node.id == name:
-            self._nodes[name] = Seen(node, entry.created, entry.modified)
+            self._entered.setdefault(name, {})[entry.key] = Seen(node, entry.created, entry.modified)
+            self._find_node(name)
+
+    def _drop_node(self, key: str) -> None:
+        name = _name_in(key)
+        if self._entered.get(name, {}).pop(key, None) is not None:
+            self._find_node(name)
+
+    def _find_node(self, name: str) -> None:
+        """Note how far a node is: what its entry says; if that is gone, that its workers have succeeded."""
+        its = self._entered[name]
+        found = its.get(f"{records.NODES}{name}") or its.get(records.success_of(name))
+        if found is None:
+            del self._entered[name]
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = found
 
     def forget(self, prefix: str) -> None:
         """Forget the keys below a prefix, which is not watched any more."""
         self._told.pop(prefix, None)
         for key in [key for key in self._entries if key.startswith(prefix)]:
             del self._entries[key]
-            self._nodes.pop(key.removeprefix(records.NODES), None)
+            self._drop_node(key)
 
     def told(self, prefix: str) -> int:
         """Return up to which revision the keys below a prefix are known; 0: they are not."""
@@ -93,7 +110,7 @@ class StoreView:
 
     @property
     def nodes(self) -> dict[str, Seen]:
-        """The nodes, by their ids."""
+        """The nodes, by their ids: those whose entries are there, and those that have gone after they succeeded."""
         return self._nodes
 
     @property
@@ -109,6 +126,10 @@ class StoreView:
         if self._job[0] != entry.modified:
             self._job = entry.modified, records.read_job(entry)
         return self._job[1], entry.modified
+
+    def forget_job(self) -> None:
+        """Forget the job that was there: the one that is there now, if any, is the first."""
+        self._made = 0
 
     def is_job_gone(self) -> bool:
         """Whether nothing is left of the job that was there when this was asked first; there may be another one."""
@@ -139,3 +160,8 @@ class StoreView:
         """Return the id of the leader, and the revision at which it became that; "" and 0: there is none."""
         entry = self._entries.get(records.LEADER)
         return ("", 0) if entry is None else (entry.value.decode("utf-8", "replace"), entry.created)
+
+
+def _name_in(key: str) -> str:
+    """Return the node of a key below ``nodes/``."""
+    return key.removeprefix(records.NODES).partition("/")[0]

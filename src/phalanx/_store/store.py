@@ -116,7 +116,13 @@ class Away(NamedTuple):
 
 
 class Back(NamedTuple):
-    """The store answers again; or for the first time. The watches go on by themselves."""
+    """The store answers again; or for the first time. The watches go on by themselves.
+
+    ``store``: which one it is: another one has none of the keys that were there, and its revisions begin anew. b"": it
+    is always the same.
+    """
+
+    store: bytes = b""
 
 
 class LeaseLost(NamedTuple):

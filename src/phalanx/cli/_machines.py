@@ -5,6 +5,8 @@ Of one machine, nothing is connected to, and no store is started: rank 0 of the 
 
 from __future__ import annotations
 
+import click
+
 from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
 from phalanx._rendezvous.conf import FILES
@@ -167,6 +169,12 @@ class MachineOptions(Declared):
         metavar="TIME",
         written=TEXT + NUMBER,
         sentence="Time between the coming of a machine and the restart with it.",
+    )
+    on_sigterm = Maybe(
+        str,
+        section=MACHINES,
+        kind=click.Choice(["leave", "stop"]),
+        sentence="What SIGTERM does: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
     )
     exclude_after = Maybe(
         int,

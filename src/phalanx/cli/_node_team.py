@@ -174,6 +174,11 @@ class MachineTeam(RunTeam, NodeTeam):
         is_its = self._job is not None and self._job.generation == generation
         self._looks.look(self.group if is_its else None, self._first, self._me.nproc, nodes, then)
 
+    def expect(self, seconds: float) -> None:
+        """See `NodeTeam`."""
+        if self.group is not None:
+            self.group.expect(seconds)
+
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
         self._held.clear()  # it was said why they end

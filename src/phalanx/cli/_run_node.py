@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -16,11 +15,10 @@ from phalanx._base.one_line import one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
-from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._rendezvous.conclusion import conclude
 from phalanx._rendezvous.entrance import come
-from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.job_ranks import first_rank
-from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous.job_run import JobRun, shortened
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
@@ -38,12 +36,14 @@ from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import ExitStack
 
+    from phalanx._rendezvous.conclusion import Conclusion
     from phalanx._rendezvous.effects import Finish
     from phalanx._rendezvous.entrance import Entrance
-    from phalanx._rendezvous.records import Job, Stop
+    from phalanx._rendezvous.evidence import JobEvidence
+    from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
     from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
@@ -116,20 +116,28 @@ def run_node(
         signals=config.signals_to_handle, asked=asked, check=check,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
-    rules = machines.rules(plan.policy, config.grace, notice)
+    rules = machines.rules(plan.policy, config.grace, notice, config.orphan_grace)
     node = Participant(
         me, rules, barrier=machines.barrier, hosts=entrance.hosts,
-        away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
+        away_timeout=machines.away_timeout, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-        run = JobRun(node, entrance.store, team)
+        run = JobRun(node, entrance.store, team, away_timeout=machines.away_timeout)
         if held is not None:
             from phalanx.cli._one_run import TOLD
 
             held.when_met(lambda: run.ask_stop(signal.SIGTERM, TOLD, config.grace))
-        code = see_node_through(run, team, plan.specs, config.grace, colour=colour)
+        on_sigterm = _on_sigterm(config.on_sigterm, machines, entrance)
+        code = see_node_through(run, team, plan.specs, config.grace, entrance.end, on_sigterm, colour=colour)
     return code, team.error
+
+
+def _on_sigterm(wish: str | None, machines: Machines, entrance: Entrance) -> str:
+    """Return what SIGTERM does: "leave": this node leaves the job; "stop": all do; "spare": it leaves if it is one."""
+    if entrance.hosts:
+        return "stop"  # the job ends with its store
+    return wish or ("leave" if machines.min_nodes < machines.max_nodes else "spare")
 
 
 def _come(plan: RunPlan, machines: Machines, until_end: ExitStack) -> Entrance:
@@ -143,18 +151,31 @@ def _come(plan: RunPlan, machines: Machines, until_end: ExitStack) -> Entrance:
         msg = f"{plan.meeting.source or f'--rdzv-backend {machines.backend}'}: {error}"
         raise click.ClickException(msg) from None
     if entrance.end is not None:
-        until_end.callback(entrance.end)
+        until_end.callback(entrance.end, 0.0)  # `see_node_through` has ended it, unless that went wrong
     return entrance
 
 
-def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool) -> int:
-    """Take part in the job until it is over, and say what became of it. Returns the exit code."""
+def see_node_through(
+    run: JobRun,
+    team: MachineTeam,
+    logs: RunLogs,
+    grace: float,
+    end: Callable[[float], None] | None,
+    on_sigterm: str,
+    *,
+    colour: bool,
+) -> int:
+    """Take part in the job until it is over, and say what became of it. Returns the exit code.
+
+    Once the node has left, a signal shortens waits, and changes nothing else. ``end`` ends the store, if it is here;
+    ``on_sigterm``: see `_on_sigterm`.
+    """
     team.record.begin()
     try:
         try:
             team.door = StackDoor(run.ask_look, team.warn)
             team.leave = run.ask_leave
-            finish, stopped = _run_all(run, team, grace)
+            finish, stopped = _run_all(run, team, grace, on_sigterm)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
             raise click.ClickException(str(error)) from None
@@ -166,77 +187,80 @@ def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float
         try:
             with suppress(SignalException):
                 team.close()
+            if end is not None:
+                shortened(end, run.patience)
         finally:
             host_signals.release(team)
             team.record.close()
 
 
-def _run_all(run: JobRun, team: MachineTeam, grace: float) -> tuple[Finish, signal.Signals | None]:
-    """Carry the node's part out. Returns how it ended, and by which signal it was stopped here, or None."""
+def _run_all(run: JobRun, team: MachineTeam, grace: float, on_sigterm: str) -> tuple[Finish, signal.Signals | None]:
+    """Carry the node's part out. Returns how it ended, and by which signal it was to end here, or None."""
     with run:
         host_signals.acquire(team)
         try:
             return run.run(), None
         except SignalException as error:
-            return _stop(run, team, error.sigval, grace), error.sigval
+            return _end(run, team, error.sigval, grace, on_sigterm), error.sigval
 
 
-def _stop(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float) -> Finish:
-    """End the job: gracefully, and at once on a further signal. See `_run_group`."""
-    death, seconds = first, grace
+def _end(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float, on_sigterm: str) -> Finish:
+    """End the job, or this node's part in it: gracefully, and at once on a further signal. See `_run_group`."""
+    is_leaving = first == signal.SIGTERM and (on_sigterm == "leave" or (on_sigterm == "spare" and run.is_spare))
+    kills = False
     while True:
         try:
-            if death == signal.SIGKILL:
+            if kills:
                 for number in signals_to_handle():
                     signal.signal(number, signal.SIG_IGN)
                 team.say("phalanx: killing the workers")
+            elif run.finish is None:
+                what = "this node leaves the job" if is_leaving else "stopping the job on all nodes"
+                team.say(f"phalanx: {first.name}: {what} (at most {grace:g} s; once more to kill)")
+            if is_leaving:
+                run.ask_leave(first.name, kills=kills)
             else:
-                team.say(
-                    f"phalanx: {death.name}: stopping the job on all nodes (at most {seconds:g} s; once more to kill)"
-                )
-            run.ask_stop(death, first.name, seconds)
+                run.ask_stop(signal.SIGKILL if kills else first, first.name, 0.0 if kills else grace)
             return run.run()
         except SignalException:
-            death, seconds = signal.SIGKILL, 0.0
+            kills = True
 
 
 def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:
     """Record how the run has ended, and report what went wrong. Returns the exit code."""
     job = finish.job
-    if finish.state == "succeeded":
+    end = conclude(finish, stopped or 0, _failing(finish, team))
+    if end.state == "succeeded":
         return _succeed(job, team)
-    stop = None if job is None or job.verdict is None else job.verdict.stop
-    if finish.state == "stopped":
-        return _conclude_stop(job, stop, stopped or signal.SIGTERM, team)
-    why = finish.why
+    if end.state == "stopped" or (end.state == "left" and end.left is None and stopped is not None):
+        return _conclude_stop(end, job, team)
     if finish.state != "failed" or job is None:
-        why = _failing(finish, team)
-        say(f"Error: {why}")
-        if job is None or not finish.evidence:
-            team.record_end("failed", 1, why)
-            return 1
-    left = JobEvidence(finish.evidence, stop, job.members)
+        say(f"Error: {_failing(finish, team)}")
+        if end.left is None:
+            team.record_end("failed", end.code, end.cause)
+            return end.code
+    left, stop = end.left, None if job is None or job.verdict is None else job.verdict.stop
+    assert left is not None
+    assert job is not None
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
     earlier = earlier_attempts(job, has_failed=finish.state == "failed")
     if left.summary and not any(left.summary in failure.detail for failure in left.failures.values()):
         say(left.summary)  # nothing is left of the rank that hangs
-    if not left.failures:
+    why = finish.why if finish.state == "failed" else _failing(finish, team)
+    if end.result is None:
         for line in earlier:
             say(line)
         cause = told(stop) if stop is not None else why
         further = f"; {why}" if why and why != cause else ""
         say(f"Error: {cause}{further}")
-        team.record_end("failed", 1, cause, _without_failures(team.name, f"{cause}{further}", left, earlier, logs))
-        return 1
-    result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
-    code, cause = verdict(result)
-    if stop is not None and left.lost is not None:
-        cause = told(stop)
-    team.error = child_failed(team.name, result, logs, earlier, why, log_dir=left.log_dir, lost=left.lost)
-    team.record_end("failed", code, cause, team.error.format_msg())
+        report = _without_failures(team.name, f"{cause}{further}", left, earlier, logs)
+        team.record_end("failed", end.code, cause, report)
+        return end.code
+    team.error = child_failed(team.name, end.result, logs, earlier, why, log_dir=left.log_dir, lost=left.lost)
+    team.record_end("failed", end.code, end.cause, team.error.format_msg())
     show_report(team.error, colour=colour)
-    return code
+    return end.code
 
 
 def _without_failures(name: str, cause: str, left: JobEvidence, earlier: list[str], logs: RunLogs) -> str:
@@ -249,20 +273,19 @@ def _without_failures(name: str, cause: str, left: JobEvidence, earlier: list[st
     return format_summary(name, "failed", cause=cause, detail=detail, endings=endings, log_dir=logs_of, earlier=earlier)
 
 
-def _conclude_stop(job: Job | None, stop: Stop | None, stopped: signal.Signals, team: MachineTeam) -> int:
-    number = stopped if stop is None else stop.signal
-    code = 128 + number
-    cause = signal.Signals(number).name if stop is None else told(stop)
+def _conclude_stop(end: Conclusion, job: Job | None, team: MachineTeam) -> int:
     for line in [] if job is None else failed_attempts(job):
         say(line)
-    say(f"the job was stopped: {cause}")
-    team.record_end("stopped", code, cause)
-    return code
+    say(f"the job was stopped: {end.cause}" if end.state == "stopped" else end.cause)
+    team.record_end("stopped", end.code, end.cause)
+    return end.code
 
 
 def _succeed(job: Job | None, team: MachineTeam) -> int:
     if job is not None and job.generation:
         say(f"attempt {job.generation} has succeeded")
+    if job is not None and job.verdict is None:
+        say("the workers of this node have succeeded; it waits no longer for those of other nodes, which go on")
     team.record_end("succeeded", 0)
     return 0
 
@@ -278,7 +301,10 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
         return f"what {where} holds of the job cannot be read: {one_line(finish.why)}"
     if finish.state == "refused":
         return f"this node is not taken: {one_line(finish.why)}"
-    why = finish.why or "it has ended without it"
-    if team.away and finish.why and team.hosted:
-        why += "; a store ends with the agent that has it, an etcd of your own does not (--rdzv-backend etcd)"
-    return f"this node has left the job: {why}"
+    if finish.state == "unknown":
+        why = f"how the job ends is not known here: {finish.why or 'it has ended without this node'}"
+        if team.away and team.hosted:
+            why += f" ({one_line(team.away)}); a store ends with the agent that has it, an etcd of your own does not"
+            why += " (--rdzv-backend etcd)"
+        return why
+    return f"this node has left the job: {finish.why}"

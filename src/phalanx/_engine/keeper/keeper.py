@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx._base.deadlines import Deadline
     from phalanx._engine.keeper.notice import Notice
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._engine.keeper.start_group import Start
@@ -64,6 +65,7 @@ class Keeper:
         )
         self._waits = Waits(self.loop, self._see)
         self._orphan_grace = 0.0
+        self._silence: Deadline | None = None  # after which the launcher is stopped, or worse
         self._taken_over: dict[int, int] | None = None  # in the keeper's place: the children that ended, and how
         self._ordered = False  # whether the launcher has ordered the end, or died
         self._death_signal: int = signal.SIGTERM
@@ -146,6 +148,12 @@ class Keeper:
         if self._notice is not None and self._state != "RUNNING":
             self._notice.set_flag()
         self._see("STOP_WITH_NOTICE" if self._notice is not None and self._state == "RUNNING" else "STOP")
+
+    def _on_expect(self, seconds: float) -> None:
+        """Stop the group as by an order, if the launcher is silent for so long: nobody else ends what it has left."""
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = self.loop.at(clock.now() + seconds, lambda: self._on_stop(signal.SIGTERM, self._waits.grace))
 
     def _on_leaving(self, pid: int) -> None:
         """A worker has left its main function by a failure. While it is being stopped, that is none of its own.
@@ -412,6 +420,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "stop": Keeper._on_stop,
     "kill": lambda keeper: keeper._see("KILL"),
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
+    "expect": Keeper._on_expect,
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
     "judged": lambda keeper, rank, alone: keeper._settling.judged(rank, alone),

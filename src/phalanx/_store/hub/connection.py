@@ -150,6 +150,7 @@ class Connection:
     def _enter(self, link: Link, welcome: Welcome) -> None:
         is_lost = self._session not in (b"", welcome.session)
         self._session, self._side = welcome.session, None
+        self.store = welcome.store
         if self._key:
             link.encrypt(Cipher(self._key, is_store=False))
         self.encrypts = link.encrypts

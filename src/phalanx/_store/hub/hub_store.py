@@ -142,7 +142,7 @@ class HubStore(Store):
             warn(f"what the agents say to each other is authenticated, but not encrypted: {needs}")
         if is_lost:
             self._tell(LeaseLost())
-        self._tell(Back())
+        self._tell(Back(self._connection.store))
         for prefix in self._watched:
             self._begin_watch(prefix)
 
@@ -176,11 +176,12 @@ class HubStore(Store):
 
     def _leave(self, seconds: float, *, ends_job: bool) -> None:
         """Give the lease back, and end."""
-        if self._is_leaving:
+        assert self._loop is not None
+        if self._is_leaving:  # once more: sooner
+            self._loop.after(max(0.0, seconds), self._stop)
             return
         self._is_leaving = True
         if self._connection.is_up:
-            assert self._loop is not None
             self._connection.send(messages.write(Leave(ends_job)))
             self._loop.after(max(0.0, seconds), self._stop)
         else:

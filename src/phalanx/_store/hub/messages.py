@@ -22,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-VERSION = 2
+VERSION = 3
 """Of the protocol. Agents of another one are refused: `Hello` and `Refusal` begin the same in all versions."""
 
 MOST_BODY = 64 << 20
@@ -106,10 +106,12 @@ class Welcome(_Message, frozen=True):
     Attributes:
         session: If it is not the one that the agent has had, that one has ended, and its lease, too.
         ttl: Seconds after which the lease ends, if nothing is heard.
+        store: Which store it is: one that is started again is another one.
     """
 
     session: _Session
     ttl: Annotated[float, Meta(gt=0, le=1e6)]
+    store: _Session
 
 
 class Beat(_Message, frozen=True):

@@ -49,9 +49,8 @@ class Service:
 
     def __init__(self, loop: Loop, ttl: float) -> None:
         self._loop = loop
-        # A store that takes the place of one that has ended (rank 0's agent was started again) has later revisions than
-        # that: agents hold on to what has a later one.
-        self._keys = Keys(int(clock.wall() * 1e6))
+        self._name = os.urandom(SESSION)
+        self._keys = Keys(1)  # as of an etcd: 0 is the revision of what is not known
         self._ttl = ttl
         self._leases = Leases(ttl)
         self._watches: Watches[Link] = Watches()
@@ -76,7 +75,7 @@ class Service:
         link.take_up_to(MOST_REQUEST + messages.MOST_HELLO)
         self._leases.hear(session, clock.now())
         self._plan()
-        link.send(messages.write(Welcome(session, self._ttl)))
+        link.send(messages.write(Welcome(session, self._ttl, self._name)))
 
     def close(self, done: Callable[[], None]) -> None:
         """Take no new agents, and call ``done`` once the last has left, and has read so."""
