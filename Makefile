@@ -46,7 +46,7 @@ docs: ## build the documentation's site, strictly
 transcripts: ## run every transcript of the documentation anew
 	$(SESSIONS) transcripts -- $(ARGS)
 
-stress: ## 1,000 groups that are shot at: signals, exhaustion, slow readers; what was broken, with its seed
+stress: ## 1,000 groups that are shot at, and 100 jobs of three hosts; what was broken, with its seed
 	$(SESSIONS) stress -- --seeds 0-$$(($(SEEDS) - 1)) $(ARGS)
 
 soak: ## the suite ten times, every second time under load

@@ -273,9 +273,10 @@ def transcripts(session: nox.Session) -> None:
 
 @nox.session
 def stress(session: nox.Session) -> None:
-    """The fault injector, see tests/injector."""
+    """The fault injector, see tests/injector; and a hundred jobs of many machines to which things happen at random."""
     install(session, "test")
     session.run("python", "-m", "tests.injector", *session.posargs)
+    session.run("python", "-m", "tests.support.shaken_jobs", "0", "100")
 
 
 @nox.session

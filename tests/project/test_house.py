@@ -61,7 +61,8 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("guest", "guest_team", "job_run", "leader", "membership", "node")),
+            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "guest_team", "job_run", "leader")),
+            *(f"_rendezvous/{name}" for name in ("membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
             *("_rendezvous/looks", "cli/_job_stacks", "cli/_node_looks", "cli/_node_team", "cli/_run_node"),
             *(

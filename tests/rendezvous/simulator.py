@@ -724,6 +724,8 @@ class SimulatedNode:
                 self._ask(effect)
         if self.node.state != self._state:
             self._state, self.since = self.node.state, self._simulation.now
+            if self._state == "LEAVING" and self._simulation.setting.faults and self._simulation.chance(0.05):
+                self._later(self.interrupt, self._simulation.random.uniform(0, 0.01))
         wake = self.node.wake
         if wake < math.inf and self.finish is None:
             self._later(self._tick, max(0.0, wake - self._simulation.now))
@@ -863,6 +865,8 @@ class SimulatedNode:
 
     def interrupt(self) -> None:
         """Have somebody press Ctrl-C here; and now and then once more."""
+        if not self.is_alive or self.finish is not None:
+            return
         self.asked = self._simulation.is_asked = True
         self.do(self.node.ask_stop(2, "SIGINT", GRACE, self._simulation.now))
         if self._simulation.chance(0.3):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SEEDS = 3000
 """Of the tests; `python -m tests.rendezvous.simulator 0 100000` plays more."""
 
-ENOUGH = 1500
+ENOUGH = 1000
 """Seeds within which a mistake is seen."""
 
 

@@ -252,7 +252,8 @@ class Shaken:
             last = [span for span in mine if span.attempt == max(each.attempt for each in mine)]
             if code == 0 and not all(span.is_well for span in last):
                 yield f"the agent of host {agent.number} exits with 0, and its workers have not succeeded: {last}"
-            if code not in (-9, 0, 1, 2, UNKNOWN, 130, 143, 137, *range(10, 16)):
+            early = {128 - known for known in self.signals}  # its signals were not handled yet
+            if code not in (-9, 0, 1, 2, UNKNOWN, 130, 143, 137, *range(10, 16), *early):
                 yield f"the agent of host {agent.number} exits with {code}"
             if code == 130 and 130 not in self.signals and 143 not in self.signals:
                 yield f"the agent of host {agent.number} exits with {code}, and nobody has sent a signal"

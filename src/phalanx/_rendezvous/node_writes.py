@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from phalanx._store.store import Entry
 
 
+CONCEDED = 1.0
+"""Seconds for which a node that has just come leaves it to the others to lead: they know whether the job lives."""
+
+
 class NodeWrites:
     """What a node has written: the base of `Participant`, which says what happens.
 
@@ -178,7 +182,13 @@ class NodeWrites:
     def _can_lead(self) -> bool:
         """Whether nobody leads, and this node may."""
         is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job and not self._leaves
-        return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
+        if not is_here or self._view.told(records.JOB) == 0 or self._view.leader()[0]:
+            return False
+        job = self._job()
+        if self._has_lived or job is None or job.phase == "over" or self._now >= self._seen[1] + CONCEDED:
+            return True
+        self.wake = min(self.wake, self._seen[1] + CONCEDED)
+        return False
 
     def _submit(self, what: str, transaction: Transaction) -> None:
         if self._is_due(what):

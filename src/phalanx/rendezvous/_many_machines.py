@@ -367,14 +367,16 @@ class ManyMachinesRendezvous(RendezvousHandler):
         verdict = None if finish.job is None else finish.job.verdict
         kind: type[RendezvousError] = RendezvousClosedError
         told = f"the job is over: {', '.join(filter(None, (state, why, guest.why(verdict))))}"
-        if state == "unreachable" or (state == "left" and guest.away):
+        if state == "unreachable" or (state == "unknown" and guest.away):
             kind, told = RendezvousConnectionError, f"{where} has not answered in time: {guest.away}"
+        elif state == "unknown":
+            told = f"how the job ends is not known here: {why or 'it has ended without this machine'}"
         elif state == "refused":
             kind, told = RendezvousConnectionError, f"this machine is not taken: {why}"
         elif state == "damaged":
             kind, told = RendezvousStateError, f"what {where} holds of the job cannot be read: {why}"
         elif state == "left":
-            told = f"{self._closed()}: this machine has left the job: {why or 'which has ended without it'}"
+            told = f"{self._closed()}: this machine has left the job: {why}"
         elif state == "timeout":
             kind, told = RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"
         elif state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
