@@ -46,6 +46,17 @@ SERVICES = {
         "        one.recv(16)\n"
         "        one.close()\n"
     ),
+    "changes": (
+        "import itertools, socket\n"
+        "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
+        "    print(flush=True)\n"
+        "    for number in itertools.count():\n"
+        "        one, _ = it.accept()\n"
+        "        one.recv(1024)\n"
+        "        if number > 5:\n"
+        "            one.sendall(b'HTTP/1.1 400 Bad Request\\r\\nServer: nginx\\r\\nConnection: close\\r\\n\\r\\n')\n"
+        "        one.close()\n"
+    ),
     "silent": (
         "import socket, time\n"
         "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
@@ -145,7 +156,7 @@ def serving(hosts: Hosts, service: str) -> Iterator[None]:
             other.kill()
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", SAYS)
 def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts: Hosts, service: str) -> None:
     one = job("2", at("c10d", HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=4"]
@@ -159,6 +170,27 @@ def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts
     where = f"the agent at {HEAD}:29400"
     assert re.search(rf"phalanx: {where} does not answer \({SAYS[service]}\); it is tried", there)
     assert re.search(rf"Error: {where} has not answered in time: {SAYS[service]}\n", there)
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_each_reason_why_nobody_answers_is_said_and_the_error_names_the_latest(
+    job: Callable[..., Job], hosts: Hosts, backend: str
+) -> None:
+    """Nobody listens there; what listens closes the connection; it speaks HTTP."""
+    one = job("2", at(backend, HEAD))
+    one.conf = ["lease_ttl=2", "join_timeout=8"]
+    agents = one.start(2, options=["--run-id", "reasons"])
+    agents[0].wait_for(r"does not answer \(.*Connection refused\); it is tried again\n")
+    with serving(hosts, "changes"):
+        agents += one.start(1, options=["--run-id", "reasons"])
+        latest = SAYS["http"] if backend == "c10d" else SAYS["http"].replace("agent", "etcd")
+        closes = SAYS["closes"] if backend == "c10d" else "Connection reset by peer|Socket closed"
+        for agent in agents:
+            agent.wait_for(rf"\((\S+: )?({closes}).*\); it is tried again\n")
+            agent.wait_for(rf"\((\S+: )?{latest}\); it is tried again\n")
+        assert [agent.end() for agent in agents] == [1, 1]
+    for agent in agents:
+        assert re.search(rf"Error: .*: {latest}\n", agent.said), agent.said
 
 
 def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Hosts) -> None:

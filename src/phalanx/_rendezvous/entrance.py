@@ -247,7 +247,7 @@ def _serve_or_find(
     from phalanx._base.latch import Latch
     from phalanx._store.hub.hub_store import HubStore
 
-    until, over, has_said = clock.now() + machines.join_timeout, over or Latch(), False
+    until, over, whys = clock.now() + machines.join_timeout, over or Latch(), set[str]()
     while (end := _serve(machines, place, run_id, warn)) is None:
         word = _first_word(HubStore(_own_settings(machines, place, run_id)))
         if not isinstance(word, Away):  # it answers; or it will not have this agent, as it is going to say
@@ -256,8 +256,8 @@ def _serve_or_find(
         if clock.now() + AGAIN >= until:
             msg = f"{where} is in use on this machine, and not by an agent of this job: {word.why}"
             raise OSError(msg)
-        if not has_said:
-            has_said = True
+        if word.why not in whys:
+            whys.add(word.why)
             warn(f"{where} is in use on this machine, and not by an agent of this job ({word.why}); it is tried again")
         if over.wait(AGAIN):  # no event tells that a port is free
             break

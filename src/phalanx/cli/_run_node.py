@@ -304,7 +304,7 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
     if finish.state == "unknown":
         why = f"how the job ends is not known here: {finish.why or 'it has ended without this node'}"
         if team.away and team.hosted:
-            why += f" ({one_line(team.away)}); a store ends with the agent that has it, an etcd of your own does not"
-            why += " (--rdzv-backend etcd)"
+            why += f"; {where} does not answer ({one_line(team.away)}): "
+            why += "a store ends with the agent that has it, an etcd of your own does not (--rdzv-backend etcd)"
         return why
     return f"this node has left the job: {finish.why}"

@@ -157,7 +157,7 @@ class EtcdStore(Store):
     async def _carry_on(self) -> None:
         """Have one session after another, until etcd refuses us."""
         pause, since, endpoints = _PAUSE[0], clock.now(), self._settings.endpoints
-        first, away = 0, set[str]()
+        first, away = 0, ""
         while True:
             session = None
             try:
@@ -170,7 +170,7 @@ class EtcdStore(Store):
                 self._deliver(Back())
                 await self._warn_of_users(session)
                 since = clock.now()
-                away.clear()
+                away = ""
                 await self._stay(session)
             except RefusedError as error:
                 self._deliver(Refused(str(error)))
@@ -181,9 +181,9 @@ class EtcdStore(Store):
                 if self._session is session and clock.now() - since > _LASTING:
                     pause = _PAUSE[0]
                 why = session.words(error)
-                if not away or (isinstance(error, BrokenError) and why not in away):  # the latter: it answers, but so
+                if why != away:
+                    away = why
                     self._deliver(Away(why))
-                    away.add(why)
             finally:
                 self._session = None
                 if session is not None:

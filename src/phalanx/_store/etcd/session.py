@@ -25,6 +25,8 @@ _PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTA
 _ENDED = "the session has ended"
 WATCH_ENDED = "etcd has ended a watch"
 _CLOSED = "Socket closed"
+_FOREIGN = "Failed parsing HTTP/2"  # so grpc begins on what does not speak it
+_OLDER_HTTP = "http1.x"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 _OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
@@ -87,6 +89,9 @@ class Session:
         else:
             said = _PREFACE.sub("", error.details() or error.code().name.lower())
         said = self._settings.tls.words(said, self.endpoint.rpartition(":")[0])
+        if said.startswith(_FOREIGN):
+            spoken = ", it speaks HTTP" if _OLDER_HTTP in said else ""
+            said = f"what answers there is no etcd{spoken}: another port is needed"
         if said == _CLOSED and not (self._has_answered or self._settings.ca or self._settings.cert):
             said += ", as an etcd does that wants TLS (ca=PATH)"
         return f"{self.endpoint}: {said or 'no answer in time'}"
