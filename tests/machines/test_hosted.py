@@ -87,6 +87,23 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
     assert not wait_gone(workers)
 
 
+def test_workers_that_are_being_stopped_are_not_said_to_go_on(job: Callable[..., Job]) -> None:
+    """They ignore SIGTERM, and the host of the store is lost meanwhile."""
+    one = job("c10d", "3")
+    one.conf.append("away_timeout=1")
+    script = Path(one.command[0])
+    script.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{script.read_text()}")
+    agents = one.start(1, 2, 3)
+    everyone(agents, 0, 6)
+    one.fail(int(agents[1].workers(0, 6)[0]), 0)
+    agents[2].wait_for("; stopping the workers")
+    os.kill(agents[0].launcher(), signal.SIGKILL)
+    for agent in agents[1:]:
+        agent.wait_for("does not answer .*; it is tried again")
+        assert "the workers go on" not in agent.said
+        assert agent.end() == 1
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_host_that_is_cut_off_from_the_store_comes_back(job: Callable[..., Job], backend: str) -> None:
     """For less than its lease lasts, a host is not lost; for longer, it is, and has its part again when it is back."""

@@ -77,6 +77,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._told_rank: int | None = None  # for which node rank it was said what is to be typed
         self._grace = grace
         self._job: Job | None = None
+        self._going_on = -1  # the generation whose workers are not to end, as far as is known here; -1: none
         self._first = 0  # the rank in the job of local rank 0
         self._began = 0.0
         self._keeps = keeps  # until it was said that the job does not
@@ -156,7 +157,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
-        self._job, self._began = job, clock.now()
+        self._job, self._began, self._going_on = job, clock.now(), job.generation
         self._held.clear()
         self._wait_no_more()
         self._first = first_rank(job, rank)
@@ -181,6 +182,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
+        self._going_on = -1
         self._held.clear()  # it was said why they end
         if self._look.puts_off(clock.now()):
             self.poll_seconds = LOOK
@@ -212,6 +214,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. It waits for no stacks."""
+        self._going_on = -1
         self._held.clear()
         if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
             self.group.hang_report.hurry()
@@ -221,7 +224,7 @@ class MachineTeam(RunTeam, NodeTeam):
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
         if isinstance(what, Stop):
-            self.stopped = what
+            self.stopped, self._going_on = what, -1
             if what.kind == "hang" and what.node != self._me.id and self.group is not None:
                 self._look.begin(self.group, self._wake)  # before their end, which is ordered next
             if what.kind == "signal":
@@ -304,7 +307,8 @@ class MachineTeam(RunTeam, NodeTeam):
         self.away = why
         if why not in self._whys:
             self._whys.add(why)
-            runs = "the workers go on, " if self.group is not None and self.group.is_open else ""
+            go_on = self._going_on >= 0 and self.group is not None and self.group.is_open
+            runs = "the workers go on, " if go_on else ""
             self.say(f"phalanx: {self.where} does not answer ({one_line(why)}); {runs}it is tried again")
 
     # --- what the workers do
@@ -326,6 +330,8 @@ class MachineTeam(RunTeam, NodeTeam):
                     elif isinstance(event, kinds.TimerLeft):
                         hung.pop(of_rank, None)
                 elif isinstance(event, kinds.WorkerExited) and event.state == "failed":
+                    if event.attempt == self._going_on:
+                        self._going_on = -1  # the group falls together
                     what = hung.get((event.attempt, event.rank), "")
                     stop = self._stop(event.attempt, what or event.how, self._first + event.rank, event.exitcode)
                     self._hold(event.attempt, replace(stop, kind="hang") if what else stop)
