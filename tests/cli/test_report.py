@@ -98,12 +98,25 @@ def test_the_report_on_a_success_has_every_attempt_and_the_step_of_the_last(plac
     assert f"{script} SUCCEEDED\n" in shown
     assert "rank 0: succeeded\n" in shown
     earlier = shown.partition("Earlier Attempts:\n")[2].splitlines()
-    assert [re.sub(r"^  attempt \d[^:]*: ", "", line) for line in earlier] == [
+    assert [re.sub(r"^  attempt \d, \S+ after \S+: ", "", line) for line in earlier] == [
         "rank 0, ValueError: bad batch, step 100",
         "rank 0, OSError: no shard, step 101",
         RULE,
     ]
     assert [one["step"] for one in record(folder(place))["attempts"]] == [100, 101, 102]
+
+
+def test_attempts_that_have_ended_alike_have_one_line_in_the_report_on_a_success(place: Place) -> None:
+    script = place.write("""
+        import os
+        if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "3": raise ValueError("bad batch")
+        """)
+    for options, who in ([], "rank 0, "), (["--restart", "worker"], ""):
+        assert place.run("--max-restarts", 3, *options, script).status == 0
+        earlier = report(place).partition("Earlier Attempts:\n")[2].splitlines()
+        head = "rank 0: " if options else ""
+        assert re.fullmatch(rf"  {head}attempts 0 to 2, [\d:]+ to [\d:]+: {who}ValueError: bad batch", earlier[0])
+        assert earlier[1:] == [RULE]
 
 
 def test_the_report_on_workers_that_are_started_again_one_by_one(place: Place) -> None:

@@ -33,6 +33,20 @@ def test_attempts_are_numbered_and_restarts_counted() -> None:
 def test_earlier_attempts_are_numbered_from_0() -> None:
     assert earlier_attempts(job(True, True), has_failed=True) == ["attempt 0, after 1m00s: host host0, gone"]
     assert earlier_attempts(job(False, True), has_failed=True) == ["attempt 0, after 1m00s: gone"]
-    assert failed_attempts(job(False, True, True))[0] == "attempt 1, after 1m00s: host host0, gone"
-    assert len(failed_attempts(job(*[True] * 30))) == 20
-    assert len(earlier_attempts(job(*[True] * 30), has_failed=False)) == 20
+    assert failed_attempts(job(False, True)) == ["attempt 1, after 1m00s: host host0, gone"]
+
+
+def test_earlier_attempts_that_have_ended_alike_have_one_line() -> None:
+    many = job(*[True] * 30)
+    assert failed_attempts(many) == ["attempts 0 to 29, after 1m00s: host host0, gone"]
+    assert earlier_attempts(many, has_failed=True) == ["attempts 0 to 28, after 1m00s: host host0, gone"]
+    ends = [replace(end, error=f"pid {40 + end.generation} is gone", step=7, rank=3) for end in many.ends[:5]]
+    ends[2] = replace(ends[2], rank=2)
+    ends[4] = replace(ends[4], uptime=2.0, step=9)
+    assert earlier_attempts(replace(many, ends=tuple(ends)), has_failed=False) == [
+        "attempts 0 to 1, after 1m00s: rank 3 on host host0, pid … is gone, step 7",
+        "attempt 2, after 1m00s: rank 2 on host host0, pid 42 is gone, step 7",
+        "attempts 3 to 4, after 2.0s to 1m00s: rank 3 on host host0, pid … is gone, steps 7, 9",
+    ]
+    unlike = [replace(end, error="bad"[: end.generation % 3 + 1]) for end in many.ends]
+    assert len(failed_attempts(replace(many, ends=tuple(unlike)))) == 21  # those in the middle are left out

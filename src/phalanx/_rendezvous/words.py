@@ -6,18 +6,15 @@ It knows no console: `phalanx run` says these words, and the errors of agents ha
 from __future__ import annotations
 
 from phalanx._agent.history import describe_restart
-from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
+from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._rendezvous.records import replace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.records import End, Job, Stop
-
-MOST_EARLIER = 20
-"""Earlier attempts that a report has."""
 
 
 def told(stop: Stop | End) -> str:
@@ -49,19 +46,21 @@ def follows(job: Job, policy: RestartPolicy) -> str:
 
 
 def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
-    """Return how the attempts have ended before the one that a report is about, a line each.
+    """Return how the attempts have ended before the one that a report is about: equal ones in a row have one line.
 
     ``has_failed``: whether the last one that has ended is that one.
     """
-    ends = job.ends[:-1] if has_failed else job.ends
-    return [_earlier(end) for end in ends[-MOST_EARLIER:]]
+    return describe([_earlier(end) for end in (job.ends[:-1] if has_failed else job.ends)])
 
 
 def failed_attempts(job: Job) -> list[str]:
-    """Return how the attempts have ended that have failed, a line each: of a job that was stopped."""
-    return [_earlier(end) for end in job.ends if end.failed][-MOST_EARLIER:]
+    """Return how the attempts have ended that have failed, likewise: of a job that was stopped."""
+    return describe([_earlier(end) for end in job.ends if end.failed])
 
 
-def _earlier(end: End) -> str:
-    step = "" if end.step is None else f", step {end.step}"
-    return f"attempt {end.generation}, after {format_duration(end.uptime)}: {told(end)}{step}"
+def _earlier(end: End) -> Earlier:
+    """The moment of its end is not known: there are as many clocks as machines."""
+    from phalanx._outcomes.report import mask  # when a report is made
+
+    masked = told(replace(end, error=mask(end.error)))
+    return Earlier(end.generation, told(end), masked, (end.kind, end.failed, end.exitcode), end.step, end.uptime)

@@ -6,8 +6,9 @@ ends (`_outcomes.report`).
 
 from __future__ import annotations
 
+from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._outcomes.outcome import STATES, Outcome
-from phalanx._outcomes.report import format_report, format_summary
+from phalanx._outcomes.report import format_report, format_summary, mask
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def describe_run(
     cause: str = "",
     detail: Sequence[str] = (),
 ) -> str:
-    """Return the report on a run, with a line on each attempt before its last one.
+    """Return the report on a run, with lines on the attempts before its last one.
 
     Args:
         run: Its record.
@@ -67,18 +68,31 @@ def _outcome(facts: Record) -> Outcome:
 
 
 def _earlier_attempts(run: Record) -> list[str]:
-    """Return a line on each attempt that another one has followed, or was to follow."""
+    """Return lines on the attempts that another one has followed, or was to follow: equal ones in a row have one."""
     *before, last = run["attempts"] or [None]
     if run["restart"] == "worker":
-        return [rank["cause"] for attempt in run["attempts"] for rank in attempt["ranks"] if rank["cause"]]
+        return _earlier_of_workers(run)
     if last is not None and last["cause"]:
         before.append(last)
-    return [_line(attempt) for attempt in before]
+    return describe([_earlier(attempt) for attempt in before])
 
 
-def _line(attempt: Record) -> str:
-    cause: str = attempt["cause"]
-    if cause.startswith("attempt "):
-        return cause
-    step = "" if attempt["step"] is None else f", step {attempt['step']}"
-    return f"attempt {attempt['number']}: {cause or 'ended, and nothing had failed'}{step}"
+def _earlier_of_workers(run: Record) -> list[str]:
+    """Return the same where workers are started again one by one: what each has failed with."""
+    histories: dict[int, list[Earlier]] = {}
+    for attempt in run["attempts"]:
+        for facts in attempt["ranks"]:
+            if facts["cause"]:
+                cause = facts["cause"].removeprefix(f"rank {facts['rank']}: ")
+                its = {**attempt, "ended": facts["ended"], "cause": cause, "step": None}
+                histories.setdefault(facts["rank"], []).append(_earlier(its))
+    return [f"rank {rank}: {line}" for rank, history in sorted(histories.items()) for line in describe(history)]
+
+
+def _earlier(attempt: Record) -> Earlier:
+    number, ended, step = attempt["number"], attempt["ended"], attempt["step"]
+    cause: str = attempt["cause"].removeprefix(f"attempt {number}: ").removesuffix(f", step {step}")
+    cause = cause or "ended, and nothing had failed"
+    who, comma, error = cause.partition(", ")
+    uptime = max(0.0, (ended or 0.0) - attempt["started"])
+    return Earlier(number, cause, f"{who}{comma}{mask(error)}", None, step, uptime, ended)
