@@ -314,9 +314,9 @@ def test_the_line_of_a_delay_and_of_a_step() -> None:
     team = Scripted(stuck, stuck, AttemptEnd("succeeded"))
     ending, _events = observed(team, RestartPolicy(3, backoff=0.01, jitter=0))
     assert ending.state == "succeeded"
-    assert team.said[0].endswith("exited with code 1, step 10; attempt 1 follows in 10.0 ms (restart 1 of at most 3)")
+    assert team.said[0].endswith("exited with code 1, step 10; attempt 1 follows in 10ms (restart 1 of at most 3)")
     assert ", step 10, same step as attempt 0; " in team.said[1]
-    assert team.said[1].endswith("; attempt 2 follows in 20.0 ms (restart 2 of at most 3)")
+    assert team.said[1].endswith("; attempt 2 follows in 20ms (restart 2 of at most 3)")
 
 
 def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:

@@ -274,7 +274,7 @@ def test_a_group_that_is_dropped_is_killed_and_lets_go_of_the_signals() -> None:
     supervisor = group._started()
     kept = [group]
     del group
-    with pytest.warns(ResourceWarning, match="'g', running, 1 ranks> was dropped, and is killed; close it"):
+    with pytest.warns(ResourceWarning, match="'g', running, 1 rank> was dropped, and is killed; close it"):
         kept.clear()
     assert signal.getsignal(signal.SIGTERM) == before
     supervisor.join()

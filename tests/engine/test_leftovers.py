@@ -194,7 +194,7 @@ def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate:
         (tmp_path / "go").write_text("\n")
         assert run.stdout is not None
         lines = [run.stdout.readline(), run.stdout.readline()]
-        said = rf"phalanx: waiting at most 10 s for what is left behind: pid {pid} \(.*\) of rank 0, \d+\.\d s old\n"
+        said = rf"phalanx: waiting at most 10 s for what is left behind: pid {pid} \(.*\) of rank 0, [\d.]+m?s old\n"
         assert re.fullmatch(said, lines[1]), lines
         gate.open()
         assert run.stdout.read() == ""
@@ -216,7 +216,7 @@ def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready:
     assert run.returncode == 0
     # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.
     said = re.search(
-        rf"phalanx: ended what was left behind: pid {pid} \(.*\) of rank 0, \d+\.\d s old: SIG(TERM|KILL)\n", out
+        rf"phalanx: ended what was left behind: pid {pid} \(.*\) of rank 0, [\d.]+m?s old: SIG(TERM|KILL)\n", out
     )
     assert said, out
     [record] = (tmp_path / "logs").glob("*/run.json")
@@ -235,7 +235,7 @@ def test_a_library_logs_what_no_console_shows(caplog: pytest.LogCaptureFixture) 
         group.wait(TIMEOUT)
     [record] = caplog.records
     # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.
-    said = r"ended what was left behind: pid \d+ \(.*sleep 600.*\) of rank 0, \d+\.\d s old: SIG(TERM|KILL)"
+    said = r"ended what was left behind: pid \d+ \(.*sleep 600.*\) of rank 0, [\d.]+m?s old: SIG(TERM|KILL)"
     assert re.fullmatch(said, record.getMessage())
 
 
@@ -246,12 +246,12 @@ def some(count: int, **changes: Any) -> list[Leftover]:
 
 def test_lines() -> None:
     assert list(lines_of_ended(some(1, exitcode=None, signal_sent=9), 0)) == [
-        "ended what was left behind: pid 100 (sleep 600) of rank 0, 2.0 h old: SIGKILL, and it is still there"
+        "ended what was left behind: pid 100 (sleep 600) of rank 0, 2h01m old: SIGKILL, and it is still there"
     ]
     assert list(lines_of_ended(some(7), 30))[4:] == ["ended what was left behind: 33 more processes of ranks 4-6"]
     assert list(lines_of_ended(some(5), 0))[4:] == ["ended what was left behind: 1 more process of rank 4"]
     assert line_of_waiting(some(1, command="a\x1b[2Jb" + "c" * 200, age=3.0), 1, 10) == (
-        f"waiting at most 10 s for what is left behind: pid 100 (a?[2Jb{'c' * 73}…) of rank 0, 3.0 s old"
+        f"waiting at most 10 s for what is left behind: pid 100 (a?[2Jb{'c' * 73}…) of rank 0, 3.0s old"
     )
     assert line_of_waiting(some(6), 20, 1.5).endswith(" and 16 more of ranks 4-5")
 

@@ -35,7 +35,7 @@ PIECES = [
     "\n", " ", "0", "a\n", "  File", "(", '"', "\x1b", "\x1b[", "\x1b]", "\r", "\t", "é", "\ud800", "\x00", " \n",
     "\n ", "_",
     "native frames (py-spy):\n", "\nnative frames (py-spy):", "Thread 0x1 (most recent call first):  ",
-    '  File "', '", line 1 in ', "pid ", "process", "rank", "local_rank 0", "0xa", "0xabcdef ", "1 ms ", "12.3 s over",
+    '  File "', '", line 1 in ', "pid ", "process", "rank", "local_rank 0", "0xa", "0xabcdef ", "1ms ", "12.3s over",
     "cuda:", "peer ", "connection was ", "Error",
 ]  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_it_is_said_and_recorded(place: Place, ready: Ready, gate: Gate, fails: 
         gate.open(2)
         done = launcher.end()
     assert done.status == 3 * fails
-    assert len(re.findall(r"^(?:phalanx: )?rank 1: succeeded, \d+\.\ds before the rest$", done.err, re.MULTILINE)) == 1
+    assert len(re.findall(r"^(?:phalanx: )?rank 1: succeeded, [\d.]+m?s before the rest$", done.err, re.MULTILINE)) == 1
     (record,) = place.logs.glob("*/run.json")
     ranks = json.loads(record.read_text())["attempts"][0]["ranks"]
     assert ranks[1]["early"] > 0
@@ -97,7 +97,7 @@ class DistStoreError(Exception):
 
 
 SERVES = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-GONE = r"rank 0 had ended \d+\.\d s before, and with it what it served \(torch's store, at MASTER_PORT\)"
+GONE = r"rank 0 had ended [\d.]+m?s before, and with it what it served \(torch's store, at MASTER_PORT\)"
 
 
 @pytest.mark.parametrize(

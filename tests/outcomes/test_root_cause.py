@@ -782,7 +782,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
         assert failure.message == (
             "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
         )
-        assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
+        assert re.search(r"it had recorded ValueError: handled [\d.]+m?s before, and gone on$", failure.detail)
 
 
 @pytest.mark.parametrize("kind", ["script", *METHODS])
@@ -858,7 +858,7 @@ def test_a_program_below_the_worker_tells_and_is_said_to(tmp_path: Path) -> None
     assert (failure.exitcode, failure.message) == (5, "ValueError: below")
     assert "in main" in failure.traceback
     pid = (tmp_path / "pid").read_text()
-    assert re.match(rf"recorded by process {pid}, below the worker, \d\.\d s before its end", failure.detail)
+    assert re.match(rf"recorded by process {pid}, below the worker, [\d.]+m?s before its end", failure.detail)
 
 
 CUSTOM = """

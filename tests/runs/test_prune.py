@@ -129,7 +129,7 @@ def test_it_says_what_it_would_free_before(place: Place) -> None:
     assert head.split() == ["RUN", "STATE", "AGE", "SIZE"]
     assert row.split()[:3] == ["old", "failed", "40d00h"]
     assert summary.startswith("to be removed: 1 run, ")
-    assert "; 1 run, " in summary
+    assert "; kept: 1 run, " in summary
     assert "nothing was removed: there is no terminal to ask at; give --yes" in done.err
     assert names(place) == ["new", "old"]
     assert prune(place, "--older", "30d", "--dry-run").status == 0
@@ -298,7 +298,7 @@ def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
     (place.logs / "old").rename(place.logs / f"{catalog.REMOVED}old")
     assert [run.name for run in catalog.find([str(place.logs)])] == ["new"]
     done = prune(place, "--keep", "5", "-y")
-    assert done.out.startswith("to be removed: 0 runs, 0 B; 1 run, ")
+    assert done.out.startswith("to be removed: 0 runs, 0 B; kept: 1 run, ")
     assert "what is left of 1 run whose removal was interrupted" in done.out
     assert names(place) == ["new"]
 

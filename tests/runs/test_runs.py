@@ -568,7 +568,7 @@ def test_a_table_for_pipes(place: Place) -> None:
     )
     assert b.split()[:6] == ["b_b", "failed", "2033-05-18T03:33:20", "1.2s", "1000", "1"]
     assert b.endswith("rank 3: \\x1b[2J")
-    assert c.split()[:6] == ["c", "running", "2065-01-24T05:20:00", "0.0s", "1", "-"]
+    assert c.split()[:6] == ["c", "running", "2065-01-24T05:20:00", "0ms", "1", "-"]
     assert f"'a\\tb' 'x y' '{'é' * 300}'" in c  # never cut, never wrapped
     assert {line.index(word) for line, word in ((head, "STATE"), (a, "succ"), (b, "failed"), (c, "runn"))} == {22}
 

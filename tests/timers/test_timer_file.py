@@ -445,7 +445,7 @@ def test_several_scopes_of_one_worker_are_one_kill(
     assert events.names.count("worker.reaped") == 1
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 1
-    late = r"was not left in time; [\d.]+ s over"
+    late = r"was not left in time; [\d.]+m?s over"
     assert re.search(f"'a' {late}; 'b' {late}; 'c' {late}", said[0])
 
 

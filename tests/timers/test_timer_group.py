@@ -165,7 +165,7 @@ def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path
     place = f"{script}:{line_of('timer.expires', program)}"
     what = re.escape(f"'read the batch' ({place}) was not left within 0.2 s")
     hung = f"rank 3: {what}; "
-    late = r"[\d.]+ m?s over"
+    late = r"[\d.]+m?s over"
     where = re.escape(
         f"3 of 4 ranks wait in all_reduce (train.py:{line_of('.wait()', program)}); "
         f"rank 3 is in read_batch (train.py:{line_of('        lock.acquire()', program)})"
@@ -312,9 +312,7 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
     detail = timer_detail(error_file)
     message = read_error_file(error_file)[0]["message"]["message"]  # type: ignore[index]  # it is there
     assert message == "Hang: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker"
-    also = (
-        "\nalso: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker; 1.0 s over its deadline"
-    )
+    also = "\nalso: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker; 1.0s over its deadline"
     assert also in detail
     assert [line.partition(";")[0] for line in said] == [
         "rank 0: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx._base.clock import format_duration
 from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
+from phalanx._base.rank_ranges import how_many
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def decide(
     failures = [end for end in ends if end.failed]
     code = last.exitcode
     if last.survivors:
-        what = _times(last.survivors, "worker")
+        what = how_many(last.survivors, "worker")
         return Decision(retries=False, why=f"{what} outlived SIGKILL, and may hold what another attempt needs")
     if code is not None and code in policy.never_on:
         return Decision(retries=False, why=f"{_name(code)} is one after which nothing is restarted")
@@ -169,11 +170,11 @@ def decide(
     if policy.without_progress is not None and idle >= policy.without_progress:
         best = max((end.step for end in ends if end.step is not None), default=None)
         where = "no step was reported" if best is None else f"step {best} was not passed"
-        return Decision(retries=False, why=f"no progress in {_times(idle, 'attempt')}: {where}")
+        return Decision(retries=False, why=f"no progress in {how_many(idle, 'attempt')}: {where}")
     early = _count_last(failures, lambda end: end.uptime < policy.min_uptime)
     if policy.min_uptime and early >= policy.failing_starts:
         within = format_duration(policy.min_uptime)
-        return Decision(retries=False, why=f"failing on start: {_times(early, 'attempt')} ended within {within}")
+        return Decision(retries=False, why=f"failing on start: {how_many(early, 'attempt')} ended within {within}")
     counted = code is None or code not in policy.always_on
     used = sum(policy.window is None or moment > now - policy.window for moment in restarts)
     if counted and used >= policy.max_restarts:
@@ -214,11 +215,7 @@ def _used_up(policy: RestartPolicy) -> str:
     if policy.max_restarts == 0:
         return ""
     within = "" if policy.window is None else f" within {format_duration(policy.window)}"
-    return f"{_times(policy.max_restarts, 'restart')}{within}, and no more"
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{how_many(policy.max_restarts, 'restart')}{within}, and no more"
 
 
 def _name(code: int) -> str:

@@ -34,25 +34,20 @@ def booted() -> float:
     return wall() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a short time.
-
-    >>> format_seconds(0.0012), format_seconds(2)
-    ('1.2 ms', '2.0 s')
-    """
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
 def format_duration(seconds: float) -> str:
-    """Format a duration as one word.
+    """Format a duration as one word: the one way in which times are shown that were measured, or are counted down.
+
+    A limit is shown as it was set, ``0.25 s``.
 
     >>> format_duration(2.14), format_duration(725), format_duration(3725), format_duration(273600)
     ('2.1s', '12m05s', '1h02m', '3d04h')
-    >>> format_duration(59.99), format_duration(-1)
-    ('1m00s', '0.0s')
+    >>> format_duration(59.99), format_duration(0.9185), format_duration(0.0023), format_duration(-1)
+    ('1m00s', '0.9s', '2ms', '0ms')
     """
     seconds = max(0.0, seconds)
     whole = round(seconds)
+    if seconds < 0.0995:  # noqa: PLR2004 - of which tenths of a second say little
+        return f"{seconds * 1000:.0f}ms"
     if round(seconds, 1) < 60:  # noqa: PLR2004 - seconds of a minute
         return f"{seconds:.1f}s"
     for size, unit, below, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):

@@ -1,4 +1,4 @@
-"""Formats sets of ranks compactly, the same way everywhere."""
+"""Formats sets of ranks, and counts, the same way everywhere."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """
     known = set(ranks)
     return f"rank{'' if len(known) == 1 else 's'} {format_ranks(known)}"
+
+
+def how_many(number: int, noun: str) -> str:
+    """Format a count with its noun.
+
+    >>> how_many(1, "node"), how_many(0, "worker"), how_many(1596, "more line")
+    ('1 node', '0 workers', '1,596 more lines')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine.protocol import Orphan
@@ -87,19 +88,12 @@ def line_of_waiting(waiting: list[Leftover], count: int, seconds: float) -> str:
 def _who(one: Leftover) -> str:
     rank = "a worker" if one.local_rank is None else f"rank {one.local_rank}"
     command = one.command if len(one.command) <= _COMMAND else f"{one.command[: _COMMAND - 1]}…"
-    return f"pid {one.pid} ({_printable(command)}) of {rank}, {_spoken(one.age)} old"
+    return f"pid {one.pid} ({_printable(command)}) of {rank}, {format_duration(one.age)} old"
 
 
 def _whose(those: Iterable[Leftover]) -> str:
     ranks = {one.local_rank for one in those if one.local_rank is not None}
     return f" of {name_ranks(ranks)}" if ranks else ""
-
-
-def _spoken(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def _printable(text: str) -> str:

@@ -6,6 +6,8 @@ file.
 
 from __future__ import annotations
 
+from phalanx._base import clock
+from phalanx._base.clock import format_duration
 from phalanx._evidence.error_file import (
     SOON_NS,
     file_at,
@@ -65,7 +67,7 @@ def attribute(
     recorded = recorded_at(data) if author == pid else file_at(path)
     age = min(ends) - recorded if ends and recorded is not None else 0
     soon = age <= SOON_NS
-    before = f"{_seconds(age)} before" if ends else "before"
+    before = f"{format_duration(age / clock.NS)} before" if ends else "before"
     if author is None:  # torch's, or the user's own: its timestamps are in seconds
         remark = "" if soon else f"its error file was written {before} its end"
         dated = recorded is not None and _TICK_NS <= age <= SOON_NS
@@ -83,11 +85,6 @@ def attribute(
         return True, written_at(data), ""
     remark = f"it had recorded {_short(data)} {before}, and gone on"
     return False, written_at(data) if soon and not killed_by_others else None, remark
-
-
-def _seconds(nanoseconds: int) -> str:
-    seconds = max(nanoseconds, 0) / 1e9
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - as precise as one cares
 
 
 def _short(data: dict[str, Any] | None) -> str:

@@ -11,6 +11,7 @@ import warnings
 from abc import abstractmethod
 from contextlib import nullcontext, suppress
 
+from phalanx._base.rank_ranges import how_many
 from phalanx._engine import host_signals
 from phalanx._group.arguments import GRACE, check_signal, check_timeout
 from phalanx._group.end_fd import EndFd
@@ -354,7 +355,7 @@ class PContext(GroupStart):
     def __repr__(self) -> str:
         supervisor = self._supervisor
         state = "not started" if supervisor is None else supervisor.mirror.state.lower()
-        return f"<{type(self).__name__} {self.name!r}, {state}, {self.nprocs} ranks>"
+        return f"<{type(self).__name__} {self.name!r}, {state}, {how_many(self.nprocs, 'rank')}>"
 
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
 
@@ -51,10 +52,10 @@ def report_missing(left: Mapping[Stream, tuple[int, bool]], pending: Mapping[obj
         if lines or beyond:
             named += 1
             if named <= _MOST_NAMED:
-                many = f"{'over ' * beyond}{lines:,} more line{'s' * (lines != 1)}" if lines else "more"
+                many = f"{'over ' * beyond}{how_many(lines, 'more line')}" if lines else "more"
                 tell(f"phalanx: … {many} in {printable(stream.follower.path)}")
     if named > _MOST_NAMED:
-        tell(f"phalanx: … and more in {named - _MOST_NAMED} other files")
+        tell(f"phalanx: … and more in {how_many(named - _MOST_NAMED, 'other file')}")
 
 
 def count_unread(streams: Iterable[Stream], dirty: Mapping[Stream, None]) -> dict[Stream, tuple[int, bool]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from phalanx._base.control_chars import plain
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, first_failure
 from phalanx._outcomes.outcome import NOT_AVAILABLE
 
@@ -44,7 +44,7 @@ _MASKS = tuple(  # for text in lower case; each starts with literal text, by whi
         ),
     )
 )
-_TIMES = re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b")
+_TIMES = re.compile(r"\b\d+(?:(?:\.\d)?s|ms|[mhd]\d\d[shm]) (over|before)\b")
 
 
 def format_report(
@@ -240,8 +240,7 @@ def _masked(text: str, failure: ProcessFailure) -> str:
     if len(text) > COMPARED:
         text = f"{text[: COMPARED // 2]}\n…\n{text[-COMPARED // 2 :]}"
     text = mask(text)
-    if "s over" in text or "s before" in text:
-        text = _TIMES.sub(r"… \1 \2", text)
+    text = _TIMES.sub(r"… \1", text)
     return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
 
 
@@ -302,9 +301,9 @@ def _cut(lines: list[str], limit: int, where: str) -> list[str]:
         return lines
     head = limit // 3
     whole = "" if where == NOT_AVAILABLE else f", all in {plain(where)}"
-    return [*lines[:head], f"... {over} lines left out{whole} ...", *lines[head + over :]]
+    return [*lines[:head], f"... {how_many(over, 'line')} left out{whole} ...", *lines[head + over :]]
 
 
 def _shorten(line: str) -> str:
     over = len(line) - LINE
-    return line if over <= 0 else f"{line[:LINE]} ... {over} characters left out"
+    return line if over <= 0 else f"{line[:LINE]} ... {how_many(over, 'character')} left out"

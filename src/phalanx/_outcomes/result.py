@@ -10,9 +10,11 @@ import os
 import signal
 
 from phalanx._base import clock, disk
+from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
+from phalanx._base.rank_ranges import how_many
 from phalanx._engine.host_signals import SignalException
 from phalanx._evidence.describe import describe
 from phalanx._evidence.error_file import (
@@ -113,7 +115,7 @@ class RunProcsResult(Value):
 
     def __repr__(self) -> str:
         name = f" {one_line(self.name, SHORT)!r}" if self.name else ""
-        ranks = f"{len(self.outcomes)} rank{'s' * (len(self.outcomes) != 1)}"
+        ranks = how_many(len(self.outcomes), "rank")
         cause = one_line(plain(verdict(self)[1]), SHORT)
         return f"<{type(self).__name__}{name}: {self.state}, {'; '.join(filter(None, (ranks, cause)))}>"
 
@@ -501,7 +503,7 @@ def _name_server(
             continue
         if is_cut_off(failure) or re.search(_SERVER_GONE, failure.message, re.IGNORECASE):
             before = (failure.evidence_ns - server.exit_ns) / clock.NS
-            when = f"had ended {before:.1f} s before" if before >= 0 else "was leaving"
+            when = f"had ended {format_duration(before)} before" if before >= 0 else "was leaving"
             text = f"rank 0 {when}, and with it what it served (torch's store, at MASTER_PORT)"
             found[rank] = failure.replace(detail="\n".join(filter(None, (failure.detail, text))))
 

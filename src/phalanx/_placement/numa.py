@@ -11,6 +11,7 @@ import os
 import re
 
 from phalanx._base.frozen import Value
+from phalanx._base.rank_ranges import how_many
 from phalanx._placement import devices, topology
 
 TYPE_CHECKING = False
@@ -234,7 +235,7 @@ def _exclusive(machine: Machine, gpus: Sequence[Gpu], rank: int) -> set[int]:
     place, count = _place(gpus, rank)
     cores = [cpus for _, cpus in sorted(_group(machine.cpus_of(gpus[rank].node), machine.core_of).items())]
     if len(cores) < count:
-        msg = f"NUMA node {gpus[rank].node} has {len(cores)} core{'s' * (len(cores) > 1)} for {count} GPUs"
+        msg = f"NUMA node {gpus[rank].node} has {how_many(len(cores), 'core')} for {how_many(count, 'GPU')}"
         raise ValueError(msg)
     each, over = divmod(len(cores), count)
     first = place * each + min(place, over)

@@ -10,6 +10,7 @@ from resource import RLIM_INFINITY as UNLIMITED  # -1; the largest number there 
 
 from phalanx._base import byte_size, procfs
 from phalanx._base.frozen import Value
+from phalanx._base.rank_ranges import how_many
 from phalanx._placement.devices import VARIABLES, one_each
 
 TYPE_CHECKING = False
@@ -115,7 +116,7 @@ class Placement(Value):
             if len(devices) < len(envs) and name in os.environ:
                 raise ValueError(
                     f"virtual_local_rank: rank {len(devices)} has no device: {name}={os.environ[name]} names "
-                    f"{len(devices)} for {len(envs)} ranks"
+                    f"{len(devices)} for {how_many(len(envs), 'rank')}"
                 )
         return {rank: {"LOCAL_RANK": "0", **{name: devices[rank] for name, devices in chosen.items()}} for rank in envs}
 
@@ -144,7 +145,7 @@ def divide(cpu_bind: str, nprocs: int) -> tuple[list[tuple[int, ...]], str]:
         raise ValueError(f"cpu_bind: {error}") from None
     cores = len(machine.cores)
     short = cpu_bind == "core" and cores < nprocs
-    return shares, f"cpu_bind: {nprocs} workers share {cores} core{'s' * (cores > 1)}" if short else ""
+    return shares, f"cpu_bind: {nprocs} workers share {how_many(cores, 'core')}" if short else ""
 
 
 def limit_names() -> dict[str, int]:

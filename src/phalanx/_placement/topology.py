@@ -14,6 +14,7 @@ import os
 
 from phalanx._base import procfs
 from phalanx._base.frozen import Value
+from phalanx._base.rank_ranges import how_many
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _listed(how: str, count: int, allowed: tuple[int, ...]) -> list[tuple[int, .
             raise ValueError(msg)
         shares.append(tuple(cpus))
     if len(shares) != count:
-        msg = f"{how!r}: {len(shares)} list{'s' * (len(shares) > 1)} for {count} ranks; expected one each, as 0-3;4-7"
+        msg = f"{how!r}: {how_many(len(shares), 'list')} for {how_many(count, 'rank')}; expected one each, as 0-3;4-7"
         raise ValueError(msg)
     return shares
 

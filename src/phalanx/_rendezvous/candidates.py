@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx._base.rank_ranges import how_many
 from phalanx._rendezvous.records import VERSION
 
 TYPE_CHECKING = False
@@ -81,13 +82,14 @@ def _other_program(node: Node, runs: str) -> str:
 def _refusal(job: Job, node: Node, rules: Rules) -> str:
     """Return why a node by itself cannot take part, of which that is known."""
     wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
+    noun = "node" if job.max_nodes == 1 else "nodes"
     if node.version != VERSION:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
-        return f"the job is one of {wanted} nodes, and this node was told {given}"
+        return f"the job is one of {wanted} {noun}, and this node was told {given}"
     if node.machine in job.excluded:
-        return f"workers of host {node.host} were the root cause {_times(rules.exclude_after)} in a row"
-    return f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
+        return f"workers of host {node.host} were the root cause {how_many(rules.exclude_after, 'time')} in a row"
+    return f"its node rank is {node.order}, and the job has {wanted} {noun}: 0 to {job.max_nodes - 1}"
 
 
 def _twice(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
@@ -150,7 +152,3 @@ def has_succeeded(job: Job, node: Node) -> bool:
 
 def _span(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
-
-
-def _times(number: int) -> str:
-    return f"{number} time" if number == 1 else f"{number} times"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
+from phalanx._base.rank_ranges import how_many
 from phalanx._rendezvous import candidates, roll_call
 from phalanx._rendezvous.records import (
     LONGEST_DELAY,
@@ -167,7 +168,7 @@ def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float
     if now < until:
         return Decision(wake=until)
     first = nodes[come[0]].node
-    who = f"host {first.host}" if len(come) == 1 else f"{len(come)} hosts"
+    who = f"host {first.host}" if len(come) == 1 else how_many(len(come), "host")
     error = f"{who} can take part, and takes part from now on"
     return Decision(stop=Stop(job.generation, "grow", first.id, first.host, one_line(error)))
 

@@ -13,6 +13,7 @@ from typing import cast
 from phalanx._base import clock, disk, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.one_line import one_line
+from phalanx._base.rank_ranges import how_many
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
 from phalanx._outcomes.outcome import Outcome
@@ -370,7 +371,7 @@ class Recorder:
             self._warn(f"--keep-runs: {error}")
             return
         if removed:
-            what = f"{removed} run{'s' * (removed > 1)}, {byte_size.format_size(freed)}"
+            what = f"{how_many(removed, 'run')}, {byte_size.format_size(freed)}"
             self._warn(f"--keep-runs {self._keep_runs}: removed {what}")
         if failed:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)

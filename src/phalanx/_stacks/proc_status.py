@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx._base import procfs
+from phalanx._base.rank_ranges import how_many
 
 MOST_THREADS = 64
 """Threads of a process that are looked at."""
@@ -37,7 +38,7 @@ def facts(pid: int) -> str:
         lines.append(line)
         lines += [f"  {frame}" for frame in _text(folder, "stack").splitlines()]
     if len(tasks) > MOST_THREADS:
-        lines.append(f"... and {len(tasks) - MOST_THREADS} threads more")
+        lines.append(f"... and {how_many(len(tasks) - MOST_THREADS, 'more thread')}")
     return "\n".join(lines) + "\n"
 
 

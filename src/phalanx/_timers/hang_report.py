@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from phalanx._base import clock
+from phalanx._base.clock import format_duration
 from phalanx._evidence import error_file
 from phalanx._evidence.describe import without_own_frames
 
@@ -45,11 +45,11 @@ def line(
     >>> from phalanx._timers.timer import Timer
     >>> hang = Hang(0, 42, True, Timer(0, 1, 5_000_000_000, 2_000_000_000, 0, "load", "train.py:7"))
     >>> line("rank 0", [hang], 5_002_500_000, ["it is in fetch (train.py:9)"], 9)
-    "rank 0: 'load' (train.py:7) was not left within 2 s; 2.5 ms over; it is in fetch (train.py:9); SIGKILL"
+    "rank 0: 'load' (train.py:7) was not left within 2 s; 2ms over; it is in fetch (train.py:9); SIGKILL"
     """
     parts = []
     for description, those in by_description(hangs).items():
-        parts += [description, f"{clock.format_seconds(max(hang.overdue(moment) for hang in those))} over"]
+        parts += [description, f"{format_duration(max(hang.overdue(moment) for hang in those))} over"]
     parts += [part for text in where for part in text.split("\n")]
     if number:
         parts.append(_signal_name(number) if sent else f"{_signal_name(number)} was not sent")
@@ -142,7 +142,7 @@ def _signal_name(number: int) -> str:
 
 
 def _overdue(hang: Hang, moment: int) -> str:
-    return f"{clock.format_seconds(hang.overdue(moment))} over its deadline"
+    return f"{format_duration(hang.overdue(moment))} over its deadline"
 
 
 def _first_line(data: dict[str, Any] | None) -> str:

@@ -6,6 +6,7 @@ from enum import Enum
 
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
+from phalanx._base.rank_ranges import how_many
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class WorkerGroup:
         self.state = WorkerState.INIT
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup {self.spec.role!r}, {self.state.value}, {len(self.workers)} workers>"
+        return f"<WorkerGroup {self.spec.role!r}, {self.state.value}, {how_many(len(self.workers), 'worker')}>"
 
 
 class RunResult(Value):
@@ -156,7 +157,7 @@ class RunResult(Value):
             return text
         failed = min(self.failures.values(), key=lambda one: getattr(one, "first_key", 0), default=None)
         cause = "" if failed is None else f", first {one_line(repr(failed), 2 * SHORT)}"
-        counts = f"{len(self.return_values)} return values, {len(self.failures)} failures"
+        counts = f"{how_many(len(self.return_values), 'return value')}, {how_many(len(self.failures), 'failure')}"
         return f"<{type(self).__name__} {self.state.value}: {counts}{cause}>"
 
     def is_failed(self) -> bool:

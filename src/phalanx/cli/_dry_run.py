@@ -13,7 +13,7 @@ import click
 from phalanx._agent.file_timers import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
 from phalanx._agent.health import PORT_ENV
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV
@@ -129,7 +129,7 @@ def _lines(ranks: dict[int, dict[str, Any]]) -> list[str]:
     each = {rank: _described(facts) for rank, facts in ranks.items()}
     first = each[0]
     common = [fact for fact in first if len(each) > 1 and all(fact in facts for facts in each.values())]
-    lines = [f"{len(ranks)} worker{'s' * (len(ranks) > 1)} would be started"]
+    lines = [f"{how_many(len(ranks), 'worker')} would be started"]
     if common:
         lines += [f"{name_ranks(ranks)}:", *_aligned(common)]
     for rank, facts in each.items():

@@ -12,7 +12,7 @@ from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._base.stderr import mention
 from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
@@ -168,7 +168,10 @@ class MachineTeam(RunTeam, NodeTeam):
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
         again = f"attempt {job.generation}: " if job.generation else ""
-        self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
+        self._mention(
+            f"{again}{how_many(len(hosts), 'node')} ({_names(hosts)}), {how_many(count, 'worker')}; "
+            f"this is node {rank}, with {mine}"
+        )
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
@@ -265,7 +268,7 @@ class MachineTeam(RunTeam, NodeTeam):
         if job.phase == "running" and job.rank_of(self._me.id) < 0 and not self._is_spare:
             self._is_spare = True
             why = "is a spare" if len(job.members) >= job.max_nodes else "takes part soon"
-            self._mention(f"the job runs on {len(job.members)} nodes; this node {why}{self._preloaded()}")
+            self._mention(f"the job runs on {how_many(len(job.members), 'node')}; this node {why}{self._preloaded()}")
 
     def _preloaded(self) -> str:
         """Return how far the import is of what is preloaded, to be added to a line; "": nothing is."""

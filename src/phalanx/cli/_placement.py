@@ -9,6 +9,7 @@ import os
 
 import click
 
+from phalanx._base.rank_ranges import how_many
 from phalanx._placement import accelerators, topology
 from phalanx._placement.placement import divide
 from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, Option
@@ -130,8 +131,8 @@ def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:
     cpus = len({cpu for share in shares for cpu in share})
     limited = f", of which the cgroup grants {quota:g}" if quota is not None and quota < cpus else ""
     return threads, (
-        f"{THREADS}={least}{f' to {most}' if most > least else ''} for each of {len(shares)} workers "
-        f"({cpus} CPU{'s' * (cpus > 1)}{limited}); set it to choose otherwise"
+        f"{THREADS}={least}{f' to {most}' if most > least else ''} for each of {how_many(len(shares), 'worker')} "
+        f"({how_many(cpus, 'CPU')}{limited}); set it to choose otherwise"
     )
 
 

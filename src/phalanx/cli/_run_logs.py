@@ -8,6 +8,7 @@ import tempfile
 import click
 
 from phalanx._base import disk, procfs
+from phalanx._base.rank_ranges import how_many
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
 from phalanx.cli._runs_folders import MANY
 from phalanx.cli._say import say
@@ -68,7 +69,7 @@ class RunLogs(DefaultLogsSpecs):
         self._said = True
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
         count = self.workers or len(envs)
-        say(f"{count} worker{'s' * (count > 1)}, {where}")
+        say(f"{how_many(count, 'worker')}, {where}")
         for note in filter(None, (self.moved, *self.notes)):
             say(note)
         look = self.run_log_dir and not self.keeps_few
@@ -76,7 +77,7 @@ class RunLogs(DefaultLogsSpecs):
         if kept > MANY:
             where = os.path.dirname(self.run_log_dir or "")
             more = "phalanx runs prune removes old runs, --keep-runs N keeps so many"
-            say(f"{kept:,} folders are in {where}; {more}")
+            say(f"{how_many(kept, 'folder')} are in {where}; {more}")
         return logs
 
 

@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 from phalanx._agent.scheduler_step import STEP, step_of
+from phalanx._base.rank_ranges import how_many
 from phalanx.cli._hostlist import hosts
 
 TYPE_CHECKING = False
@@ -118,8 +119,8 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
         raise ValueError(msg) from None
     if len(names) != nodes or rank >= nodes:
         msg = (
-            f"SLURM_STEP_NODELIST={_short(text)} has {len(names)} nodes, SLURM_STEP_NUM_NODES is {nodes} and "
-            f"SLURM_NODEID is {rank}: they are not of one step; {_AGAIN}"
+            f"SLURM_STEP_NODELIST={_short(text)} has {how_many(len(names), 'node')}, SLURM_STEP_NUM_NODES is {nodes}, "
+            f"and SLURM_NODEID is {rank}: they are not of one step; {_AGAIN}"
         )
         raise ValueError(msg)
     if (here := environ.get("SLURMD_NODENAME", names[rank])) != names[rank]:
@@ -196,7 +197,7 @@ def _of_mpi(name: str, job: str, nodes: int, rank: int, why: str) -> Allocation:
 
 
 def _several(who: str, tasks: int, nodes: int | None, once: str) -> str:
-    where = f"{nodes} nodes" if nodes else "several machines, and more than one on this"
+    where = how_many(nodes, "node") if nodes else "several machines, and more than one on this"
     return (
         f"{who} has {tasks} processes on {where}; phalanx run is started once on each, and starts the workers itself "
         f"(--nproc-per-node): {once}. With --standalone, each process is a run of its own"

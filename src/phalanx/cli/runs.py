@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from phalanx._base import byte_size, durations
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
+from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import printable, use_colour
 from phalanx.cli._command import SETTINGS, Command, Group, meant
 from phalanx.cli._options import Folder, Whole, reading
@@ -181,7 +182,7 @@ def prune(
     begun, freed = half_removed(where), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
-        click.echo(f"nothing to remove: {_count(len(stored))}, {byte_size.format_size(total)}, in {there}")
+        click.echo(f"nothing to remove: {how_many(len(stored), 'run')}, {byte_size.format_size(total)}, in {there}")
         return
     now = time.time()
     rows = [("RUN", "STATE", "AGE", "SIZE")]
@@ -192,10 +193,10 @@ def prune(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if chosen else ():
         click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
-    rest = f"{_count(len(stored) - len(chosen))}, {byte_size.format_size(total - freed)}, are kept"
-    click.echo(f"to be removed: {_count(len(chosen))}, {byte_size.format_size(freed)}; {rest}")
+    rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {byte_size.format_size(total - freed)}"
+    click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {byte_size.format_size(freed)}; {rest}")
     if begun:
-        click.echo(f"and what is left of {_count(len(begun))} whose removal was interrupted")
+        click.echo(f"and what is left of {how_many(len(begun), 'run')} whose removal was interrupted")
     if dry_run:
         return
     if not yes:
@@ -203,13 +204,9 @@ def prune(
             raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
         click.confirm("Remove them?", abort=True)
     number, freed, failed = remove(begun, chosen)
-    click.echo(f"removed {_count(number)}, {byte_size.format_size(freed)}")
+    click.echo(f"removed {how_many(number, 'run')}, {byte_size.format_size(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
-
-
-def _count(number: int) -> str:
-    return f"{number:,} run{'s' * (number != 1)}"
 
 
 def _find(where: tuple[str, ...]) -> list[RunDir]:
@@ -230,7 +227,8 @@ def _hint(found: list[RunDir]) -> None:
     if taken >= _LARGE or len(found) > MANY:
         more = "" if is_all else " or more"
         click.echo(
-            f"{_count(len(found))}, {byte_size.format_size(taken)}{more}; phalanx runs prune removes old ones", err=True
+            f"{how_many(len(found), 'run')}, {byte_size.format_size(taken)}{more}; phalanx runs prune removes old ones",
+            err=True,
         )
 
 
