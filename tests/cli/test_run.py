@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import math
 import os
@@ -518,6 +519,16 @@ def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(click.BadParameter) as wrong:
         parsed("script.py")
     assert wrong.value.param_hint == "'--grace' (PET_GRACE in the environment)"
+
+
+@pytest.mark.parametrize("what", ["--dry-run", "--print-config"])
+def test_a_program_gets_what_is_printed_as_text(what: str, place: Place) -> None:
+    script = place.write("")
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main([what, "--role", "größer", str(script)])
+        raise SystemExit(0)
+    assert ended.value.code in (0, None)
+    assert "größer" in out.getvalue()
 
 
 def test_the_command_line_from_python(place: Place, capfd: pytest.CaptureFixture[str]) -> None:

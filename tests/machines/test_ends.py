@@ -361,3 +361,36 @@ def test_a_run_that_begins_while_one_of_its_id_is_stopped_is_the_next(job: Calla
     assert [agent.end() for agent in agents] == [128 + signal.SIGINT] * 2
     everyone(again, 0, 2)
     one.finish(*again)
+
+
+# --- who is not taken
+
+
+def test_a_launch_with_other_arguments_is_refused_and_a_spare_says_that_it_was_not_needed(
+    any_job: Callable[..., Job],
+) -> None:
+    one = any_job("2")
+    agents = one.start(2, 1)
+    everyone(agents, 0, 4)
+    [spare] = one.start(3)
+    spare.wait_for("this node is a spare")
+    one.command = [*one.command, "--lr", "0.2"]
+    [other] = one.start(1)
+    assert other.end() == 1
+    why = "the job of this id runs train.py with other arguments: another job needs another run id"
+    assert f"Error: this node is not taken: {why}" in other.said
+    one.finish(*agents, spare)
+    assert "this node was a spare, and was not needed: the job has succeeded on 2 nodes" in spare.said
+
+
+def test_a_node_with_another_restart_policy_is_refused(any_job: Callable[..., Job]) -> None:
+    one = any_job("2")
+    agents = one.start(2, options=["--max-restarts", "1"])
+    agents[0].wait_for("1 of 2 nodes has come")
+    [other] = one.start(1, options=["--max-restarts", "3", "--backoff", "2"])
+    assert other.end() == 1
+    why = "the job has --max-restarts 1, and this node was told --max-restarts 3 --backoff 2:300"
+    assert f"Error: this node is not taken: {why}" in other.said
+    agents += one.start(3, options=["--max-restarts", "1"])
+    everyone(agents, 0, 4)
+    one.finish(*agents)

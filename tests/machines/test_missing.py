@@ -143,6 +143,13 @@ def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
     one.finish(*agents)
 
 
+def test_a_job_of_one_node_and_one_worker_is_said_in_the_singular(job: Callable[..., Job]) -> None:
+    one = job("1:2", at("c10d", HEAD))
+    agents = one.start(1, options=["--nproc-per-node", "1"])
+    agents[0].wait_for(r"phalanx: 1 node \(h1\), 1 worker; this is node 0, with rank 0\n")
+    one.finish(*agents)
+
+
 @contextmanager
 def serving(hosts: Hosts, service: str) -> Iterator[None]:
     """Have another service at the endpoint."""

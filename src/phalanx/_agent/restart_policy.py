@@ -119,6 +119,28 @@ class RestartPolicy(Value):
         within = "" if self.window is None else f" within {format_duration(self.window)}"
         return f"restart {used} of at most {self.max_restarts}{within}"
 
+    def describe(self) -> str:
+        """Return it as the options of `phalanx run`: ``--max-restarts``, and those that differ from their defaults.
+
+        >>> RestartPolicy(3).describe(), RestartPolicy(5, window=3600, backoff=0.5, never_on=[2, -4]).describe()
+        ('--max-restarts 3', '--max-restarts 5/3600 --backoff 0.5:300 --never-restart-on 2,SIGILL')
+        """
+        usual = RestartPolicy()
+        codes = {name: ",".join(map(_code_name, sorted(getattr(self, name)))) for name in ("never_on", "always_on")}
+        window = "" if self.window is None else f"/{self.window:g}"
+        backoff = (self.backoff, self.backoff_cap) != (0.0, usual.backoff_cap)
+        uptime = (self.min_uptime, self.failing_starts) != (0.0, usual.failing_starts)
+        found = {
+            "--max-restarts": f"{self.max_restarts}{window}",
+            "--backoff": f"{self.backoff:g}:{self.backoff_cap:g}" if backoff else "",
+            "--backoff-jitter": f"{self.jitter:g}" if self.jitter != usual.jitter else "",
+            "--min-uptime": f"{self.min_uptime:g}:{self.failing_starts}" if uptime else "",
+            "--max-no-progress": "" if self.without_progress is None else str(self.without_progress),
+            "--never-restart-on": codes["never_on"],
+            "--always-restart-on": codes["always_on"],
+        }
+        return " ".join(f"{name} {value}" for name, value in found.items() if value)
+
     @property
     def may_restart(self) -> bool:
         """Whether any failure may be followed by another attempt."""
@@ -245,6 +267,18 @@ def _part(name: str, value: object) -> float:
     if not 0 <= number <= 1:
         raise ValueError(msg)
     return number
+
+
+def _code_name(code: int) -> str:
+    """Return an exit code as an option has it: a signal by its name."""
+    if code >= 0:
+        return str(code)
+    import signal
+
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return str(-code + 128)
 
 
 def _codes(name: str, values: Collection[int]) -> frozenset[int]:

@@ -24,6 +24,7 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
         or node.min_nodes != least
         or node.version != VERSION
         or node.machine in excluded
+        or _has_other_policy(job, node)
     }
     # Who is refused for another reason does not say what the others run.
     runs = _programs(job, without(nodes, found))
@@ -32,6 +33,7 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
         for name, (node, *_) in nodes.items()
         if name not in found and runs.get(node.role, node.program) != node.program != ""
     }
+    found |= _with_other_args(job, without(nodes, found))
     twice = _twice(job, without(nodes, found))
     notes.twice = {name: notes.twice.get(name, now) for name in twice}
     for name, first in twice.items():
@@ -79,6 +81,30 @@ def _other_program(node: Node, runs: str) -> str:
     )
 
 
+def _with_other_args(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
+    """Return why which nodes cannot take part whose workers would get other arguments than all those that run get.
+
+    Of a job whose machines have different arguments, and of one that has not begun, nobody knows what is right.
+    """
+    given: dict[str, set[str]] = {}
+    members = set(job.ids)
+    for name in members & nodes.keys():
+        given.setdefault(nodes[name].node.role, set()).add(nodes[name].node.args)
+    return {
+        name: f"the job of this id runs {node.program} with other arguments: another job needs another run id"
+        for name, (node, *_) in nodes.items()
+        if name not in members
+        and node.args
+        and len(its := given.get(node.role, set())) == 1
+        and not its & {node.args, ""}
+    }
+
+
+def _has_other_policy(job: Job, node: Node) -> bool:
+    """Whether a node would start all again after other failures than the job."""
+    return "" not in (job.policy, node.policy) and job.policy != node.policy
+
+
 def _refusal(job: Job, node: Node, rules: Rules) -> str:
     """Return why a node by itself cannot take part, of which that is known."""
     wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
@@ -87,6 +113,8 @@ def _refusal(job: Job, node: Node, rules: Rules) -> str:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
         return f"the job is one of {wanted} {noun}, and this node was told {given}"
+    if _has_other_policy(job, node):
+        return f"the job has {job.policy}, and this node was told {node.policy}"
     if node.machine in job.excluded:
         return f"workers of host {node.host} were the root cause {how_many(rules.exclude_after, 'time')} in a row"
     return f"its node rank is {node.order}, and the job has {wanted} {noun}: 0 to {job.max_nodes - 1}"

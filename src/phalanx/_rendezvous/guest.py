@@ -41,6 +41,9 @@ LONGEST_END = 60.0
 
 GONE = "its workers are gone"
 
+ENDLESS = 2**31 - 1
+"""So many restarts are those of a node that leaves it to others when there is an end."""
+
 
 class Terms(NamedTuple):
     """What a node enters its job with.
@@ -279,6 +282,7 @@ class Guest:
         me = Node(
             agent_id(host), host, entrance.address, terms.nproc, terms.role, port.number,
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
+            policy="" if terms.policy.max_restarts >= ENDLESS else terms.policy.describe(),
         )  # fmt: skip
         team = GuestTeam(me, port, self._see, self._warn, machines.where)
         node = Participant(

@@ -33,7 +33,7 @@ class Leader:
     """What a leader has noted, and decides.
 
     Args:
-        me: Its own entry: a job that is not there yet is made with its numbers of nodes.
+        me: Its own entry: a job that is not there yet is made with its numbers of nodes, and its policy.
         rules: What the job holds to.
         chance: Returns a random number, 0 to 1.
         since: The revision at which it became the leader.
@@ -44,7 +44,7 @@ class Leader:
     """
 
     def __init__(self, me: Node, rules: Rules, chance: Callable[[], float], since: int) -> None:
-        self._nodes = me.min_nodes, me.max_nodes
+        self._nodes, self._policy = (me.min_nodes, me.max_nodes), me.policy
         self._rules = rules
         self._chance = chance
         self.since = since
@@ -88,7 +88,7 @@ class Leader:
         mine = Created(records.LEADER, self.since)
         job, modified = view.job()
         if job is None:
-            first = _put(records.STATE, Job(0, "forming", *self._nodes, keep=self._rules.keep))
+            first = _put(records.STATE, Job(0, "forming", *self._nodes, keep=self._rules.keep, policy=self._policy))
             return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
         self._began = now if self._began is None else self._began
         if is_new if job.phase == "over" else not has_lived:

@@ -102,6 +102,8 @@ class Node(Struct, frozen=True):
         error, rank, exitcode: The first failure among them, see `Stop`; "" and None: there was none.
         is_cut_off: Whether that failure is a lost connection: its cause is elsewhere as a rule.
         program: What its workers run: the name of the script, without its folder; "": nobody has said.
+        args: A digest of the arguments that they get; "": nobody has said.
+        policy: When a failure is followed by another generation, see `RestartPolicy.describe`; "": whoever leads knows.
         version: See `VERSION`.
     """
 
@@ -125,6 +127,8 @@ class Node(Struct, frozen=True):
     exitcode: _Code | None = None
     is_cut_off: bool = False
     program: _Text = ""
+    args: _Text = ""
+    policy: _Text = ""
     version: _Version = VERSION
 
     @property
@@ -223,6 +227,7 @@ class Job(Struct, frozen=True):
         verdict: How it ended; None: it has not.
         programs: What workers of which role run, see `Node.program`: those of the first nodes.
         keep: Whether what it was is kept when it is over: this record, and the evidence of the generation that failed.
+        policy: See `Node.policy`: that of the node that has made it.
         version: See `VERSION`.
     """
 
@@ -242,6 +247,7 @@ class Job(Struct, frozen=True):
     verdict: Verdict | None = None
     programs: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=MOST_NODES)] = ()
     keep: bool = False
+    policy: _Text = ""
     version: _Version = VERSION
 
     @property

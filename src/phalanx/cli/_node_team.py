@@ -100,6 +100,11 @@ class MachineTeam(RunTeam, NodeTeam):
         self.door: StackDoor | None = None
         """Where `phalanx stack` asks for the ranks of all nodes; None: nowhere."""
 
+    @property
+    def has_taken_part(self) -> bool:
+        """Whether workers have run here, or were to."""
+        return self._job is not None
+
     # --- what is imported while the node waits
 
     def come(self, later: Callable[[Callable[[], str]], None]) -> None:

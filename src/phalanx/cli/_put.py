@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 
 def put(text: str) -> None:
-    """Write to stdout, in UTF-8. Raises ClickException that says what is wrong with stdout."""
+    """Write to stdout, in UTF-8 where that takes bytes. Raises ClickException that says what is wrong with stdout."""
+    data = text.encode("utf-8", "backslashreplace")
+    takes_bytes = sys.stdout is None or hasattr(sys.stdout, "buffer")  # an `io.StringIO` of who calls `main` does not
     try:
-        click.echo(text.encode("utf-8", "backslashreplace"), nl=False)
+        click.echo(data if takes_bytes else data.decode(), nl=False)
     except BrokenPipeError:  # | head
         raise
     except OSError as error:

@@ -12,6 +12,7 @@ import click
 
 from phalanx._base.host_names import is_loopback
 from phalanx._base.one_line import one_line
+from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
@@ -36,7 +37,7 @@ from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import ExitStack
 
     from phalanx._rendezvous.conclusion import Conclusion
@@ -93,7 +94,8 @@ def run_node(
     me = Node(
         agent_id(host), host, entrance.address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
-        program=one_line(os.path.basename(groups.script)),
+        program=one_line(os.path.basename(groups.script)), args=digest(config.args),
+        policy=one_line(plan.policy.describe()),
     )  # fmt: skip
 
     def envs(job: Job, rank: int) -> Mapping[int, Mapping[str, str]]:
@@ -138,6 +140,17 @@ def _on_sigterm(wish: str | None, machines: Machines, entrance: Entrance) -> str
     if entrance.hosts:
         return "stop"  # the job ends with its store
     return wish or ("leave" if machines.min_nodes < machines.max_nodes else "spare")
+
+
+def digest(args: Sequence[str]) -> str:
+    """Return what tells arguments from others, and tells nobody what they are.
+
+    >>> digest(["--lr", "0.1"]) == digest(["--lr", "0.1"]) != digest(["--lr 0.1"])
+    True
+    """
+    import hashlib
+
+    return hashlib.blake2b("\0".join(args).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _come(plan: RunPlan, machines: Machines, until_end: ExitStack) -> Entrance:
@@ -284,6 +297,8 @@ def _conclude_stop(end: Conclusion, job: Job | None, team: MachineTeam) -> int:
 def _succeed(job: Job | None, team: MachineTeam) -> int:
     if job is not None and job.generation:
         say(f"attempt {job.generation} has succeeded")
+    if job is not None and job.verdict is not None and not team.has_taken_part:
+        say(f"this node was a spare, and was not needed: the job has succeeded on {how_many(len(job.members), 'node')}")
     if job is not None and job.verdict is None:
         say("the workers of this node have succeeded; it waits no longer for those of other nodes, which go on")
     team.record_end("succeeded", 0)
