@@ -524,10 +524,8 @@ def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("what", ["--dry-run", "--print-config"])
 def test_a_program_gets_what_is_printed_as_text(what: str, place: Place) -> None:
     script = place.write("")
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         main([what, "--role", "größer", str(script)])
-        raise SystemExit(0)
-    assert ended.value.code in (0, None)
     assert "größer" in out.getvalue()
 
 

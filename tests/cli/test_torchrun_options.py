@@ -17,6 +17,7 @@ from phalanx._agent import master_port
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
+from phalanx.timer import FileTimerServer
 from tests.cli.test_run import refused
 from tests.engine.test_lost_helpers import until
 from tests.support import agent_workers
@@ -174,10 +175,6 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
         (
             ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1,b:2"],
             ["expected one machine, which has the store"],
-        ),
-        (
-            ["--nnodes=2", *ETCD, "--rdzv-conf=away_timeout=1"],
-            ["away_timeout: the workers go on for as long as an etcd"],
         ),
         (["--nnodes=2", *ETCD, "--rdzv-endpoint="], ["--rdzv-endpoint: expected where the etcd is, like host:2379"]),
         (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"], ["--run-id: the machines of a job find"]),
@@ -364,6 +361,22 @@ def test_a_timer_server_for_the_workers(place: Place) -> None:
     assert "rank 1, Hang: 'the step' was not left in time" in done.err
     assert place.log(0) == f"{pipe}\n"
     assert not pipe.exists()
+
+
+@pytest.mark.slow
+def test_two_agents_with_one_timer_file_each_have_a_server(place: Place) -> None:
+    script = place.write("import os; print(os.environ['TORCHELASTIC_TIMER_FILE'])")
+    pipe = place.folder / "timers"
+    place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}
+    server = FileTimerServer(str(pipe), "another")
+    server.start()
+    try:
+        done = place.run("-r", 1, script)
+    finally:
+        server.stop()
+    assert done.status == 0, done
+    assert re.fullmatch(rf"{pipe}\.\d+\n", place.log(0))
+    assert [path.name for path in place.folder.glob("timers*")] == []
 
 
 @pytest.mark.slow

@@ -20,6 +20,13 @@ from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
 from phalanx.launcher._checks import rendezvous_of
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from phalanx.rendezvous import (
+    OneMachineRendezvous,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -312,6 +319,48 @@ def test_an_event_of_a_signal(kept: Kept) -> None:
     last = kept.events[-1]
     assert (last["source"], last["metadata"]["state"]) == ("AGENT", "FAILED")
     assert "SignalException" in last["metadata"]["raw_error"]
+
+
+class Elsewhere(RendezvousHandler):
+    """Somebody else's handler: it would end the job for all machines when it is shut down."""
+
+    shut_down = 0
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._alone = OneMachineRendezvous(params.run_id, backend="elsewhere")
+
+    def get_backend(self) -> str:
+        return "elsewhere"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self._alone.next_rendezvous()
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        self._alone.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._alone.get_run_id()
+
+    def shutdown(self) -> bool:
+        Elsewhere.shut_down += 1
+        return self._alone.shutdown()
+
+
+def test_a_signal_leaves_the_handler_of_somebody_else_open() -> None:
+    """As torch's launcher does: other machines may go on with it."""
+    rendezvous_handler_registry.register("elsewhere", Elsewhere)
+    before = Elsewhere.shut_down
+    with pytest.raises(SignalException):
+        elastic_launch(config(nproc_per_node=1, rdzv_backend="elsewhere"), ends)(os.getpid())
+    assert Elsewhere.shut_down == before
+    elastic_launch(config(nproc_per_node=1, rdzv_backend="elsewhere"), "true")()
+    assert Elsewhere.shut_down == before + 1
 
 
 def test_an_event_of_an_error(kept: Kept) -> None:

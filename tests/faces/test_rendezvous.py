@@ -32,6 +32,7 @@ from phalanx.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
@@ -314,6 +315,12 @@ def test_what_is_built_in() -> None:
         assert (type(alone), alone.get_backend()) == (OneMachineRendezvous, backend)
 
 
+def test_workers_of_one_machine_meet_where_a_static_endpoint_says() -> None:
+    params = RendezvousParameters("static", "localhost:29517", "job", 1, 1, rank=0)
+    where = rendezvous_handler_registry.create_handler(params).next_rendezvous().bootstrap_store_info
+    assert where == RendezvousStoreInfo("localhost", 29517)
+
+
 @pytest.mark.parametrize(
     "arguments, config, says",
     [
@@ -397,6 +404,8 @@ def test_a_registry() -> None:
         registry.create_handler(RendezvousParameters("other", "", "job", 1, 1))
     with pytest.raises(ValueError, match="there is no 'static'; there are 'mine', 'other'"):
         registry.create_handler(RendezvousParameters("static", "", "job", 1, 1))
+    with pytest.raises(ValueError, match=r"there is no 'static'; none is registered$"):
+        RendezvousHandlerRegistry().create_handler(RendezvousParameters("static", "", "job", 1, 1))
 
 
 PLUG_IN = """

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class FileTimers:
     """Runs a `phalanx.timer.FileTimerServer` from the first attempt to the end, if the environment asks for one.
 
-    Its pipe is at ``TORCHELASTIC_TIMER_FILE``, or else at a path of its own among the temporary files. Workers find
-    that variable, and make their `FileTimerClient` of it.
+    Its pipe is at ``TORCHELASTIC_TIMER_FILE``, or beside it, if another agent's is there; or else at a path of its own
+    among the temporary files. Workers find that variable, and make their `FileTimerClient` of it.
 
     Args:
         make: Makes the server of a path and the id of the run.
@@ -43,14 +43,26 @@ class FileTimers:
             from tempfile import gettempdir
 
             self._path = os.environ.get(TIMER_FILE_ENV) or os.path.join(gettempdir(), f"phalanx_timer_{uuid.uuid4()}")
-            server = self._make(self._path, run_id)
             try:
-                server.start()
+                self._server = self._serve(run_id)
             except OSError as error:
-                why = error.strerror if isinstance(error.errno, int) else error.errno
-                raise OSError(None, f"{TIMER_FILE_ENV}: {self._path}: {why}") from error
-            self._server = server
+                if not getattr(error, "is_served", False):
+                    raise
+                self._path = f"{self._path}.{os.getpid()}"  # another agent of this machine has that one
+                self._server = self._serve(run_id)
         return {TIMER_FILE_ENV: self._path}
+
+    def _serve(self, run_id: str) -> Server:
+        server = self._make(self._path, run_id)
+        try:
+            server.start()
+        except OSError as error:
+            if getattr(error, "is_served", False):
+                raise
+            why = error.strerror if isinstance(error.errno, int) else error.errno
+            msg = f"{TIMER_FILE_ENV}: {self._path}: {why}"
+            raise OSError(msg) from error
+        return server
 
     def stop(self) -> None:
         """Stop the server, if it runs, and remove the pipe."""

@@ -18,7 +18,7 @@ from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Job, Stop, replace
-from phalanx._rendezvous.words import told
+from phalanx._rendezvous.words import told, unreachable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ class GuestTeam(NodeTeam):
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
+        if wrong := unreachable(job):
+            self._warn(wrong)
         self.part = Part(job, rank)
         self.is_spare = False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from phalanx._agent.history import describe_restart
 from phalanx._base.control_chars import sanitise
+from phalanx._base.host_names import is_loopback
 from phalanx._base.one_line import one_line
 from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._rendezvous.records import replace
@@ -33,6 +34,22 @@ def told(stop: Stop | End) -> str:
     if stop.kind == "left":
         return f"host {stop.host} leaves: {stop.error}"
     return stop.error
+
+
+def unreachable(job: Job) -> str:
+    """Return what is wrong with where the workers of a job meet; "": nothing is known to be.
+
+    >>> from phalanx._rendezvous.records import Job, Member
+    >>> members = (Member("a", "h1", 1, "default"), Member("b", "h2", 1, "default"))
+    >>> unreachable(Job(0, "running", 2, 2, members, "127.0.0.1", 29500))
+    'MASTER_ADDR is 127.0.0.1, which is another machine on each of h1, h2: give each its address with --local-addr'
+    """
+    hosts = list(dict.fromkeys(sanitise(one_line(member.host)) for member in job.members))
+    if len(hosts) <= 1 or not job.address or not is_loopback(job.address):
+        return ""
+    where = ", ".join(hosts[:8])
+    what = "which is another machine on each"
+    return f"MASTER_ADDR is {job.address}, {what} of {where}: give each its address with --local-addr"
 
 
 def follows(job: Job, policy: RestartPolicy) -> str:

@@ -21,7 +21,7 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
-from phalanx._rendezvous.words import follows, told
+from phalanx._rendezvous.words import follows, told, unreachable
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
@@ -177,6 +177,8 @@ class MachineTeam(RunTeam, NodeTeam):
             f"{again}{how_many(len(hosts), 'node')} ({_names(hosts)}), {how_many(count, 'worker')}; "
             f"this is node {rank}, with {mine}"
         )
+        if wrong := unreachable(job):
+            self._mention(wrong)
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""

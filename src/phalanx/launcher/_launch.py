@@ -7,11 +7,11 @@ import threading
 from contextlib import contextmanager
 
 from phalanx import metrics
-from phalanx._engine.host_signals import SIGNALS_ENV
+from phalanx._engine.host_signals import SIGNALS_ENV, SignalException
 from phalanx.agent import WorkerSpec
 from phalanx.launcher._agent import LaunchedAgent
 from phalanx.launcher._checks import checked, rendezvous_of
-from phalanx.rendezvous import RendezvousClosedError
+from phalanx.rendezvous import ManyMachinesRendezvous, OneMachineRendezvous, RendezvousClosedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def launch_agent(
         shutdown_timeout=shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    ends = True
     try:
         with _handling(config.signals_to_handle):
             result = agent.run()
@@ -103,8 +104,12 @@ def launch_agent(
         if report is None:
             raise
         raise report from None
+    except SignalException:  # other machines may go on, and somebody else's handler may end the job for all of them
+        ends = isinstance(handler, ManyMachinesRendezvous | OneMachineRendezvous)
+        raise
     finally:
-        handler.shutdown()
+        if ends:
+            handler.shutdown()
     if result.is_failed():
         raise agent.error(result)
     return result.return_values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from phalanx._agent.endpoint import split_endpoint
+from phalanx._rendezvous.settings import STATIC
 from phalanx.rendezvous._handler import RendezvousHandler
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
 from phalanx.rendezvous._one_machine import OneMachineRendezvous
@@ -63,7 +65,8 @@ class RendezvousHandlerRegistry:
         """
         creator = self._find(params.backend)
         if creator is None:
-            msg = f"backend: there is no {params.backend!r}; there are {', '.join(map(repr, self._known()))}"
+            known = ", ".join(map(repr, self._known()))
+            msg = f"backend: there is no {params.backend!r}; {f'there are {known}' if known else 'none is registered'}"
             raise ValueError(msg)
         handler = creator(params)
         if handler.get_backend() != params.backend:
@@ -103,7 +106,10 @@ def _points() -> dict[str, EntryPoint]:
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     """Make a handler of a backend that is built in. On one machine, nothing is connected to."""
     if params.max_nodes == 1:
-        return OneMachineRendezvous(params.run_id, params.local_addr or "127.0.0.1", backend=params.backend)
+        host, port = split_endpoint(params.endpoint) if params.backend == STATIC else ("", 0)
+        return OneMachineRendezvous(
+            params.run_id, params.local_addr or host or "127.0.0.1", port, backend=params.backend
+        )
     return ManyMachinesRendezvous(params)
 
 

@@ -32,7 +32,9 @@ _RETRY = 0.05  # seconds
 
 
 class PipeRefusedError(OSError):
-    """The pipe cannot be at this path: what is there is not ours, or another server serves it."""
+    """The pipe cannot be at this path: what is there is not ours, or another server serves it (``is_served``)."""
+
+    is_served = False
 
 
 def create(path: str) -> tuple[int, bool]:
@@ -72,7 +74,9 @@ def _take_over(path: str) -> int | None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message = "another timer server serves this pipe: stop it, or choose another path"
-            raise PipeRefusedError(message, path) from None
+            refused = PipeRefusedError(message, path)
+            refused.is_served = True
+            raise refused from None
         if not is_at(path, mine):  # its server removed it between our opening and our locking
             os.close(fd)
             return None
