@@ -62,6 +62,13 @@ def launched(
     return port, both(launch)
 
 
+def test_workers_are_no_forks_of_an_agent_that_uses_an_etcd(tmp_path: Path) -> None:
+    handler = ManyMachinesRendezvous(RendezvousParameters("etcd", "127.0.0.1:1", "job", 2, 2))
+    spec = WorkerSpec("default", 1, handler, entrypoint=print)
+    with pytest.raises(ValueError, match="start_method: expected 'spawn' or 'forkserver', got 'fork': .* by grpc"):
+        LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+
+
 def test_all_restart_when_a_worker_of_one_fails(tmp_path: Path) -> None:
     port, values = launched(tmp_path, 1, 1)
     assert values == [

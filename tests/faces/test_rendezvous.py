@@ -524,6 +524,7 @@ def test_a_program_that_takes_part_through_grpc_may_fork(etcd: Etcd) -> None:  #
     assert program.stdout.splitlines() == [
         "only leaves 0",
         "drops 0",
+        "meets 0",
         "shuts down 0",
         "of multiprocessing 0 [0, 2, 4]",
         "ended [0, 0]",

@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousParameters
+from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousConnectionError, RendezvousParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,19 @@ def fork_and_leave(handlers: list[ManyMachinesRendezvous], how: str) -> int:
         sys.exit(0 if all(handler.shutdown() and handler.is_closed() for handler in handlers) else 1)
     if how == "drops":
         drop(handlers)
+    if how == "meets":
+        sys.exit(0 if "is a fork of one that has used an etcd" in refusal(handlers[0]) else 1)
     sys.exit(0)
+
+
+def refusal(handler: ManyMachinesRendezvous) -> str:
+    """Return why another handler like this one does not meet anybody here."""
+    params = RendezvousParameters("etcd", sys.argv[1], handler.get_run_id(), 2, 2)
+    try:
+        ManyMachinesRendezvous(params).next_rendezvous()
+    except RendezvousConnectionError as error:
+        return str(error)
+    return ""
 
 
 def main(endpoint: str, run: str) -> None:
@@ -59,7 +71,7 @@ def main(endpoint: str, run: str) -> None:
     settings: dict[str, Any] = {"last_call_timeout": 0, "rejoin_delay": 0}
     handlers = [ManyMachinesRendezvous(RendezvousParameters("etcd", endpoint, run, 2, 2, **settings)) for _ in range(2)]
     at_once(*(handler.next_rendezvous for handler in handlers))
-    for how in ("only leaves", "drops", "shuts down"):
+    for how in ("only leaves", "drops", "meets", "shuts down"):
         say(how, fork_and_leave(handlers, how))
     forks = multiprocessing.get_context("fork")
     process = forks.Process(target=drop, args=(handlers,))

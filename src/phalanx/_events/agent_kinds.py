@@ -17,6 +17,26 @@ class AgentState(Event):
     state: str
 
 
+class Assigned(Event):
+    """The agent knows its place in an attempt of several machines.
+
+    Attributes:
+        group_rank, group_world_size: Which machine this is, of how many.
+        first_rank: The rank in the job of local rank 0.
+        role_rank, role_world_size: Its rank among the workers of its role, and how many those are.
+    """
+
+    __slots__ = (  # noqa: RUF023 - as below
+        "group_rank", "group_world_size", "first_rank", "role_rank", "role_world_size",
+    )  # fmt: skip
+    name = "agent.assigned"
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    role_rank: int
+    role_world_size: int
+
+
 class AgentStep(Event):
     """A method of an agent has returned, or ``failed``: has raised. ``step``: its name. It took so many ``seconds``."""
 

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
 """The names of the backend that is an etcd. Torch's users have the last one; what is spoken is version 3 of its API."""
 
+NO_FORK = (
+    "expected 'spawn' or 'forkserver', got 'fork': this process meets the other machines at an etcd, by grpc, which"
+    " crashes or hangs in forks of it"
+)
+"""Why workers are no forks of an agent that meets the others at an etcd."""
+
 C10D = "c10d"
 """The backend of nodes that are numbered as they come: the agent at the endpoint has what the agents share."""
 

@@ -25,6 +25,7 @@ from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
 from phalanx._outcomes.report import format_summary
 from phalanx._placement.placement import Placement
+from phalanx._rendezvous.settings import ETCD, NO_FORK
 from phalanx._runs.recorder import ReportKeeper, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
 from phalanx.agent._spec import check_type, name_of
@@ -122,6 +123,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.role, spec.entrypoint, start_method, options.get("settle", 0.0), self._shutdown_timeout, linger,
             console, spec.numa_options, timers, main, starts_warm=bool(preload or warm),
         )  # fmt: skip
+        if start_method == "fork" and spec.rdzv_handler.get_backend() in ETCD and self._machines.handler is not None:
+            msg = f"start_method: {NO_FORK}"
+            raise ValueError(msg)
         if log_line_prefix_template is not None:
             checked_template(log_line_prefix_template, "log_line_prefix_template")
             options["console"] = (console or ConsoleSpecs()).replace(template=log_line_prefix_template)

@@ -144,6 +144,18 @@ class MachineTeam(RunTeam, NodeTeam):
             self.leave(str(error))
             return False
 
+    def is_up(self) -> bool:
+        """See `Team`."""
+        is_up = super().is_up()
+        if is_up:
+            self.tell_state("RUNNING")
+        return is_up
+
+    def tell_state(self, state: str) -> None:
+        """Emit how far the agent is, see `phalanx._agent.life`, if it has taken part."""
+        if self._job is not None:
+            self._emit(agent_kinds.AgentState, self._job.generation, state=state)
+
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
         if self.door is not None:
@@ -168,6 +180,12 @@ class MachineTeam(RunTeam, NodeTeam):
         self._first = first_rank(job, rank)
         for local, env in self._envs(job, rank).items():
             self._groups.envs[local] = dict(env)
+        role = self._me.role
+        self._emit(
+            agent_kinds.Assigned, job.generation, group_rank=rank, group_world_size=len(job.members),
+            first_rank=self._first, role_rank=first_rank(job, rank, role),
+            role_world_size=first_rank(job, len(job.members), role),
+        )  # fmt: skip
         self._emit(agent_kinds.AgentState, job.generation, state="STARTING")
         hosts = [member.host for member in job.members]
         count = sum(member.nproc for member in job.members)
@@ -383,6 +401,8 @@ class MachineTeam(RunTeam, NodeTeam):
             agent_kinds.AttemptEnded, generation, state=end.state, rank=end.rank, exitcode=end.exitcode,
             error=end.error, step=end.step, survivors=end.survivors, seconds=now - self._began,
         )  # fmt: skip
+        if end.state != "succeeded":
+            self.tell_state("WAITING")
         result, group = self.result or RunProcsResult(), self.group
         me = self._me = replace(
             self._me,

@@ -53,6 +53,9 @@ class RunEvents:
             "group_rank": 0,
             "group_world_size": 1,
         }
+        self._first = self._role_first = 0  # the ranks of local rank 0: in the job, and among the workers of its role
+        self._role_size = nprocs
+        self._stopped: set[int] = set()  # workers that were ended, though none of this machine has failed
         self._began = clock.now_ns()
         self._attempt = 0
         self._pids: dict[int, int] = {}
@@ -66,12 +69,16 @@ class RunEvents:
         for event in events:
             if isinstance(event, kinds.WorkerStarted):
                 self._pids[event.rank] = event.pid
-            elif isinstance(event, kinds.GroupStarting):
-                self._is_starting = True
-            elif isinstance(event, kinds.GroupNotStarted):
-                self._is_starting = False
+            elif isinstance(event, kinds.GroupStarting | kinds.GroupNotStarted):
+                self._is_starting = isinstance(event, kinds.GroupStarting)
             elif isinstance(event, kinds.GroupEnded):
                 self._failures.update(event.result.failures)
+                outcomes = event.result.outcomes
+                self._stopped = {rank for rank, outcome in outcomes.items() if outcome.state != "succeeded"}
+            elif isinstance(event, agent_kinds.Assigned):
+                self._same |= {"group_rank": event.group_rank, "group_world_size": event.group_world_size}
+                self._first = event.first_rank
+                self._role_first, self._role_size = event.role_rank, event.role_world_size
             elif isinstance(event, agent_kinds.AttemptEnded) and event.worker is not None:
                 self._errors[event.worker] = event.error
             elif isinstance(event, agent_kinds.AgentState):
@@ -90,6 +97,7 @@ class RunEvents:
     def _on_state(self, event: agent_kinds.AgentState) -> None:
         if event.state == "STARTING":
             self._pids, self._failures, self._is_starting = {}, {}, False
+            self._stopped = set()
             self._tell_begin(event)
         elif event.state == "RUNNING":
             for rank in self._ranks:
@@ -101,7 +109,8 @@ class RunEvents:
             if not self._has_failed_start:  # else the end of the run says why
                 for rank in self._ranks:
                     if not self._tell_failure(event, rank):
-                        self._tell(event, "TERMINATED" if self._failures else "SUCCEEDED", rank=rank)
+                        is_ended = self._failures or rank in self._stopped
+                        self._tell(event, "TERMINATED" if is_ended else "SUCCEEDED", rank=rank)
                 self._tell(event, "SUCCEEDED")
 
     def _on_worker(self, event: agent_kinds.AgentState, rank: int) -> None:
@@ -148,7 +157,7 @@ class RunEvents:
         worker = None
         if rank is not None:
             worker = WorkerFacts(
-                str(self._pids.get(rank)), rank, rank, rank, len(self._ranks),
+                str(self._pids.get(rank)), self._first + rank, rank, self._role_first + rank, self._role_size,
                 None if failure is None else failure.exitcode, None if failure is None else failure.pid,
             )  # fmt: skip
         total = (event.moment - self._began) / clock.NS

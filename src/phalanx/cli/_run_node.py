@@ -22,7 +22,7 @@ from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun, shortened
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
-from phalanx._rendezvous.settings import agent_id
+from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
@@ -67,6 +67,9 @@ def run_node(
     ``asked``: what was asked for.
     ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
     """
+    if not machines.is_hosted and plan.config.run_path and plan.config.start_method == "fork":
+        msg = f"--start-method: {NO_FORK}"
+        raise click.UsageError(msg)
     check = plan.node_check()
     if check is not None:
         from phalanx.cli._node_check import pass_check
@@ -243,6 +246,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     """Record how the run has ended, and report what went wrong. Returns the exit code."""
     job = finish.job
     end = conclude(finish, stopped or 0, _failing(finish, team))
+    team.tell_state({"succeeded": "SUCCEEDED", "failed": "FAILED"}.get(end.state, "STOPPED"))
     if end.state == "succeeded":
         return _succeed(job, team)
     if end.state == "stopped" or (end.state == "left" and end.left is None and stopped is not None):

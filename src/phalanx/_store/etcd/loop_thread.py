@@ -34,11 +34,19 @@ _lock = threading.Lock()
 _users = 0
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
+_has_run = _is_fork = False  # whether grpc has been used here; and in the process that this one is a fork of
 
 
 def acquire() -> asyncio.AbstractEventLoop:
-    """Return the loop of the thread, which is started if it is not there. `release` follows."""
-    global _users, _loop, _thread  # noqa: PLW0603 - there is one for the process
+    """Return the loop of the thread, which is started if it is not there. `release` follows.
+
+    Raises OSError in a fork of a process that has used grpc, which would crash or hang.
+    """
+    global _users, _loop, _thread, _has_run  # noqa: PLW0603 - there is one for the process
+    if _is_fork:
+        msg = "this process is a fork of one that has used an etcd, by grpc, which crashes or hangs in forks: spawn it"
+        raise OSError(msg)
+    _has_run = True
     with _lock:
         if _loop is None:
             loop = _Loop()
@@ -77,8 +85,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def _forget() -> None:
     """Forget, in a fork, the thread that is not there."""
-    global _lock, _users, _loop, _thread
+    global _lock, _users, _loop, _thread, _is_fork  # noqa: PLW0603 - as above
     _lock, _users, _loop, _thread = threading.Lock(), 0, None, None
+    _is_fork = _is_fork or _has_run
 
 
 os.register_at_fork(after_in_child=_forget)
