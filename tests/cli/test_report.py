@@ -79,7 +79,7 @@ def test_the_report_is_kept_as_it_was_printed_but_for_colours(place: Place) -> N
     printed = printed[printed.index(RULE) :]
     assert (folder(place) / "report.txt").read_text() == printed
     first, *fields = report(place)[: -len(printed)].splitlines()
-    assert re.fullmatch(rf"{folder(place).name}: failed with exit code 1 after [\d.]+s", first)
+    assert re.fullmatch(rf"{folder(place).name}: failed with exit code 1 after [\d.]+m?s", first)
     command = f"phalanx run --log-dir {place.logs} --nproc-per-node 2 -r 3 {place.folder}/script.py"
     assert fields[:2] == [f"  command   : {command}", f"  folder    : {place.folder}"]
     assert report(place).endswith(printed)
@@ -153,12 +153,12 @@ def test_the_report_on_a_run_that_runs_and_that_is_stopped(place: Place, ready: 
         launcher.send(signal.SIGINT)
         assert launcher.end().status == 130
     name = folder(place).name
-    assert re.match(rf"{name}: running for [\d.]+s\n", shown)
+    assert re.match(rf"{name}: running for [\d.]+m?s\n", shown)
     assert f"{script} RUNNING\n" in shown
     assert "ranks 0, 2: running\nrank 1: succeeded\n" in shown
     assert shown.endswith(f"phalanx stack {name} shows where its ranks are, phalanx logs -f {name} what they write\n")
     shown = report(place, name[:-2])
-    assert re.match(rf"{name}: stopped with exit code 130 after [\d.]+s\n", shown)
+    assert re.match(rf"{name}: stopped with exit code 130 after [\d.]+m?s\n", shown)
     assert re.search(r"STOPPED\n-+\n  cause     : SIGINT\n", shown)
     assert "ranks 0, 2: stopped by us (SIGINT)\nrank 1: succeeded\n" in shown
 

@@ -179,7 +179,10 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
         (["--nnodes=2", *ETCD, "--rdzv-endpoint="], ["--rdzv-endpoint: expected where the etcd is, like host:2379"]),
         (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"], ["--run-id: the machines of a job find"]),
         (["--nnodes=1:2", *ETCD, "--node-rank=1"], ["--node-rank: ranks are given by hand to a fixed number"]),
-        (["--nnodes=2", *ETCD, "--run-path", "--start-method=fork"], ["--start-method: expected 'spawn' or 'forkserver'"]),
+        (
+            ["--nnodes=2", *ETCD, "--run-path", "--start-method=fork"],
+            ["--start-method: expected 'spawn' or 'forkserver'"],
+        ),
         (["--nnodes=2", *ETCD, "--node-rank=2"], ["--node-rank: expected 0 to 1, for --nnodes 2; got 2"]),
         (["--nnodes=2", *ETCD, "--rdzv-conf=lease_ttl=1"], ["lease_ttl: expected whole seconds, 2 to 86400, got '1'"]),
         (["--nnodes=2", *ETCD, "--rdzv-conf=password=x"], ["password: it would be seen by all users of this machine"]),

@@ -65,7 +65,7 @@ def launched(
 def test_workers_are_no_forks_of_an_agent_that_uses_an_etcd(tmp_path: Path) -> None:
     handler = ManyMachinesRendezvous(RendezvousParameters("etcd", "127.0.0.1:1", "job", 2, 2))
     spec = WorkerSpec("default", 1, handler, entrypoint=print)
-    with pytest.raises(ValueError, match="start_method: expected 'spawn' or 'forkserver', got 'fork': .* by grpc"):
+    with pytest.raises(ValueError, match=r"start_method: expected 'spawn' or 'forkserver', got 'fork': .* by grpc"):
         LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
 
 
