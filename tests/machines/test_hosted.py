@@ -115,7 +115,7 @@ def test_workers_that_are_being_stopped_are_not_said_to_go_on(job: Callable[...,
     for agent in agents[1:]:
         agent.wait_for("does not answer .*; it is tried again")
         assert "the workers go on" not in agent.said
-        assert agent.end() == 1
+        assert agent.end() in (1, UNKNOWN)  # that whose worker has failed reports it
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

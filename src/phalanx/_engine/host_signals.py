@@ -152,6 +152,13 @@ def release(owner: object) -> None:
         restore()
 
 
+def ignore() -> None:
+    """Ignore the signals that are handled, from now on: the end is known, and this process leaves."""
+    if threading.current_thread() is threading.main_thread():
+        for number in signals_to_handle():
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def delivering() -> Iterator[None]:
     """Wrap a wait. It raises again an exception that was swallowed (``except Exception``) since it was raised."""

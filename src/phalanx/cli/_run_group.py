@@ -17,7 +17,6 @@ from phalanx._base import interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
 from phalanx._engine import host_signals
-from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._runs.recorder import Recorder
@@ -201,6 +200,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             with suppress(SignalException):
                 team.close()  # closed already, unless an exception came
         finally:
+            host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)
             team.record.close()
 
@@ -280,8 +280,7 @@ def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float
         try:
             host_signals.forget_raised()  # it is handled here: asking a group for its state would raise it again
             if death == signal.SIGKILL:
-                for number in signals_to_handle():
-                    signal.signal(number, signal.SIG_IGN)
+                host_signals.ignore()
             _say_stop(attempts, team, death, seconds)
             attempts.ask_stop(death, seconds)
             return attempts.run()

@@ -15,7 +15,7 @@ from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
-from phalanx._engine.host_signals import choosing, signals_to_handle
+from phalanx._engine.host_signals import choosing
 from phalanx._rendezvous.conclusion import conclude
 from phalanx._rendezvous.entrance import come
 from phalanx._rendezvous.job_ranks import first_rank
@@ -206,6 +206,7 @@ def see_node_through(
             if end is not None:
                 shortened(end, run.patience)
         finally:
+            host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)
             team.record.close()
 
@@ -227,8 +228,7 @@ def _end(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float, on
     while True:
         try:
             if kills:
-                for number in signals_to_handle():
-                    signal.signal(number, signal.SIG_IGN)
+                host_signals.ignore()
                 team.say("phalanx: killing the workers")
             elif run.finish is None:
                 what = "this node leaves the job" if is_leaving else "stopping the job on all nodes"

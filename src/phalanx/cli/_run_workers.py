@@ -11,7 +11,6 @@ from phalanx._agent.attempts import NoAttemptError
 from phalanx._agent.history import describe_workers
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine import host_signals
-from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.result import verdict
 from phalanx._runs.workers_recorder import result_of
 from phalanx.cli._run_group import GONE, announced, child_failed, in_our_words, show_report, undisturbed
@@ -55,6 +54,7 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
             with suppress(SignalException):
                 teams.close()  # closed already, unless an exception came
         finally:
+            host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(teams)
             teams.record.close()
 
@@ -89,8 +89,7 @@ def _stop(teams: WorkerTeams, first: signal.Signals, grace: float, *, announces:
         try:
             host_signals.forget_raised()  # it is handled here: asking a group for its state would raise it again
             if death == signal.SIGKILL:
-                for number in signals_to_handle():
-                    signal.signal(number, signal.SIG_IGN)
+                host_signals.ignore()
             if announces:
                 _say_stop(teams, death, seconds)
             teams.side_by_side.ask_stop(death, seconds)
