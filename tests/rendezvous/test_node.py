@@ -336,6 +336,7 @@ def test_a_store_that_refuses_while_workers_run_is_left_when_they_are_gone() -> 
 def test_garbage_while_workers_run_is_named_when_they_are_gone(key: str) -> None:
     story = Story().run()
     assert kinds(story.writes(key, b'{"generation": "x"}')) == ["Heard", "End"]
+    assert story.tell(Away("no answer")) == []  # what is told then changes nothing
     finish = finish_of(story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now)))
     assert (finish.state, finish.why) == ("damaged", f"{key}: Expected `int`, got `str` - at `$.generation`")
 

@@ -15,16 +15,11 @@ if TYPE_CHECKING:
 
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
     """Return why which nodes cannot take part."""
-    least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
+    most, excluded = job.max_nodes, job.excluded
     found = {
         name: _refusal(job, node, rules)
         for name, (node, *_) in nodes.items()
-        if node.order >= most
-        or node.max_nodes != most
-        or node.min_nodes != least
-        or node.version != VERSION
-        or node.machine in excluded
-        or _has_other_policy(job, node)
+        if node.order >= most or not was_told_the_same(job, node) or node.version != VERSION or node.machine in excluded
     }
     # Who is refused for another reason does not say what the others run.
     runs = _programs(job, without(nodes, found))
@@ -100,9 +95,11 @@ def _with_other_args(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
     }
 
 
-def _has_other_policy(job: Job, node: Node) -> bool:
-    """Whether a node would start all again after other failures than the job."""
-    return "" not in (job.policy, node.policy) and job.policy != node.policy
+def was_told_the_same(job: Job, node: Node) -> bool:
+    """Whether a node was told of as many nodes as a job has, and of the same restarts."""
+    return (node.min_nodes, node.max_nodes) == (job.min_nodes, job.max_nodes) and (
+        "" in (job.policy, node.policy) or job.policy == node.policy
+    )
 
 
 def _refusal(job: Job, node: Node, rules: Rules) -> str:
@@ -113,7 +110,7 @@ def _refusal(job: Job, node: Node, rules: Rules) -> str:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
         return f"the job is one of {wanted} {noun}, and this node was told {given}"
-    if _has_other_policy(job, node):
+    if not was_told_the_same(job, node):
         return f"the job has {job.policy}, and this node was told {node.policy}"
     if node.machine in job.excluded:
         return f"workers of host {node.host} were the root cause {how_many(rules.exclude_after, 'time')} in a row"

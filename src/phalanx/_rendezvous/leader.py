@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx._rendezvous import membership, records
+from phalanx._rendezvous import candidates, membership, records
 from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.records import Job, Refusal
 from phalanx._rendezvous.rules import Notes
@@ -135,10 +135,9 @@ class Leader:
 
 
 def _is_left(job: Job, view: StoreView) -> bool:
-    """Whether a node is there that takes part in a job; if none has yet, one that was told the same numbers."""
+    """Whether a node is there that takes part in a job; if none has yet, one that was told the same of it."""
     if not job.ids:
-        numbers = job.min_nodes, job.max_nodes
-        return any((seen.node.min_nodes, seen.node.max_nodes) == numbers for seen in view.nodes.values())
+        return any(candidates.was_told_the_same(job, seen.node) for seen in view.nodes.values())
     return any(name in view.nodes and view.nodes[name].node.state != "left" for name in job.ids)
 
 

@@ -160,7 +160,7 @@ class Participant(NodeWaits):
         self._leaves = self._leaves or why
         if self.state == "RUNNING":
             self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
-        self._by = min(self._by, now + PATIENCE)
+        self._by = min(self._by, now + HURRY) if at_once else self._by
         if self.state == "DONE":  # its success is to stay known
             self._barrier = min(self._barrier, now - self._since)
         else:
@@ -271,14 +271,15 @@ class Participant(NodeWaits):
         It lives if this node takes part; if its leader has changed it since this node came; or if it has had the same
         leader for longer than a lease lasts, and such a one takes to find that nobody is left.
         """
-        (job, modified), now = self._view.job(), self._now
+        job, now = self._known_job(), self._now
         leader, since = self._view.leader()
         if self._seen[0] != since:
             self._seen = since, now
         if job is None or job.phase == "over":
             return
         is_led = leader not in ("", self._me.id) and self._away is None
-        lives = job.rank_of(self._me.id) >= 0 or (self._entered is not None and modified > self._entered_at)
+        is_changed = self._entered is not None and self._view.job()[1] > self._entered_at
+        lives = job.rank_of(self._me.id) >= 0 or is_changed
         self._has_lived = self._has_lived or lives or (is_led and now >= self._seen[1] + 2 * self._rules.return_timeout)
 
     def _waits_for_earlier(self, job: Job | None) -> bool:
