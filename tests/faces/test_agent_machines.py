@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +21,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousParameters
 from tests.support import agent_workers
 from tests.support.etcd import free_port
+from tests.support.helpers import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +71,52 @@ def test_workers_are_no_forks_of_an_agent_that_uses_an_etcd(tmp_path: Path) -> N
     spec = WorkerSpec("default", 1, handler, entrypoint=print)
     with pytest.raises(ValueError, match=r"start_method: expected 'spawn' or 'forkserver', got 'fork': .* by grpc"):
         LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+
+
+PROGRAM = """
+import sys
+from phalanx.launcher import LaunchConfig, elastic_launch
+
+rank, port, folder = sys.argv[1:]
+config = LaunchConfig(
+    2, 2, 1, run_id="job", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+    rdzv_configs={"rank": rank, "agent_port": port, "lease_ttl": 2, "away_timeout": 3},
+    max_restarts=0,
+)
+code = "import os, time; open(f'{folder}/{rank}', 'w').write(str(os.getpid())); time.sleep(600)"
+code = code.replace("{folder}", folder).replace("{rank}", rank)
+elastic_launch(config, sys.executable)("-c", code)
+"""
+
+
+def test_the_workers_of_an_agent_that_is_stopped_end_in_time(tmp_path: Path) -> None:
+    port = free_port()
+    commands = [[sys.executable, "-c", PROGRAM, str(rank), str(port), str(tmp_path)] for rank in range(2)]
+    programs = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    try:
+        workers = [int(wait_for(partial(text_of, tmp_path / str(rank)))) for rank in range(2)]
+        programs[1].send_signal(signal.SIGSTOP)
+        wait_for(lambda: not alive(workers[1]))
+        programs[1].send_signal(signal.SIGCONT)
+        assert [program.wait(SOON) for program in programs] == [1, 1]
+        assert not alive(workers[0])
+    finally:
+        for program in programs:
+            program.send_signal(signal.SIGCONT)
+            program.kill()
+            program.wait()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    until = time.monotonic() + SOON
+    while not (it := found()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return it
 
 
 def test_all_restart_when_a_worker_of_one_fails(tmp_path: Path) -> None:

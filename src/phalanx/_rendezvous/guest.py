@@ -74,12 +74,15 @@ class Guest:
     Attributes:
         finish: How it has ended; None: it has not, or by `error`.
         error: What it has ended by, before it could take part; None: it has not.
+        expect: Called with seconds while workers run: they are to end, unless it is called again within them. Whoever
+            has it may change it until it has entered.
         was_spare: Whether it had no part in the generation that ran last.
     """
 
     def __init__(self, run_id: str, terms: Terms, warn: Callable[[str], None]) -> None:
         self._run_id = run_id
         self.terms = terms
+        self.expect: Callable[[float], object] = lambda _seconds: None
         self._warn = warn
         self._owner = 0  # the process that has entered
         self._lock = threading.Lock()  # of the next two
@@ -284,13 +287,13 @@ class Guest:
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
             policy="" if terms.policy.max_restarts >= ENDLESS else terms.policy.describe(),
         )  # fmt: skip
-        team = GuestTeam(me, port, self._see, self._warn, machines.where)
+        team = GuestTeam(me, port, self._see, self._warn, machines.where, self.expect)
         node = Participant(
             me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
             hosts=entrance.hosts,
             away_timeout=machines.away_timeout, chance=random.random,
         )  # fmt: skip
-        run = held.enter_context(JobRun(node, entrance.store, team, signals=False))
+        run = held.enter_context(JobRun(node, entrance.store, team, signals=False, away_timeout=machines.away_timeout))
         with self._lock:
             self._team, self._run = team, run
             wishes, self._wishes = self._wishes, []

@@ -92,6 +92,7 @@ class GuestTeam(NodeTeam):
         changed: Called, by the node's thread, when there is a new `part`, or the generation has ended.
         warn: Called with a line that the user should see, by the same thread. It must not wait.
         where: Where the nodes meet, in words.
+        expect: Called with seconds: see `NodeTeam.expect`. By the same thread.
 
     Attributes:
         part: The part of this node in the latest generation that it takes part in; None: there was none.
@@ -101,12 +102,13 @@ class GuestTeam(NodeTeam):
     """
 
     def __init__(
-        self, me: Node, port: ReservedPort, changed: Callable[[], None], warn: Callable[[str], None], where: str
-    ) -> None:
+        self, me: Node, port: ReservedPort, changed: Callable[[], None], warn: Callable[[str], None], where: str,
+        expect: Callable[[float], object],
+    ) -> None:  # fmt: skip
         self._me = me
         self._port = port
         self._changed = changed
-        self._warn, self._where = warn, where
+        self._warn, self._where, self._expect = warn, where, expect
         self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._wake: Callable[[], None] = lambda: None
         self._fail: Callable[[int, Stop], None] = lambda _, __: None
@@ -159,6 +161,11 @@ class GuestTeam(NodeTeam):
     def end(self, stop: Stop | None) -> None:  # noqa: ARG002 - it was heard
         """See `NodeTeam`."""
         self._end_part()
+
+    def expect(self, seconds: float) -> None:
+        """See `NodeTeam`."""
+        with suppress(Exception):  # the caller's: the node goes on
+            self._expect(seconds)
 
     def say(self, text: str) -> None:
         """See `Team`. Nothing is shown: the console is the owner's."""

@@ -123,9 +123,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.role, spec.entrypoint, start_method, options.get("settle", 0.0), self._shutdown_timeout, linger,
             console, spec.numa_options, timers, main, starts_warm=bool(preload or warm),
         )  # fmt: skip
-        if start_method == "fork" and spec.rdzv_handler.get_backend() in ETCD and self._machines.handler is not None:
-            msg = f"start_method: {NO_FORK}"
-            raise ValueError(msg)
         if log_line_prefix_template is not None:
             checked_template(log_line_prefix_template, "log_line_prefix_template")
             options["console"] = (console or ConsoleSpecs()).replace(template=log_line_prefix_template)
@@ -142,11 +139,15 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._held = ExitStack()  # until the end of `run`
         self._start_method = start_method
         self._forks = start_method == "fork" and not isinstance(spec.entrypoint, str)
+        if self._forks and self._machines.handler is not None and spec.rdzv_handler.get_backend() in ETCD:
+            msg = f"start_method: {NO_FORK}"
+            raise ValueError(msg)
         self._logs_specs = logs_specs
         self._file_timers = FileTimers(_make_server)
         self._health = Health(None)
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
+        self._expected = 0.0  # what `_expect` was told last
         self._report: ReportKeeper | None = None  # None: nothing is kept beside the logs
         self._report_name = name_of(spec)
 
@@ -157,7 +158,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._groups.begin(self._attempt)
         self._groups.start(self._attempt, self._wake)
         assert self._groups.group is not None
+        if self._expected:
+            self._groups.group.expect(self._expected)
         return dict(self._groups.group.pids())
+
+    def _expect(self, seconds: float) -> None:
+        """Have the keeper end the workers, unless this is called again within so many seconds. Any thread."""
+        self._expected = seconds
+        group = self._groups.group
+        if group is not None:
+            group.expect(seconds)
 
     @step
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - there is one

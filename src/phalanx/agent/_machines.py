@@ -48,16 +48,21 @@ class AgentMachines:
             self._early = attempt
 
     def announce(
-        self, policy: RestartPolicy, grace: float, barrier: float, call: Callable[[], object]
-    ) -> RestartPolicy:
+        self, policy: RestartPolicy, grace: float, barrier: float, call: Callable[[], object],
+        expect: Callable[[float], object],
+    ) -> RestartPolicy:  # fmt: skip
         """Tell the handler of the agent; ``call`` is called when it is to look at once. Return the agent's policy.
+
+        ``expect``: see `ManyMachinesRendezvous.announce`.
 
         Raises RuntimeError: the handler has served another run.
         """
         if self.handler is None:
             return policy
         spec = self._spec
-        self.handler.announce(nproc=spec.local_world_size, role=spec.role, policy=policy, grace=grace, barrier=barrier)
+        self.handler.announce(
+            nproc=spec.local_world_size, role=spec.role, policy=policy, grace=grace, barrier=barrier, expect=expect
+        )
         self.handler.when_ended(call)
         return _ASKS_OTHERS
 

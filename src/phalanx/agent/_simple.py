@@ -178,6 +178,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return how the workers are. Does not wait."""
 
+    def _expect(self, seconds: float) -> None:
+        """Have the workers ended, unless this is called again within so many seconds. By default, they go on."""
+
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """End what is left of the workers, and give back what the agent holds."""
@@ -340,7 +343,11 @@ class SimpleElasticAgent(ElasticAgent):
         self._stopping = self._is_shut_down = False
         self._remaining_restarts = self._policy.max_restarts
         barrier = max(0.0, self._exit_barrier_timeout)
-        policy = self._machines.announce(self._policy, self._shutdown_timeout, barrier, lambda: self._wake())  # noqa: PLW0108 - it is another one in each attempt
+        policy = self._machines.announce(
+            self._policy, self._shutdown_timeout, barrier,
+            lambda: self._wake(),  # noqa: PLW0108 - it is another one in each attempt
+            self._expect,
+        )  # fmt: skip
         lost = None
         self._ending: Ending | None = None
         with Attempts(team, policy, events=self._events) as attempts:

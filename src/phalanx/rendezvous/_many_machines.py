@@ -285,6 +285,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         policy: RestartPolicy | None = None,
         grace: float | None = None,
         barrier: float | None = None,
+        expect: Callable[[float], object] | None = None,
     ) -> None:
         """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
 
@@ -294,6 +295,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
             policy: Likewise.
             grace: Likewise.
             barrier: Seconds (>= 0) that this machine waits at its end for the others.
+            expect: Called with a time in seconds, now and then while workers may run here: they are to end, unless it
+                is called again within that time, for this process is stopped then, and the job goes on without it. By
+                any thread; it must not wait.
 
         Raises:
             RuntimeError: The job has been entered.
@@ -312,6 +316,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             if barrier is not None:
                 self._machines = self._machines._replace(barrier=barrier)
             guest.terms = self._terms()
+            guest.expect = expect or guest.expect
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
