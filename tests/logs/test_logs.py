@@ -290,7 +290,7 @@ def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path)
     os.mkdir(logs / "error-1.json")
     messages = []
     for entrypoint, args in ((workers.fail, ("first",)), ("sh", ("-c", "exit 3"))):
-        with start_processes("g", entrypoint, args, nprocs=2, logs_specs=OneFolder(str(logs))) as group:
+        with start_processes("g", entrypoint, args, nprocs=2, logs_specs=OneFolder(str(logs)), settle=20.0) as group:
             messages.append(group.wait().failures[0].message)
     assert messages == ["ValueError: first", "exited with code 3; no error was recorded"]
     assert sorted(path.name for path in logs.glob("error-*")) == ["error-1.json"]
@@ -443,7 +443,7 @@ def test_output_of_orphans_is_in_the_file(
     assert (logs / "0/stdout.log").read_text() == "first\nlast\n"
     assert capfdbinary.readouterr().out == b"[0] first\n[0] last\n"
     [said] = caplog.messages
-    assert re.fullmatch(r"ended what was left behind: pid \d+ \(.*\) of rank 0, [\d.]+ s old: SIGTERM", said)
+    assert re.fullmatch(r"ended what was left behind: pid \d+ \(.*\) of rank 0, [\d.]+m?s old: SIGTERM", said)
 
 
 def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

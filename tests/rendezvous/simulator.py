@@ -273,6 +273,7 @@ class Simulation:
             return
         job = records.read(Job, Entry(key, value, 1, 1))
         self.made = self.now if self.made == math.inf else self.made
+        self.store.is_fresh = False
         before = max(self.formed, default=-1)
         if job.generation < before or (job.phase == "forming" and job.generation == before):
             raise BrokenError(f"the job goes back to generation {job.generation}, {job.phase}, from {before}")
@@ -292,6 +293,8 @@ class Simulation:
         node = records.read(records.Node, Entry(key, value, 1, 1)) if key.startswith(records.NODES) else None
         if node is not None and node.state == "done":
             self.succeeded.add((node.id, node.generation))
+        if node is not None and node.generation >= 0 and self.store.is_fresh:
+            raise BrokenError(f"{node.id} brings generation {node.generation} of a store that is gone")
 
     def _see_stop(self, generation: int, value: bytes) -> None:
         self.all_stops.add(value)
@@ -438,6 +441,7 @@ class SimulatedStore:
         self._revision = 1
         self.is_away = self._is_gone = False
         self.name = 0  # which one it is
+        self.is_fresh = False  # whether it was started again, and no job was made since
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
@@ -511,6 +515,7 @@ class SimulatedStore:
         self._owners.clear()
         self._revision = self._simulation.random.choice([1, self._revision // 2, self._revision + 100])
         self.name += 1
+        self.is_fresh = True
         self.is_away = self._is_gone = False
         self._simulation.forget()
         for node in self._simulation.nodes:
@@ -577,6 +582,7 @@ class SimulatedNode:
         self._is_cut = self._is_stopped = self._is_connected = False
         self._missed: list[Callable[[], object]] = []  # while it was stopped
         self._watches: dict[str, int] = {}
+        self._told: list[StoreEvent] = []
         self._recent: list[float] = []
 
     def participant(self, *, hosts: bool | None) -> Participant:
@@ -637,8 +643,16 @@ class SimulatedNode:
             self._see(Away("cut"))
 
     def _see(self, event: StoreEvent) -> None:
-        if self.is_alive and self.finish is None:
-            self.do(self.node.store_told(event, self._simulation.now))
+        self._told.append(event)
+        if self._simulation.chance(0.2):  # it hears of several at once
+            self._later(self._hear, 0.004)
+        else:
+            self._hear()
+
+    def _hear(self) -> None:
+        told, self._told = self._told, []
+        if told and self.is_alive and self.finish is None:
+            self.do(self.node.all_told(told, self._simulation.now))
 
     def _later(self, action: Callable[[], object], seconds: float | None = None) -> None:
         """Have something happen here, once it has come so far; if the node is stopped, when it goes on."""

@@ -126,7 +126,10 @@ class RestartPolicy(Value):
         ('--max-restarts 3', '--max-restarts 5/3600 --backoff 0.5:300 --never-restart-on 2,SIGILL')
         """
         usual = RestartPolicy()
-        codes = {name: ",".join(map(_code_name, sorted(getattr(self, name)))) for name in ("never_on", "always_on")}
+        codes = {
+            name: ",".join(map(_code_name, sorted(getattr(self, name), key=lambda code: (code < 0, abs(code)))))
+            for name in ("never_on", "always_on")
+        }
         window = "" if self.window is None else f"/{self.window:g}"
         backoff = (self.backoff, self.backoff_cap) != (0.0, usual.backoff_cap)
         uptime = (self.min_uptime, self.failing_starts) != (0.0, usual.failing_starts)

@@ -32,7 +32,7 @@ class Leftover(Value):
         exitcode: As `subprocess` gives it, negative for a signal; None when it outlived even SIGKILL.
 
     >>> Leftover(4711, "python upload.py", 2, 12.34, 15, -15).describe()
-    'pid 4711 (python upload.py) of rank 2, 12.3 s old: SIGTERM'
+    'pid 4711 (python upload.py) of rank 2, 12.3s old: SIGTERM'
     """
 
     __slots__ = ("pid", "command", "local_rank", "age", "signal_sent", "exitcode")  # noqa: RUF023 - as the arguments

@@ -40,6 +40,7 @@ class Leader:
 
     Attributes:
         decided: The revision that its last decision has made; nothing is decided before that is told.
+        lives: Whether somebody was found to be left of a job that goes on.
         asks: The generation whose evidence is to be read for its next decision, see `learn`; -1: none.
     """
 
@@ -49,6 +50,7 @@ class Leader:
         self._chance = chance
         self.since = since
         self._notes: Notes | None = None
+        self.lives = False
         self._began: float | None = None  # when it could decide first
         self.decided = 0
         self.asks = -1
@@ -95,6 +97,7 @@ class Leader:
             until = self._of_others_until(job, view, regained)
             if now < until or not _is_left(job, view):
                 return (None, until) if now < until else (_remove_job(mine, modified, view), math.inf)
+            self.lives = job.phase != "over"
         if self._notes is None:
             self._notes = Notes(job, now)
         self._notes.regained = regained

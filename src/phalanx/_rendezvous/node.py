@@ -154,10 +154,10 @@ class Participant(NodeWaits):
         self._now = now
         me = self._me
         job = self._known_job()
-        if self.state == "LEAVING" or (job is not None and job.phase == "over"):
+        if self.state == "LEAVING" or (job is not None and job.phase == "over" and not self._is_new):
             self._by = min(self._by, now + (HURRY if at_once else PATIENCE))
             return self._settle()
-        self._leaves = self._leaves or why
+        self._leaves, self._wants_leave = self._leaves or why, True
         if self.state == "RUNNING":
             self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
         self._by = min(self._by, now + HURRY) if at_once else self._by
@@ -242,6 +242,7 @@ class Participant(NodeWaits):
             self._see_gone()
         if job is None or self._lost_job:
             return
+        self._last = job
         mine, stop = self._me.generation, self._hear(job)
         if job.phase == "over":
             if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
@@ -275,7 +276,7 @@ class Participant(NodeWaits):
         leader, since = self._view.leader()
         if self._seen[0] != since:
             self._seen = since, now
-        if job is None or job.phase == "over":
+        if job is None or job.phase == "over" or self._view.is_job_gone():  # the last: it is another one
             return
         is_led = leader not in ("", self._me.id) and self._away is None
         is_changed = self._entered is not None and self._view.job()[1] > self._entered_at
@@ -310,7 +311,7 @@ class Participant(NodeWaits):
         self._entered, self._entered_at, self._seen = None, 0, (0, self._now)
         self._waiting, self._heard = (0, 0.0), (-1, "")
         if self.state == "WAITING" and self._asked is None and not self._leaves:
-            self._me = replace(self._me, generation=-1, outcome="", error="", rank=None, exitcode=None)
+            self._me = replace(_without_end(self._me), generation=-1, outcome="")
             self._ended, self._evidence = -1, b""
             self._is_new, self._has_lived, self._is_late = True, False, False
             self._stops.forget()
@@ -324,6 +325,11 @@ class Participant(NodeWaits):
         if self._asked is None and not self._leaves and self._view.stop(job.generation) is None:
             self._see("FORMED")
             return
-        self._me = replace(self._me, generation=job.generation, outcome="not started", uptime=0.0, step=None)
+        self._me = replace(_without_end(self._me), generation=job.generation, outcome="not started")
         self._evidence = b""
         self._see("MISSED")
+
+
+def _without_end(me: Node) -> Node:
+    """Return a node's entry without what it says of the end of its workers."""
+    return replace(me, uptime=0.0, step=None, survivors=0, error="", rank=None, exitcode=None, is_cut_off=False)

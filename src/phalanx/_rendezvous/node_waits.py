@@ -52,6 +52,8 @@ class NodeWaits(NodeWrites):
         self._is_led = False  # whether the others run, and this node waits
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is said here, and written
         self._waiting = 0, 0.0  # which `Waiting` was seen last, and until when it lasts
+        self._last: Job | None = None  # the job as it was last, that this node has part in
+        self._wants_leave = False  # whether somebody has asked for its departure
         self._lost_why = ""  # why it is not known here how the job has ended, or will
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
@@ -213,18 +215,29 @@ class NodeWaits(NodeWrites):
             state, why = ("stopped", "") if self._asked is not None else self._given_up
             self._finish(Finish(state, why, self._known_job(), self._own_evidence()))
             return
-        job = None if self._is_new else self._job()  # else it is an earlier one
-        if job is None or self._lost_job or (verdict := job.verdict) is None:
-            has_succeeded = self._me.outcome == "succeeded" and self._me.state == "done"
-            is_unknown = self._lost_job or bool(self._lost_why)
-            state = "unknown" if is_unknown else "succeeded" if has_succeeded else "left"
-            state = "stopped" if self._asked is not None else state
-            self._finish(Finish(state, self._lost_why or self._leaves, job, self._own_evidence()))
+        job = None if self._is_new else self._last if self._lost_job else self._job()  # what is new is another one
+        if job is None or (verdict := job.verdict) is None:
+            state, why = self._how_left()
+            self._finish(Finish(state, why, job, self._own_evidence()))
             return
         # Where another node hosts the store, that one is the last, though its entry may be gone: it has yet to read.
-        alone = self._knows_nodes and self._hosts is not False and self._is_alone()
-        read = self._own_evidence() if self._read is None else self._read
-        self._finish(Finish(verdict.state, verdict.why, job, read, alone))
+        is_last = self._knows_nodes and self._hosts is not False and not self._lost_job
+        read = self._read or ()
+        own = [entry for entry in self._own_evidence() if entry.key not in {other.key for other in read}]
+        own = own if self._me.generation == job.with_evidence else []
+        self._finish(Finish(verdict.state, verdict.why, job, (*read, *own), is_last and self._is_alone()))
+
+    def _how_left(self) -> tuple[str, str]:
+        """Return how this node leaves a job that has not ended, as far as is known, and why: see `Finish`."""
+        if self._asked is not None:
+            return "stopped", self._leaves
+        has_succeeded = self._me.outcome == "succeeded" and self._me.state == "done"
+        is_known = not (self._lost_job or self._lost_why)
+        if has_succeeded and is_known and self._entered == self._me:  # the others find it in the store
+            return "succeeded", self._leaves
+        if self._wants_leave:
+            return "left", self._leaves
+        return ("unknown", self._lost_why) if has_succeeded or not is_known else ("left", self._leaves)
 
     def _give_up(self, state: str, why: str) -> None:
         """Leave, for nothing can be had of the store any more: when the workers here are gone."""

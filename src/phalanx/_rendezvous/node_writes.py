@@ -105,6 +105,7 @@ class NodeWrites:
         transaction, wake = self._leader.decide(
             self._view, self._now, is_new=self._is_new, has_lived=self._has_lived, regained=self._regained
         )
+        self._has_lived = self._has_lived or self._leader.lives
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)
