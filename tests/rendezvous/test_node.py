@@ -725,3 +725,97 @@ def test_a_leader_that_has_its_store_again_waits_for_those_that_have_it_not_yet(
         story.now = 9.4
         story.tell(Changed("job/", story.revision, (), ()))
         assert [put.key for each in story.asked for put in each.transaction.writes] == ["job/stop/0"]
+
+
+# --- a job, or a store, that takes the place of another one
+
+THEIRS = (Member("x", "host-x", 1, "default"), Member("y", "host-y", 1, "default"))
+MADE = Job(0, "forming", 2, 2)
+
+
+@pytest.mark.parametrize("phase", ["running", "over"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_newcomer_waits_for_the_job_that_takes_the_place_of_an_earlier_one(phase: str, together: bool) -> None:
+    story = Story(RULES._replace(return_timeout=10.0))
+    story.writes("job/leader", b"b")
+    verdict = Verdict("succeeded") if phase == "over" else None
+    story.writes("job/state", replace(RUNS, phase=phase, members=THEIRS, verdict=verdict))
+    story.answer()
+    at = story.revision
+    made = Entry("job/state", records.write(MADE), at + 2, at + 2)
+    told = [Changed("job/", at + 1, (), ("job/state",)), Changed("job/", at + 2, (made,), ())]
+    for events in [told] if together else [[event] for event in told]:
+        assert "Finish" not in kinds(story._take(story.node.all_told(events, story.now)))
+    story.revision += 2
+    assert story.node.state == "WAITING"
+    story.created["job/state"] = at + 2
+    assert "Start" in kinds(story.writes("job/state", RUNS))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_newcomer_that_waits_for_the_next_job_leaves_if_somebody_wants_it(at_once: bool) -> None:
+    story = Story()
+    story.writes("job/leader", b"x")
+    story.writes("job/state", replace(RUNS, phase="over", members=THEIRS, verdict=Verdict("succeeded")))
+    story.answer()
+    finish = finish_of(story._take(story.node.ask_leave("SIGTERM", story.now, at_once=at_once)))
+    assert (finish.state, finish.why) == ("left", "SIGTERM")
+
+
+@pytest.mark.parametrize("lost", [Back(b"another"), Changed("job/", 500, (), ("job/state",))], ids=["store", "job"])
+def test_a_departure_that_somebody_wants_is_one_whatever_becomes_of_the_job(lost: Any) -> None:
+    story = Story().run()
+    story._take(story.node.ask_leave("SIGTERM", story.now))
+    story.tell(lost)
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = finish_of(story.due or story.wait(PATIENCE))
+    assert (finish.state, finish.why) == ("left", "SIGTERM")
+
+
+def test_what_its_own_workers_have_left_is_reported_where_another_job_is_there() -> None:
+    story = Story().run()
+    story._take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 7", 2, 7), story.now))
+    other = Entry("job/state", records.write(replace(RUNS, members=THEIRS)), 90, 91)
+    story.tell(Snapshot("job/", 92, (other, Entry("job/leader", b"x", 89, 89))))
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"mine", story.now))
+    finish = finish_of(story.due or story.wait(PATIENCE))
+    assert (finish.state, finish.job, finish.evidence) == ("unknown", RUNS, (Entry("evidence/0/a", b"mine", 0, 0),))
+
+
+def test_a_verdict_that_was_heard_outlives_the_store() -> None:
+    story = Story().run()
+    over = replace(RUNS, phase="over", verdict=Verdict("failed", "too few"))
+    story.writes("job/state", over)
+    story.tell(Away("no answer"))
+    story.tell(Back(b"another"))
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = finish_of(story.due or story.wait(PATIENCE))
+    assert (finish.state, finish.job, finish.ends_job) == ("failed", over, False)
+
+
+def test_a_spare_that_leads_and_has_found_the_job_to_live_does_not_remove_it() -> None:
+    story = Story(RULES._replace(return_timeout=10.0, lost_after=0.5))
+    alone = replace(RUNS, members=(Member("b", "host-b", 2, "default"),), min_nodes=2)
+    story.writes("job/leader", b"b")
+    story.writes("job/state", alone)
+    story.answer()
+    story.revision += 1
+    story.tell(Changed("job/", story.revision, (), ("job/leader",)))
+    story.created.pop("job/leader")
+    story.wait(1.0)
+    story.asked.clear()
+    story.writes("job/leader", b"a")
+    nodes_are(story, "a", "b")
+    story.wait(10.0)
+    story.wait(3600.0)
+    story.asked.clear()
+    nodes_are(story, "a")
+    removed = [write.key for each in story.asked for write in each.transaction.writes if isinstance(write, Delete)]
+    assert "job/state" not in removed
+
+
+def test_a_success_that_the_store_has_not_heard_of_is_no_known_end() -> None:
+    story = Story(barrier=7.0).run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    finish = finish_of(story.wait(7.0 + PATIENCE))
+    assert finish.state == "unknown"
