@@ -109,6 +109,18 @@ def test_it_enters_and_leads_if_nobody_does() -> None:
     assert Absent("job/state") in story.asked[0].transaction.conditions
 
 
+def test_a_job_is_begun_by_the_node_that_hosts_its_store() -> None:
+    story = Story(hosts=False)
+    story.answer()
+    assert story.asked == []
+    story.writes("job/state", replace(FORMS, max_nodes=2))
+    story.wait(RULES.join_timeout / 2)
+    assert [put.key for asked in story.asked for put in asked.transaction.writes] == ["job/leader"]
+    hosting = Story(hosts=True)
+    hosting.answer()
+    assert [put.key for put in hosting.asked[0].transaction.writes] == ["job/leader"]
+
+
 FORMS = Job(0, "forming", 2, 4)
 
 

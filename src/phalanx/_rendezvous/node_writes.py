@@ -186,6 +186,8 @@ class NodeWrites:
         if not is_here or self._view.told(records.JOB) == 0 or self._view.leader()[0]:
             return False
         job = self._job()
+        if job is None and self._hosts is False:
+            return False  # what it is to be, the node says that hosts the store: it is there, and stays if refused
         if self._has_lived or job is None or job.phase == "over" or self._now >= self._seen[1] + CONCEDED:
             return True
         self.wake = min(self.wake, self._seen[1] + CONCEDED)
