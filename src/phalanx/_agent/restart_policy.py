@@ -122,14 +122,17 @@ class RestartPolicy(Value):
     def describe(self) -> str:
         """Return it as the options of `phalanx run`: ``--max-restarts``, and those that differ from their defaults.
 
+        Where nothing is restarted, these have no effect, and are not there.
+
+        >>> RestartPolicy(backoff=2).describe()
+        '--max-restarts 0'
         >>> RestartPolicy(3).describe(), RestartPolicy(5, window=3600, backoff=0.5, never_on=[2, -4]).describe()
-        ('--max-restarts 3', '--max-restarts 5/3600 --backoff 0.5:300 --never-restart-on 2,SIGILL')
+        ('--max-restarts 3', '--max-restarts 5/3600 --backoff 0.5:300 --never-restart-on SIGILL,2')
         """
         usual = RestartPolicy()
-        codes = {
-            name: ",".join(map(_code_name, sorted(getattr(self, name), key=lambda code: (code < 0, abs(code)))))
-            for name in ("never_on", "always_on")
-        }
+        if not self.may_restart:
+            return "--max-restarts 0"
+        codes = {name: ",".join(map(_code_name, sorted(getattr(self, name)))) for name in ("never_on", "always_on")}
         window = "" if self.window is None else f"/{self.window:g}"
         backoff = (self.backoff, self.backoff_cap) != (0.0, usual.backoff_cap)
         uptime = (self.min_uptime, self.failing_starts) != (0.0, usual.failing_starts)
