@@ -394,3 +394,19 @@ def test_a_node_with_another_restart_policy_is_refused(any_job: Callable[..., Jo
     agents += one.start(3, options=["--max-restarts", "1"])
     everyone(agents, 0, 4)
     one.finish(*agents)
+
+
+def test_machines_with_arguments_of_their_own_come_late_and_come_back(any_job: Callable[..., Job]) -> None:
+    one = any_job("1:3", store=2)
+    shared = one.command
+    agents = []
+    for number in (2, 1, 3):
+        one.command = [*shared, "--name", f"h{number}"]
+        agents += one.start(number)
+        everyone(agents, len(agents) - 1, 2 * len(agents))
+    kill(agents[1], agents[2])
+    everyone(agents[:1], together(agents[:1], 2, after=2), 2)
+    one.command = [*shared, "--name", "h1"]
+    agents[1:] = one.start(1)
+    everyone(agents, together(agents, 4, after=3), 4)
+    one.finish(*agents)

@@ -154,6 +154,41 @@ def test_an_agent_that_comes_back_has_its_rank_again(job: Callable[..., Job]) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_an_agent_with_arguments_of_its_own_comes_back(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "2")
+    shared, budget = one.command, ("--max-restarts", "1")
+    one.command = [*shared, "--node-rank", "0"]
+    agents = one.start(1, options=budget)
+    one.command = [*shared, "--node-rank", "1"]
+    agents += one.start(2, options=budget)
+    everyone(agents, 0, 4)
+    os.kill(agents[1].launcher(), signal.SIGKILL)
+    agents[1].process.wait()
+    agents[0].wait_for("is lost: its agent on host h2 is gone, or cut off; stopping the workers")
+    agents[1] = one.start(2, options=budget)[0]
+    everyone(agents, 1, 4)
+    one.finish(*agents)
+    for agent, rank in zip(agents, "01", strict=True):
+        differ = "nodes of this job run train.py with different arguments; this one runs"
+        assert len(re.findall(rf"{differ} \S+/train.py .* --node-rank {rank}\n", agent.said)) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_host_of_the_store_says_what_the_job_is_though_others_wait_for_it(
+    job: Callable[..., Job], backend: str
+) -> None:
+    one = job(backend, "2")
+    (other,) = one.start(2, options=["--max-restarts", "3"])
+    other.wait_for("does not answer .*; it is tried again")
+    agents = one.start(1, options=["--max-restarts", "1"])
+    assert other.end() == 1
+    assert "not taken: the job has --max-restarts 1, and this node was told --max-restarts 3" in other.said
+    agents += one.start(2, options=["--max-restarts", "1"])
+    everyone(agents, 0, 4)
+    one.finish(*agents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job], backend: str) -> None:
     one = job(backend, "2")
     agents = one.start(1, 2)

@@ -107,7 +107,7 @@ class Setting(NamedTuple):
     keep: bool = False
     """Whether what the job was is kept; there is another one of its id then."""
     mixed: float = 0.0
-    """The chance that a node has another role, was told another number of nodes, or runs something else."""
+    """The chance that a node has another role, was told another number of nodes or restarts, or runs something else."""
     looks: int = 0
     """How many times somebody asks on a node where all ranks are."""
 
@@ -160,7 +160,10 @@ class Simulation:
                 me, role="reader" if self.chance(setting.mixed) else me.role,
                 max_nodes=setting.most + self.chance(setting.mixed / 3),
                 program=self.random.choice([f"{me.id}.py", ""]) if self.chance(setting.mixed) else me.program,
+                args=me.id if self.chance(setting.mixed / 3) else "all",
+                policy=f"--max-restarts {setting.restarts + self.chance(setting.mixed / 3)}",
             )  # fmt: skip
+            me = me if me.program else replace(me, args="")
         node = SimulatedNode(self, me)
         self.nodes.append(node)
         if hosts:
@@ -314,7 +317,7 @@ class Simulation:
             raise BrokenError(f"{name} is refused, and takes part in generation {job.generation}")
         said = {program for _, program in job.programs}
         said |= {node.program for node in self.nodes if node.program and node.most == job.max_nodes}
-        if " runs " in why and not any(f" runs {program}," in why for program in said):
+        if " runs " in why and not any(f" runs {program}{end}" in why for program in said for end in (",", " with")):
             raise BrokenError(f"{name} is refused for what a node runs that takes no part: {why}")
 
     def _see_restarts(self, job: Job) -> None:
@@ -371,6 +374,9 @@ class Simulation:
         run = {(member.role, node.program) for member, node in self._members(job) if node.program}
         if len(run) > len({role for role, _ in run}):
             raise BrokenError(f"workers of one role run several programs: {run}")
+        told = {node.policy for _, node in self._members(job)}
+        if told != {job.policy}:
+            raise BrokenError(f"a job with {job.policy!r} has nodes that were told {told}")
         # Where things go wrong, what a node has said of that may be late, or lost.
         for _, node in [] if self.setting.faults else self._members(job):
             if node.workers is not None:
@@ -555,7 +561,7 @@ class SimulatedNode:
         self._simulation = simulation
         self._me = me
         self.name, self.address, self.order, self.program = me.id, me.address, me.order, me.program
-        self.most = me.max_nodes
+        self.most, self.policy = me.max_nodes, me.policy
         setting = simulation.setting
         rules = Rules(
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=5.0, end_timeout=30.0,

@@ -117,6 +117,34 @@ def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:
     assert leader.at(2, node("b", role="evaluator"), other).refused == ((who, why),)
 
 
+def test_two_launches_of_one_id_are_told_apart_by_their_arguments() -> None:
+    first, other, more = (node(name, program="train.py", args=name[0]) for name in ("a", "b", "a2"))
+    leader = Leader(FORMING)
+    made = leader.at(1, first, more)
+    assert names(made.job) == ["a", "a2"]
+    (who, why), *others = leader.at(2, first, more, other, node("a3", program="train.py", args="a")).refused
+    assert (who, others) == ("b", [])
+    assert why == "the job of this id runs train.py with other arguments: another job needs another run id"
+    again = Leader(
+        Job(1, "forming", 2, 2, leader.job.members, ends=(End(0, "lost", "a2", "host-a2"),), args=leader.job.args)
+    )
+    made = again.at(1, replace(first, generation=0), other)  # a job that waits for machines is one of whoever comes
+    assert (made.refused, names(made.job)) == ((), ["a", "b"])
+    assert made.job is not None
+    assert made.job.args == (("default", "a"), ("default", "b"))
+
+
+def test_machines_with_arguments_of_their_own_are_not_compared_though_some_of_them_are_gone() -> None:
+    facts: dict[str, Any] = {"most": 3, "program": "train.py"}
+    first, other, more = (node(name, args=name, **facts) for name in "abc")
+    leader = Leader(Job(0, "forming", 2, 3))
+    leader.at(1, first, other)
+    assert names(leader.at(31, first, other).job) == ["a", "b"]
+    assert not leader.at(32, first, more).refused  # b is not there
+    alone = Leader(running("a", least=1, most=3, args=(("default", "a"),)))
+    assert not alone.at(1, node("a", 1, args="a", **facts), node("b", 1, args="b", **facts)).refused
+
+
 def test_who_has_no_part_in_the_job_does_not_say_what_it_runs() -> None:
     leader = Leader(FORMING)
     strange = node("x", most=3, program="old.py"), node("y", version=VERSION + 1, program="older.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from phalanx._base.rank_ranges import how_many
 from phalanx._rendezvous.records import VERSION
 
@@ -76,22 +78,37 @@ def _other_program(node: Node, runs: str) -> str:
     )
 
 
+def arguments(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
+    """Return the arguments that workers of which role get, once these nodes take part: two of a role, if they differ.
+
+    They stay known when their machines are gone: what the others have does not become what all have.
+    """
+    given = dict.fromkeys(job.args)
+    for node in chosen:
+        if node.args and sum(role == node.role for role, _ in given) < 2:  # noqa: PLR2004 - more say nothing more
+            given[node.role, node.args] = None
+    return tuple(given)
+
+
+def have_other_args(job: Job, role: str) -> bool:
+    """Whether machines of a role have given their workers different arguments."""
+    return sum(its == role for its, _ in job.args) > 1
+
+
 def _with_other_args(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
     """Return why which nodes cannot take part whose workers would get other arguments than all those that run get.
 
-    Of a job whose machines have different arguments, and of one that has not begun, nobody knows what is right.
+    Of a job whose machines have different arguments nobody knows what is right; nor of a machine that is the only one
+    of its role. A job that waits for machines is one of whoever comes.
     """
-    given: dict[str, set[str]] = {}
-    members = set(job.ids)
-    for name in members & nodes.keys():
-        given.setdefault(nodes[name].node.role, set()).add(nodes[name].node.args)
+    if job.phase != "running":
+        return {}
+    members, roles = set(job.ids), Counter(member.role for member in job.members)
+    given = {role: args for role, args in job.args if roles[role] > 1 and not have_other_args(job, role)}
     return {
         name: f"the job of this id runs {node.program} with other arguments: another job needs another run id"
         for name, (node, *_) in nodes.items()
-        if name not in members
-        and node.args
-        and len(its := given.get(node.role, set())) == 1
-        and not its & {node.args, ""}
+        if name not in members and node.args and given.get(node.role, node.args) != node.args
     }
 
 

@@ -269,10 +269,11 @@ def _form(
         return job, (notes.since + job.delay if len(ready) >= job.max_nodes else until)
     chosen = candidates.ranked(job, ready, nodes)
     first = nodes[chosen[0]].node
-    members = tuple(nodes[name].node.member for name in chosen)
+    taken = [nodes[name].node for name in chosen]
     return replace(
-        job, phase="running", members=members, address=first.address, port=first.port, delay=0.0,
-        restarts=_ages(notes, now), programs=candidates.programs(job, (nodes[name].node for name in chosen)),
+        job, phase="running", members=tuple(node.member for node in taken), address=first.address, port=first.port,
+        delay=0.0, restarts=_ages(notes, now), programs=candidates.programs(job, taken),
+        args=candidates.arguments(job, taken),
     ), math.inf  # fmt: skip
 
 

@@ -228,6 +228,7 @@ class Job(Struct, frozen=True):
         programs: What workers of which role run, see `Node.program`: those of the first nodes.
         keep: Whether what it was is kept when it is over: this record, and the evidence of the generation that failed.
         policy: See `Node.policy`: that of the node that has made it.
+        args: Which arguments workers of which role get, see `Node.args`: two of a role, if its machines differ.
         version: See `VERSION`.
     """
 
@@ -248,6 +249,7 @@ class Job(Struct, frozen=True):
     programs: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=MOST_NODES)] = ()
     keep: bool = False
     policy: _Text = ""
+    args: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=2 * MOST_NODES)] = ()
     version: _Version = VERSION
 
     @property

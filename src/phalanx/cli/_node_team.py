@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections import deque
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import evidence
+from phalanx._rendezvous.candidates import have_other_args
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
@@ -84,6 +86,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self.away = ""
         self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._is_spare = False  # whether that was said
+        self._has_compared = False  # whether it was said that machines have different arguments
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
         self.stopped: Stop | None = None
@@ -197,6 +200,10 @@ class MachineTeam(RunTeam, NodeTeam):
         )
         if wrong := unreachable(job):
             self._mention(wrong)
+        if self._me.args and have_other_args(job, self._me.role) and not self._has_compared:
+            self._has_compared = True
+            here = one_line(shlex.join(self._groups.command))
+            self._mention(f"nodes of this job run {self._me.program} with different arguments; this one runs {here}")
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
