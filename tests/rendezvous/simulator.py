@@ -632,6 +632,8 @@ class SimulatedNode:
         delay = self._delay()
         if not self.has_lease:
             self.has_lease, self.leased = True, self._simulation.now
+            if self._simulation.setting.hosted:  # it says first that a connection has ended
+                self._later(lambda: self._see(Away("closed")), delay)
             self._later(lambda: self._see(LeaseLost()), delay)
         name = str(self._simulation.store.name).encode()
         self._later(lambda: self._see(Back(name)), delay)
@@ -701,8 +703,11 @@ class SimulatedNode:
         if len(self._recent) > MOST_REQUESTS:
             raise BrokenError(f"{self.name} asks the store for {len(self._recent)} things within a second")
 
+        name = simulation.store.name
+
         def arrive() -> None:
-            if not (self._is_connected and self.is_alive) or self.finish is not None or simulation.store.is_away:
+            is_here = self._is_connected and self.is_alive and name == simulation.store.name  # the store that was asked
+            if not is_here or self.finish is not None or simulation.store.is_away:
                 self._later(lambda: self._see(Done(effect.ticket, None, 0)))
                 return
             leases = {write.lease for write in effect.transaction.writes if isinstance(write, Put)}
