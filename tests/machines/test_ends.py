@@ -191,7 +191,7 @@ def test_a_node_that_is_stopped_for_longer_than_its_lease_learns_of_the_end(any_
     assert known or (unknown and isinstance(one, EtcdJob)), (code, agents[2].said)
 
 
-def test_a_node_that_comes_back_long_after_the_end_says_that_it_does_not_know_it(any_job: Callable[..., Job]) -> None:
+def test_a_node_that_comes_back_long_after_the_end_tells_the_truth(any_job: Callable[..., Job]) -> None:
     one = any_job("3")
     one.conf.append("away_timeout=2")
     agents = one.start(2, 1, 3)
@@ -201,8 +201,11 @@ def test_a_node_that_comes_back_long_after_the_end_says_that_it_does_not_know_it
     assert [agent.end() for agent in agents[:2]] == [1, 1]
     assert not wait_gone(workers)
     os.kill(agents[2].launcher(), signal.SIGCONT)
-    assert agents[2].end() == UNKNOWN
-    assert "Error: how the job ends is not known here: " in agents[2].said
+    code = agents[2].end()  # what an etcd had sent it before is read first: that may be the end
+    known = code == 1 and re.search(r"Error: node \d is lost", agents[2].said)
+    assert known or (code == UNKNOWN and "Error: how the job ends is not known here: " in agents[2].said), agents[
+        2
+    ].said
 
 
 def test_a_node_that_has_succeeded_and_whose_store_is_gone_does_not_exit_with_0(any_job: Callable[..., Job]) -> None:
@@ -323,7 +326,7 @@ def test_the_workers_of_a_host_that_an_etcd_does_not_hear_of_end_in_time(job: Ca
     workers = [pid for pid in descendants(agents[2].launcher()) if b"train.py" in cmdline(pid)]
     one.hosts.cut(3)
     everyone(agents[:2], 1, 4)
-    assert agents[2].end() == UNKNOWN
+    assert agents[2].end() == UNKNOWN, agents[2].said
     assert not wait_gone(workers)
     assert "how the job ends is not known here: its store has not answered for 3.0s" in agents[2].said
     one.finish(*agents[:2])

@@ -59,14 +59,14 @@ def conclude(finish: Finish, asked: int = 0, why: str = "") -> Conclusion:
         return Conclusion("stopped", 128 + number, signal.Signals(number).name if stop is None else told(stop))
     has_failed = finish.state == "failed" and job is not None
     state = finish.state if has_failed or finish.state in ("left", "unknown") else "failed"
+    code = UNKNOWN if state == "unknown" else 128 + asked if state == "left" and asked else 1
     if not has_failed and (job is None or not finish.evidence):
-        by_signal = 128 + asked if state == "left" and asked else 1
-        return Conclusion(state, UNKNOWN if state == "unknown" else by_signal, why or finish.why)
+        return Conclusion(state, code, why or finish.why)
     assert job is not None
     left = JobEvidence(finish.evidence, stop, job.members)
     if not left.failures:
         cause = told(stop) if has_failed and stop is not None else why or finish.why
-        return Conclusion(state, 1, cause, left)
+        return Conclusion(state, code, cause, left)
     result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
     code, cause = verdict(result)
     if stop is not None and left.lost is not None:
