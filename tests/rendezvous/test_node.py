@@ -823,10 +823,3 @@ def test_a_spare_that_leads_and_has_found_the_job_to_live_does_not_remove_it() -
     nodes_are(story, "a")
     removed = [write.key for each in story.asked for write in each.transaction.writes if isinstance(write, Delete)]
     assert "job/state" not in removed
-
-
-def test_a_success_that_the_store_has_not_heard_of_is_no_known_end() -> None:
-    story = Story(barrier=7.0).run()
-    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
-    finish = finish_of(story.wait(7.0 + PATIENCE))
-    assert finish.state == "unknown"

@@ -233,11 +233,9 @@ class NodeWaits(NodeWrites):
             return "stopped", self._leaves
         has_succeeded = self._me.outcome == "succeeded" and self._me.state == "done"
         is_known = not (self._lost_job or self._lost_why)
-        if has_succeeded and is_known and self._entered == self._me:  # the others find it in the store
+        if has_succeeded and is_known:
             return "succeeded", self._leaves
-        if self._wants_leave:
-            return "left", self._leaves
-        return ("unknown", self._lost_why) if has_succeeded or not is_known else ("left", self._leaves)
+        return ("left", self._leaves) if self._wants_leave or is_known else ("unknown", self._lost_why)
 
     def _give_up(self, state: str, why: str) -> None:
         """Leave, for nothing can be had of the store any more: when the workers here are gone."""
