@@ -19,11 +19,11 @@ import pytest
 from phalanx._agent.attempt_end import Ending
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.group_team import GroupTeam
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.latch import Latch
 from phalanx._base.stderr import mention
 from phalanx._engine import host_signals
 from phalanx._logs import pump, pump_end
+from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
 from tests.support.attempt_groups import shells
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from phalanx._group.context import PContext
+    from phalanx.multiprocessing import PContext
     from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts, Team
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock
 from phalanx._base.latch import Latch
 from phalanx._engine import host_signals
-from phalanx._engine.host_signals import SignalException
+from phalanx.agent import RestartPolicy
+from phalanx.multiprocessing import SignalException
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.streams import observed_by

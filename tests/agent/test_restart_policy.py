@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
+from phalanx._agent.restart_policy import Decision, decide
+from phalanx.agent import RestartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,12 +17,12 @@ import pytest
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts, Team
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._agent.side_by_side import SideBySide
 from phalanx._agent.worker_team import WorkerTeam
 from phalanx._engine import host_signals
 from phalanx._events.listener import Listener
 from phalanx._events.stream import EventStream
+from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
 from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
 

@@ -18,8 +18,8 @@ import pytest
 
 from phalanx._engine.keeper import keeper
 from phalanx._engine.keeper.proc_memory import COMMAND, MemoryReader
-from phalanx._engine.leftovers import Leftover, line_of_waiting, lines_of_ended
-from phalanx.multiprocessing import start_processes
+from phalanx._engine.leftovers import line_of_waiting, lines_of_ended
+from phalanx.multiprocessing import Leftover, start_processes
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.families import fork_daemon, fork_plain, fork_session, leaves
 from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._agent.restart_policy import RestartPolicy
+from phalanx.agent import RestartPolicy
 from phalanx.rendezvous import (
     ManyMachinesRendezvous,
     OneMachineRendezvous,

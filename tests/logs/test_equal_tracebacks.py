@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.rank_ranges import format_ranks
 from phalanx._logs import dedup, tracebacks
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.formats import Text
 from phalanx._logs.render import View
 from phalanx._logs.terminal import PlainOutput
 from phalanx._logs.tracebacks import HEAD, QUIET, Tracebacks
+from phalanx.errors import format_ranks
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.cli.test_log_options import fold_patiently, group
 from tests.support.fake_clock import FakeClock

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock, tty
 from phalanx._base.loop import Loop
-from phalanx._base.rank_ranges import format_ranks
 from phalanx._logs import dedup, render
 from phalanx._logs import tail_sink as last_module
 from phalanx._logs.dedup import Dedup
@@ -28,6 +27,7 @@ from phalanx._logs.search import Search
 from phalanx._logs.sink import Sink
 from phalanx._logs.tail_sink import TailSink
 from phalanx._logs.terminal import FRAME, PlainOutput, TerminalOutput, visible
+from phalanx.errors import format_ranks
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.screen import Emulator

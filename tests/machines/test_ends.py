@@ -57,6 +57,19 @@ def runs(one: Job, script: str) -> None:
     (one.folder / "train.py").write_text(script)
 
 
+def cmdline(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def workers_of(agent: Agent) -> list[int]:
+    """The pids of the workers alone: without their keeper."""
+    return [pid for pid in descendants(agent.launcher()) if b"train.py" in cmdline(pid)]
+
+
 # --- SIGTERM to one node
 
 
@@ -196,7 +209,7 @@ def test_a_node_that_comes_back_long_after_the_end_tells_the_truth(any_job: Call
     one.conf.append("away_timeout=2")
     agents = one.start(2, 1, 3)
     everyone(agents, 0, 6)
-    workers = [pid for pid in descendants(agents[2].launcher()) if b"train.py" in cmdline(pid)]
+    workers = workers_of(agents[2])
     os.kill(agents[2].launcher(), signal.SIGSTOP)
     assert [agent.end() for agent in agents[:2]] == [1, 1]
     assert not wait_gone(workers)
@@ -284,7 +297,7 @@ def test_no_attempt_begins_while_workers_have_the_orphan_grace(any_job: Callable
     options = ["--orphan-grace", "6", "--max-restarts", "2"]
     agents = one.start(2, 1, options=options)
     everyone(agents, 0, 4)
-    old = [pid for pid in descendants(agents[1].launcher()) if b"train.py" in cmdline(pid)]
+    old = workers_of(agents[1])
     assert old
     kill(agents[1])
     again = [agents[0], *one.start(1, options=options)]
@@ -293,21 +306,13 @@ def test_no_attempt_begins_while_workers_have_the_orphan_grace(any_job: Callable
     one.finish(*again)
 
 
-def cmdline(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
 def test_the_workers_of_an_agent_that_is_stopped_end_in_time(any_job: Callable[..., Job]) -> None:
     one = any_job("2:3")
     one.conf[1] = "last_call_timeout=20"
     one.conf.append("away_timeout=3")
     agents = one.start(2, 1, 3)
     everyone(agents, 0, 6)
-    workers = [pid for pid in descendants(agents[2].launcher()) if b"train.py" in cmdline(pid)]
+    workers = workers_of(agents[2])
     assert len(workers) == 2
     os.kill(agents[2].launcher(), signal.SIGSTOP)
     everyone(agents[:2], 1, 4)
@@ -323,7 +328,7 @@ def test_the_workers_of_a_host_that_an_etcd_does_not_hear_of_end_in_time(job: Ca
     one.conf.append("away_timeout=3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
-    workers = [pid for pid in descendants(agents[2].launcher()) if b"train.py" in cmdline(pid)]
+    workers = workers_of(agents[2])
     one.hosts.cut(3)
     everyone(agents[:2], 1, 4)
     assert agents[2].end() == UNKNOWN, agents[2].said

@@ -20,9 +20,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import conclusion, effects, evidence, records
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.node import Participant
@@ -44,6 +41,8 @@ from phalanx._store.store import (
     Put,
     Snapshot,
 )
+from phalanx.agent import RestartPolicy
+from phalanx.multiprocessing import ProcessFailure, RunProcsResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import leader as leading
 from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Absent, Changed, Delete, Entry, Put, Snapshot, Transaction
+from phalanx.agent import RestartPolicy
 
 RULES = Rules(RestartPolicy(1), join_timeout=600.0, last_call=30.0, rejoin_delay=10.0, end_timeout=90.0)
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import effects, evidence, records, roll_call
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
@@ -33,6 +30,8 @@ from phalanx._store.store import (
     Snapshot,
     Unchanged,
 )
+from phalanx.agent import RestartPolicy
+from phalanx.multiprocessing import ProcessFailure, RunProcsResult
 
 ME = Node("a", "host-a", "10.0.0.1", 2, min_nodes=2, max_nodes=2, port=1000)
 MEMBERS = (Member("b", "host-b", 2, "default"), Member("a", "host-a", 2, "default"))

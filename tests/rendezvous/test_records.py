@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.outcome import Outcome
-from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence
 from phalanx._rendezvous.records import DamagedError, End, Job, Member, Node, Refusal, Stop
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._stacks.dump import Ended, Frame
 from phalanx._store.store import Changed, Entry, Snapshot
+from phalanx.multiprocessing import Outcome, ProcessFailure, RunProcsResult
 
 if TYPE_CHECKING:
     from phalanx._stacks.dump import Location

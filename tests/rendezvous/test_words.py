@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous.records import End, Job, replace
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, follows
+from phalanx.agent import RestartPolicy
 
 
 def job(*failed: bool, before: int = 0) -> Job:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._events import agent_kinds, kinds
-from phalanx._outcomes.outcome import Outcome
-from phalanx._outcomes.result import RunProcsResult
 from phalanx._runs import record, workers_recorder
 from phalanx._runs.workers_recorder import WorkersRecorder
+from phalanx.multiprocessing import Outcome, RunProcsResult
 
 if TYPE_CHECKING:
     from pathlib import Path

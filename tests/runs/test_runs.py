@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from phalanx._base import linux, procfs
-from phalanx._engine.leftovers import Leftover
 from phalanx._runs import catalog, record, record_writer
+from phalanx.multiprocessing import Leftover
 from tests.cli.test_run import Done, Place, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.records import example, write

@@ -24,7 +24,7 @@ from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.stack_signals import last_offer, stacks_path
 from phalanx._stacks import collect, dump, proc_status, py_spy, request, stack_files
 from phalanx.multiprocessing import start_processes
-from phalanx.timer._stack_signal import move_stack_signal
+from phalanx.timer import move_stack_signal
 from tests.support import stack_workers
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.helpers import TIMEOUT, descendants

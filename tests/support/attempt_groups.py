@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._group.context import PContext
+    from phalanx.multiprocessing import PContext
 
 
 def shells(script: str | Callable[[int], str], nprocs: int = 1, folder: str = "", **options: Any) -> GroupTeam:

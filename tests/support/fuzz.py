@@ -45,8 +45,7 @@ from phalanx._timers.escalation import Escalation
 from phalanx._timers.layout import encode
 from phalanx._timers.table import TimerTable
 from phalanx.errors import ChildFailedError, ProcessFailure
-from phalanx.timer import FileTimerRequest, _pipe
-from phalanx.timer._file import FileTimerServer
+from phalanx.timer import FileTimerRequest, FileTimerServer, _pipe
 from phalanx.timer._request_parser import RequestParser
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock
 from phalanx._evidence.error_file import message_of, read_error_file, write_error_file, written_by
-from phalanx.timer import _file_client, _pipe, debug_info_logging
-from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
+from phalanx.timer import FileTimerClient, FileTimerRequest, FileTimerServer, _file_client, _pipe, debug_info_logging
 from phalanx.timer._victim import ExitedError, RefusedError, Victim, hang_of
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 from tests.support.timer_workers import let_pass, stop, wait_asleep
