@@ -31,6 +31,20 @@ while not os.path.exists(sys.argv[1]):
 """
 """Workers that SIGTERM does not end, and that fail with 7."""
 
+NOTICED = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1)  # a SIGTERM would end it here
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+print("worker", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["GROUP_RANK"], "-", "attempt",
+      os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+"""Workers that save when they have notice, and end."""
+
 UNEVEN = """
 import os, sys, time
 rank = os.environ["RANK"]
@@ -85,6 +99,19 @@ def test_sigterm_takes_a_node_out_of_a_job_of_a_range(any_job: Callable[..., Job
     everyone([agents[0], agents[2]], 1, 4)
     agents[0].wait_for("host h1 leaves: SIGTERM; stopping the workers")
     one.finish(agents[0], agents[2])
+
+
+def test_the_workers_of_a_node_that_leaves_have_their_notice(any_job: Callable[..., Job]) -> None:
+    one = any_job("1:2")
+    one.conf[1] = "last_call_timeout=20"
+    runs(one, NOTICED)
+    agents = one.start(2, 1, options=["--notice", "USR1:30"])
+    everyone(agents, 0, 4)
+    terminate(agents[1])
+    assert agents[1].end() == 128 + signal.SIGTERM
+    agents[1].wait_for("saved", 2)
+    everyone(agents[:1], 1, 2)
+    one.finish(agents[0])
 
 
 def test_sigterm_takes_a_spare_out_and_disturbs_nobody(any_job: Callable[..., Job]) -> None:

@@ -357,3 +357,14 @@ def test_what_a_job_was_is_kept_and_the_next_one_begins_as_ever(job: Callable[..
     one.finish(*agents)
     [(key, value)] = left().items()
     assert (key, json.loads(value)["verdict"]["state"]) == ("kept/job/state", "succeeded")
+
+
+def test_a_master_address_that_each_host_takes_for_its_own_is_said(any_job: Callable[..., Job]) -> None:
+    one = any_job("2")
+    agents = one.start(2, 1, options=["--local-addr", "127.0.0.1"])
+    for agent in agents:
+        agent.wait_for(
+            r"MASTER_ADDR is 127\.0\.0\.1, which is another machine on each of h\d, h\d: give each its address"
+        )
+    everyone(agents, 0, 4)
+    one.finish(*agents)

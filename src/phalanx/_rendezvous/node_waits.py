@@ -72,7 +72,7 @@ class NodeWaits(NodeWrites):
                 self._stops.forget()
                 self._effects.append(Start(job, job.rank_of(self._me.id)))
             elif action == "STOP":
-                self._effects.append(End(self._asked or self._known_stop()))
+                self._effects.append(End(self._asked or self._known_stop() or self._stops.own))
             elif action == "ENTER":
                 self._me = replace(self._me, state="done" if self.state == "DONE" else "ready")
             elif action == "FINISH":

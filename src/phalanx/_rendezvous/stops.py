@@ -22,6 +22,11 @@ class Stops:
         """Have it said why a generation is to end: what is said first of it holds."""
         self._word = self._word or stop
 
+    @property
+    def own(self) -> Stop | None:
+        """What this node says of the end of the generation whose workers it has, or had; None: nothing."""
+        return self._word
+
     def forget(self) -> None:
         """Another generation begins here."""
         self._word = None
