@@ -107,6 +107,20 @@ def test_the_worker_that_failed_is_started_again_and_no_other(place: Place, read
     assert sorted(path.parent.name for path in folder.glob("attempt_1/*/stdout.log")) == ["1"]
 
 
+def test_of_each_worker_the_folders_of_its_first_start_and_of_its_last_ones_are_kept(place: Place) -> None:
+    body = """
+    print("attempt", attempt)
+    sys.exit(attempt < (5 if rank == 0 else 1))
+    """
+    options = ("--nproc-per-node", 2, "--max-restarts", 5, "--backoff", "0.01", "--keep-attempts", 2)
+    done = place.run(*WORKER, *options, script(place, body))
+    assert done.status == 0, done
+    (run_dir,) = place.logs.iterdir()
+    kept = {str(path.parent.relative_to(run_dir)) for path in run_dir.glob("attempt_*/*/stdout.log")}
+    assert kept == {"attempt_0/0", "attempt_4/0", "attempt_5/0", "attempt_0/1", "attempt_1/1"}
+    assert sorted(path.name for path in run_dir.glob("attempt_*")) == [f"attempt_{n}" for n in (0, 1, 4, 5)]
+
+
 @pytest.mark.long
 def test_one_gives_up_and_the_others_go_on_to_their_end(place: Place, ready: Ready, gate: Gate) -> None:
     """The exit code is that of the first that gave up, whatever comes after."""

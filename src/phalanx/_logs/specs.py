@@ -144,6 +144,8 @@ class DefaultLogsSpecs(LogsSpecs):
         max_size: See `LogsSpecs`.
         keep: See `LogsSpecs`.
         compress: See `LogsSpecs`.
+        keep_attempts: The folders of each rank's first attempt and of its last so many are kept, the one that begins
+            among them; those between are removed as an attempt begins. None: all are kept.
         run_id: The run's id if ``TORCHELASTIC_RUN_ID`` is not set; default "run".
         mode: Permissions of the run's folder and the folders in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files get 0o666 less the umask.
@@ -162,11 +164,16 @@ class DefaultLogsSpecs(LogsSpecs):
         max_size: int | None = None,
         keep: int | None = None,
         compress: bool = False,
+        keep_attempts: int | None = None,
         mode: int | None = None,
         run_id: str = "",
     ) -> None:
         log_dir = log_dir or None  # "" stands for a temporary folder, too
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
+        if keep_attempts is not None and keep_attempts < 1:
+            msg = f"keep_attempts: expected a number of attempts, 1 or more, got {keep_attempts!r}"
+            raise ValueError(msg)
+        self._keep_attempts = keep_attempts
         self._mode = None if mode is None else checked_mode(mode)
         if not self.is_kept and (max_size or mode is not None):
             msg = f"log_dir: {os.devnull} keeps no logs that {'max_size' if max_size else 'mode'} could be about"
@@ -176,7 +183,7 @@ class DefaultLogsSpecs(LogsSpecs):
             raise NotADirectoryError(msg)
         self.run_id = run_id
         self._run_log_dir: str | None = None
-        self._attempts: set[str] = set()  # those that have a folder in it
+        self._attempts: dict[str, set[int]] = {}  # those that have a folder in it, and whose of their ranks have one
 
     @property
     def run_log_dir(self) -> str | None:
@@ -200,12 +207,14 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None or again:
             made = self._make_run_dir(_name_of(run_id))
             self._run_log_dir = made[-1]
-            self._attempts = set()
+            self._attempts = {}
         elif not os.path.lexists(self._run_log_dir):  # removed since the last attempt
             made = self._make_run_dir_again(self._run_log_dir)
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         files.make_folder(folder)
-        self._attempts.add(attempt)
+        self._attempts.setdefault(attempt, set()).update(envs)
+        if self._keep_attempts is not None:
+            self._remove_old(self._run_log_dir, envs, self._keep_attempts)
         can_wait = self.folders_can_wait and self._mode is None
         logs = lay_out(folder, envs, self._redirects, self._tee, self._local_ranks_filter, can_wait)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
@@ -241,6 +250,20 @@ class DefaultLogsSpecs(LogsSpecs):
             temporary.remove_empty(os.path.dirname(run))
         except OSError:  # something is there to be read
             return
+
+    def _remove_old(self, run_dir: str, ranks: Iterable[int], last: int) -> None:
+        """Remove what ranks have left in attempts, but for the first and the ``last``. What cannot be removed stays."""
+        import shutil
+
+        for rank in ranks:
+            theirs = [attempt for attempt, its in self._attempts.items() if rank in its]
+            for attempt in theirs[1:-last]:
+                folder = os.path.join(run_dir, f"attempt_{attempt}")
+                self._attempts[attempt].discard(rank)
+                is_last = not self._attempts[attempt]  # no other rank has anything there
+                shutil.rmtree(folder if is_last else os.path.join(folder, str(rank)), ignore_errors=True)
+                if is_last:
+                    del self._attempts[attempt]
 
     def _make_run_dir(self, run_id: str) -> list[str]:
         """Make the run's folder with mode 0o700. Returns the new folders for `_set_mode`, the run's last."""

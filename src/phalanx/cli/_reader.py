@@ -288,7 +288,8 @@ class Reader:
 
 def _check(folder: str, streams: tuple[str, ...]) -> dict[str, str]:
     """Which files of a rank's folder cannot be shown, and why. Raises OSError: what is there is not for us to read."""
-    os.listdir(folder)
+    with contextlib.suppress(FileNotFoundError):  # removed since, as an attempt that is not kept
+        os.listdir(folder)
     unfit = {}
     for path in [os.path.join(folder, f"{name}.log") for name in streams]:
         for name in (*rotated_files(path), path):

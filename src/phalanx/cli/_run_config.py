@@ -161,6 +161,14 @@ class LogOptions(Declared):
         metavar="MODE",
         sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.",
     )
+    keep_attempts = Maybe(
+        int,
+        section=LOGS,
+        kind=Whole(min=1),
+        metavar="N",
+        written=WHOLE,
+        sentence="Keep the folders of each rank's first attempt and of its last N, no others. Default: 100.",
+    )
     keep_runs = Maybe(
         int,
         section=LOGS,

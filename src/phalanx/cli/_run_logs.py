@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+KEPT_ATTEMPTS = 100
+"""Attempts of which the folders are kept beside the first one's, where nobody says how many."""
+
 _INODES, _INODES_EACH = 8, 6  # files and folders of a run with one attempt, and of each of its ranks
 
 
@@ -100,6 +103,7 @@ def run_logs(
 ) -> RunLogs:
     """Logs in ``log_dir``, or in the default place."""
     moved = ""
+    bounds = {**bounds, "keep_attempts": bounds["keep_attempts"] or KEPT_ATTEMPTS}
     if log_dir is None:
         log_dir, why = folder_for_new_runs(bounds["mode"], make=makes_folder)
         if why:

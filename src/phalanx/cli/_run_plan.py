@@ -90,7 +90,7 @@ class RunPlan:
         filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
         bounds = {
             "max_size": config.log_max_size, "keep": config.log_keep, "compress": config.log_compress,
-            "mode": config.log_mode,
+            "mode": config.log_mode, "keep_attempts": config.keep_attempts,
         }  # fmt: skip
         if config.log_dir == os.devnull:
             check_no_logs(self.console, filters, {**bounds, "keep_runs": config.keep_runs})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BOUNDS = {
     "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
-    "keep_runs": "--keep-runs",
+    "keep_attempts": "--keep-attempts", "keep_runs": "--keep-runs",
 }  # fmt: skip
 """What is said of log files, and the options that say it."""
 
