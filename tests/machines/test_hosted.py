@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.helpers import alive, descendants, wait_gone
-from tests.support.jobs import UNKNOWN, Job, ending, everyone
+from tests.support.jobs import UNKNOWN, WORKER, Job, ending, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,3 +214,20 @@ def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job])
         assert "ranks 0-1" in agent.said
         assert "stopped by us (SIGTERM)" in agent.said
         assert agent.said.endswith(agent.report)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_that_begins_at_its_store_while_the_one_before_is_stopped_is_the_next(
+    job: Callable[..., Job], backend: str
+) -> None:
+    one = job(backend, "2")
+    (one.folder / "train.py").write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER)
+    agents = one.start(1, 2, options=["--grace", "3"])
+    everyone(agents, 0, 4)
+    os.kill(agents[0].launcher(), signal.SIGINT)
+    agents[1].wait_for("SIGINT on host h1; stopping the workers")
+    again = one.start(1, 2)
+    again[0].wait_for("is in use on this machine by an earlier run of this id, which ends; it is tried again")
+    assert [agent.end() for agent in agents] == [128 + signal.SIGINT] * 2
+    everyone(again, 0, 4)
+    one.finish(*again)

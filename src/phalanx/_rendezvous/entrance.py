@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from phalanx._agent.endpoint import where_is
 from phalanx._base.host_names import address_text, is_loopback
+from phalanx._rendezvous import records
 from phalanx._rendezvous.settings import STATIC, prefix_of
-from phalanx._store.store import Away, Refused
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.store import Away, Back, Refused, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ PROBE = 5.0
 
 AGAIN = 1.0
 """Seconds after which a port is tried again that was in use."""
+
+_EARLIER = " by an earlier run of this id, which ends"
 
 OWN_FILES = 64
 """Files that an agent which has the store has open beside its connections: 47 with 8 workers."""
@@ -117,7 +121,7 @@ def probe(machines: Machines, run_id: str) -> str:
             else:
                 return f"the store would be here: it can listen at {_where(place)}"
     try:
-        event = _first_word(_store(machines, run_id))
+        event, _ = _first_word(_store(machines, run_id))
     except (OSError, ValueError) as error:
         return f"{machines.where} cannot be asked: {error}"
     if isinstance(event, Away):
@@ -125,16 +129,31 @@ def probe(machines: Machines, run_id: str) -> str:
     return f"this node is not taken: {event.why}" if isinstance(event, Refused) else f"{machines.where} answers"
 
 
-def _first_word(store: Store) -> StoreEvent:
-    """Return what a store says first, and leave it. Raises OSError or ValueError: it cannot be asked."""
+def _first_word(store: Store) -> tuple[StoreEvent, bool]:
+    """Return what a store says first, and whether the run that it is of ends; and leave it.
+
+    Raises OSError or ValueError: it cannot be asked.
+    """
     found: SimpleQueue[StoreEvent] = SimpleQueue()
     store.open(found.put)
+    store.watch(records.JOB)
     try:
-        return found.get(timeout=PROBE)
+        word = found.get(timeout=PROBE)
+        if not isinstance(word, Back):
+            return word, False
+        event = found.get(timeout=PROBE)
     except Empty:
-        return Away(f"no answer within {PROBE:g} s")
+        return Away(f"no answer within {PROBE:g} s"), False
     finally:
         store.close(1.0)
+    if not isinstance(event, Snapshot):
+        return event, False
+    view = StoreView()
+    view.take(event)
+    try:
+        return word, view.is_ending()
+    except records.DamagedError:  # this node is going to be told
+        return word, False
 
 
 def own_address(machines: Machines) -> str:
@@ -213,55 +232,53 @@ def _place(machines: Machines, host: str, port: int) -> Place:
     return Place(at or port, (address,) if address else ())
 
 
-def _serve(
-    machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]
-) -> Callable[[float], None] | None:
-    """Have the store here. Returns what ends it, within seconds; None: another agent of this machine has it.
-
-    Raises OSError.
-    """
-    from phalanx._store.hub.listening import is_taken
+def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]) -> Callable[[float], None]:
+    """Have the store here. Returns what ends it, within seconds. Raises OSError."""
     from phalanx._store.hub.server import HubServer
 
     _check_open_files(machines.max_nodes)
     server = HubServer(
         place, run_id=run_id, secret=machines.secret, ttl=machines.lease_ttl, warn=warn, encrypt=machines.encrypt
     )
-    try:
-        server.start()
-    except OSError as error:
-        if machines.backend != STATIC and is_taken(error):
-            return None
-        raise
+    server.start()
     return server.close
 
 
 def _serve_or_find(
     machines: Machines, place: Place, run_id: str, warn: Callable[[str], None], over: Latch | None
 ) -> Callable[[float], None] | None:
-    """Have the store here, or find the agent of this machine that has it. What else is at that port is waited for.
+    """Have the store here. Returns what ends it, within seconds; None: another agent of this machine has it.
 
-    It may be the agent of the run before, which ends. Returns and raises as `_serve`.
+    What else is at that port is waited for: it may be the agent of the run before, which ends. Raises OSError.
     """
     from phalanx._base import clock
     from phalanx._base.latch import Latch
     from phalanx._store.hub.hub_store import HubStore
+    from phalanx._store.hub.listening import is_taken
 
-    until, over, whys = clock.now() + machines.join_timeout, over or Latch(), set[str]()
-    while (end := _serve(machines, place, run_id, warn)) is None:
-        word = _first_word(HubStore(_own_settings(machines, place, run_id)))
-        if not isinstance(word, Away):  # it answers; or it will not have this agent, as it is going to say
-            break
-        where = address_text(place.own, place.port)
+    until, over, said = clock.now() + machines.join_timeout, over or Latch(), set[str]()
+    where = address_text(place.own, place.port)
+    while True:
+        try:
+            return _serve(machines, place, run_id, warn)
+        except OSError as error:
+            if not is_taken(error):
+                raise
+            word, ends = _first_word(HubStore(_own_settings(machines, place, run_id)))
+            if machines.backend == STATIC and not (ends or said):  # its port is for nobody else
+                raise
+        if not ends and not isinstance(word, Away):  # it answers; or it will not have this agent, as it is going to say
+            return None
+        whose, why = (", and not by an agent of this job", word.why) if isinstance(word, Away) else (_EARLIER, "")
         if clock.now() + AGAIN >= until:
-            msg = f"{where} is in use on this machine, and not by an agent of this job: {word.why}"
+            msg = f"{where} is in use on this machine{whose}{why and f': {why}'}"
             raise OSError(msg)
-        if word.why not in whys:
-            whys.add(word.why)
-            warn(f"{where} is in use on this machine, and not by an agent of this job ({word.why}); it is tried again")
+        line = f"{where} is in use on this machine{whose}{why and f' ({why})'}; it is tried again"
+        if line not in said:
+            said.add(line)
+            warn(line)
         if over.wait(AGAIN):  # no event tells that a port is free
-            break
-    return end
+            return None
 
 
 def _say_where(machines: Machines, place: Place, host: str, address: str, warn: Callable[[str], None]) -> None:

@@ -127,6 +127,12 @@ class StoreView:
             self._job = entry.modified, records.read_job(entry)
         return self._job[1], entry.modified
 
+    def is_ending(self) -> bool:
+        """Whether the job is over, or somebody has asked for its end. Raises DamagedError."""
+        job, _ = self.job()
+        stop = None if job is None else self.stop(job.generation)
+        return job is not None and (job.phase == "over" or (stop is not None and stop.kind == "signal"))
+
     def forget_job(self) -> None:
         """Forget the job that was there: the one that is there now, if any, is the first."""
         self._made = 0
