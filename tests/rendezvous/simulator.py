@@ -357,7 +357,9 @@ class Simulation:
             raise BrokenError(f"{node.name} exits with {end.code}, and workers have failed with {codes}")
         key, span = f"{records.EVIDENCE}{job.with_evidence}/", self.now - node.since
         is_there = node.is_connected and not self.store.is_away and job.with_evidence >= 0
-        if finish.state == "failed" and is_there and not finish.evidence and self.store.below(key)[1] and span < SOON:
+        is_there = is_there and any(records.read(Job, each) == job for each in self.store.below(records.STATE)[1])
+        others = [each.key for each in self.store.below(key)[1] if each.key != f"{key}{node.name}"]
+        if finish.state == "failed" and is_there and not finish.evidence and others and span < SOON:
             raise BrokenError(f"{node.name} leaves without what the workers have left")
         is_lost = verdict.stop is not None and verdict.stop.kind == "lost" and not self.store.has_any(verdict.stop.node)
         if node.hosts and is_lost and span < TTL - 0.01 and not node.asked:
@@ -401,7 +403,7 @@ class Simulation:
             return
         died = max(names[name].died for name in last.ids)
         came = min(node.came for node in self.nodes if node.came > -1 and (node.is_alive or node.died > died))
-        if died < min(came, *(names[name].came for name in job.ids)):
+        if came >= self.made and died < min(came, *(names[name].came for name in job.ids)):  # else it made the job
             raise BrokenError(f"generation {job.generation} follows a job of which nobody is left")
 
     def _members(self, job: Job) -> list[tuple[records.Member, SimulatedNode]]:

@@ -43,13 +43,15 @@ RULES = Rules(RestartPolicy(1), join_timeout=100.0, end_timeout=20.0)
 class Story:
     """A node, and a store that is told by the test."""
 
-    def __init__(self, rules: Rules = RULES, **options: Any) -> None:
+    def __init__(self, rules: Rules = RULES, *, away: bool = False, **options: Any) -> None:
         self.node = Participant(ME, rules, **options)
         self.now = 0.0
         self.revision = 10
         self.created: dict[str, int] = {}
         self.asked: list[effects.Submit] = []
         self.due = self._take(self.node.begin(0.0))
+        if away:
+            self.tell(Away("no answer"))
         self.tell(Back())
         self.tell(Snapshot("job/", self.revision, ()))
 
@@ -822,3 +824,20 @@ def test_a_spare_that_leads_and_has_found_the_job_to_live_does_not_remove_it() -
     nodes_are(story, "a")
     removed = [write.key for each in story.asked for write in each.transaction.writes if isinstance(write, Delete)]
     assert "job/state" not in removed
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_newcomer_removes_a_job_of_which_nobody_is_left_and_waits_longer_where_the_store_was_away(away: bool) -> None:
+    story = Story(RULES._replace(return_timeout=10.0, lost_after=0.5), away=away)
+    story.writes("job/state", replace(RUNS, members=THEIRS))
+    story.answer()
+    story.wait(1.0)
+    story.asked.clear()
+    story.writes("job/leader", b"a")
+    nodes_are(story, "a")
+    assert story.asked == []
+    story.wait(0.6)
+    if away:  # the others may need as long to have it again
+        assert story.asked == []
+        story.wait(10.0)
+    assert story.asked[-1].transaction.writes == (Delete("job/state"),)

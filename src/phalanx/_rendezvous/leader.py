@@ -129,9 +129,10 @@ class Leader:
     def _of_others_until(self, job: Job, view: StoreView, regained: float) -> float:
         """Return until when nothing is decided of a job that this node has had no part in: see `decide`."""
         assert self._began is not None
-        longest = max(self._began, regained) + self._rules.return_timeout
+        patience = self._rules.return_timeout
+        longest = max(self._began, min(regained, self._began + patience)) + patience
         if not _is_left(job, view):  # they may come back
-            return longest if regained > self._began else self._began + self._rules.lost_after
+            return longest if regained > -math.inf else self._began + self._rules.lost_after
         if job.phase == "over":
             return math.inf  # they leave
         return longest if job.ids else self._began  # those that were killed a moment ago are gone then

@@ -57,6 +57,7 @@ class Participant(NodeWaits):
         self._heard: tuple[int, str] = (-1, "")
         self._is_late = False  # whether an earlier job was met
         self._has_reached = False  # whether the store has answered at all
+        self._was_away = False  # whether it has not, for a while
         self._store = b""  # which one that was
         self._looks = Looks(me.id)
 
@@ -100,6 +101,7 @@ class Participant(NodeWaits):
             elif what == "cause":
                 self._cause = event.entries
         elif isinstance(event, store.Away):
+            self._was_away = True
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
             self._see_back(event)
@@ -112,7 +114,7 @@ class Participant(NodeWaits):
             self._give_up("refused", event.why)
 
     def _see_back(self, event: store.Back) -> None:
-        self._regained = self._now if self._has_reached else self._regained
+        self._regained = self._now if self._has_reached or self._was_away else self._regained
         if self._has_reached and event.store != self._store:
             self._forget_store()
         self._has_reached, self._away, self._store = True, None, event.store
@@ -270,7 +272,7 @@ class Participant(NodeWaits):
         """See whether the job is one that lives: what was written by agents that were killed may outlive them a while.
 
         It lives if this node takes part; if its leader has changed it since this node came; or if it has had the same
-        leader for longer than a lease lasts, and such a one takes to find that nobody is left.
+        leader for longer than such a one takes to find that nobody is left, see `Leader`.
         """
         job, now = self._known_job(), self._now
         leader, since = self._view.leader()
@@ -281,13 +283,12 @@ class Participant(NodeWaits):
         is_led = leader not in ("", self._me.id) and self._away is None
         is_changed = self._entered is not None and self._view.job()[1] > self._entered_at
         lives = job.rank_of(self._me.id) >= 0 or is_changed
-        self._has_lived = self._has_lived or lives or (is_led and now >= self._seen[1] + 2 * self._rules.return_timeout)
+        self._has_lived = self._has_lived or lives or (is_led and now >= self._seen[1] + 3 * self._rules.return_timeout)
 
     def _waits_for_earlier(self, job: Job | None) -> bool:
         """Whether there is no job yet for this node: one that ends when it comes is an earlier one of its id."""
-        stop = None if job is None else self._view.stop(job.generation)
-        is_stopped = stop is not None and stop.kind == "signal" and not self._has_lived
-        is_ending = job is not None and (job.phase == "over" or is_stopped)
+        is_over = job is not None and job.phase == "over"
+        is_ending = is_over if self._has_lived else self._view.is_ending()
         self._is_new = self._is_new and (job is None or is_ending)
         if not self._has_lived and self._view.is_job_gone():  # nobody was left of it
             self._view.forget_job()
