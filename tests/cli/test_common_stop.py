@@ -44,12 +44,11 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restart", ["gang", "worker"])
 @pytest.mark.parametrize("first", ["worker", "launcher"])
-def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, restart: str, first: str) -> None:
+def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, first: str) -> None:
     script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
     program = place.write(LAUNCHER, "launcher.py")
-    options = ["--nproc-per-node", "2", "--restart", restart, "--max-restarts", "3", "--log-dir", str(place.logs)]
+    options = ["--nproc-per-node", "2", "--max-restarts", "3", "--log-dir", str(place.logs)]
     with Launcher([sys.executable, program, "run", *options, script], cwd=place.folder, env=place.env) as launcher:
         workers = ready.pids(2)
         if first == "launcher":

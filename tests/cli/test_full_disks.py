@@ -196,10 +196,7 @@ def test_a_run_that_fills_its_disk_and_writes_no_more_succeeds(place: Place, hom
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=str)
-def test_the_next_attempt_is_kept_elsewhere(
-    place: Place, home: Path, tmp_path: Path, options: tuple[object, ...]
-) -> None:
+def test_the_next_attempt_is_kept_elsewhere(place: Place, home: Path, tmp_path: Path) -> None:
     script = place.write(
         FILL
         + """
@@ -209,15 +206,14 @@ def test_the_next_attempt_is_kept_elsewhere(
     print('fine')
     """
     )
-    done = place.run("--max-restarts", 1, *options, script, logs=False)
+    done = place.run("--max-restarts", 1, script, logs=False)
     assert (done.status, done.out) == (0, "[0] fine\n"), done.err
     assert "ValueError: loss is nan" in done.err
     assert f"on the disk at {home}; logs are kept in {elsewhere(tmp_path)}\n" in done.err
     assert "fine\n" in next(elsewhere(tmp_path).glob("*/attempt_1/0/stdout.log")).read_text()
-    if "worker" not in options:  # else other ranks go on where they are, and so does the record
-        assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
-        (config,) = elsewhere(tmp_path).glob("*/job.toml")
-        assert config.with_name("report.txt").exists()
+    assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
+    (config,) = elsewhere(tmp_path).glob("*/job.toml")
+    assert config.with_name("report.txt").exists()
 
 
 @pytest.mark.slow

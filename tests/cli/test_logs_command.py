@@ -519,9 +519,9 @@ def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda which, mode: which != str(path) and access(which, mode))
     attempt = str(folder / "attempt_0")
     with pytest.raises(PermissionError, match=f"/1/{name}'"):
-        Reader(found, {0: attempt}, ConsoleSpecs())
-    Reader(found, {0: attempt}, ConsoleSpecs(ranks={0})).close()
-    Reader(found, {0: attempt}, ConsoleSpecs(), ("stderr",)).close()
+        Reader(found, 0, attempt, ConsoleSpecs())
+    Reader(found, 0, attempt, ConsoleSpecs(ranks={0})).close()
+    Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 10**30])

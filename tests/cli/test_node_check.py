@@ -87,14 +87,13 @@ def test_it_is_tried_again_after_longer_and_longer_times(
 def test_a_check_that_is_under_way_counts_for_who_asks_meanwhile(gate: Gate) -> None:
     woken: list[int] = []
     with NodeCheck(f"read -r _ < {gate.address}; exit 3") as check:
-        check.begin("attempt 1", lambda: woken.append(1), 1)
-        check.begin("attempt 2", lambda: woken.append(2), 2)
-        assert (check.is_awaited_by(2), check.is_awaited_by(3)) == (True, False)
+        check.begin("attempt 1", lambda: woken.append(1))
+        check.begin("attempt 2", lambda: woken.append(2))
         assert not check.has_passed()
         gate.open()
         os.write(gate._fd, b"\n")
         assert check.wait() == "exit code 3"
-    assert woken == [1, 2]
+    assert woken == [2]  # who asked last
 
 
 def test_a_check_that_could_not_be_started_counts_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,9 +101,9 @@ def test_a_check_that_could_not_be_started_counts_for_nobody(monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setenv("PATH", str(tmp_path))
             with pytest.raises(OSError, match=r"--node-check: .*no such binary: 'sh'"):
-                check.begin("attempt 0", lambda: None, 1, once=True)
-        check.begin("attempt 0", lambda: None, 2, once=True)
-        assert check.is_awaited_by(2)
+                check.begin("attempt 0", lambda: None)
+        check.begin("attempt 0", lambda: None)
+        assert check.is_under_way
 
 
 # --- phalanx run
@@ -135,9 +134,7 @@ FAILS_ONCE = """
     """
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--restart", "worker"), ("--restart", "worker", "--nproc-per-node", "8"), ("--preload", "json")]
-)
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", "8"), ("--preload", "json")])
 def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple[str, ...]) -> None:
     script = place.write(FAILS_ONCE)
     done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 9), script)
@@ -149,7 +146,7 @@ def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple
     assert lines[1::2] == ["checked", "checked"]
 
 
-@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2)])
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)])
 def test_no_worker_starts_on_a_machine_that_fails_its_check(place: Place, options: tuple[object, ...]) -> None:
     script = place.write(f"open({str(place.folder / 'started')!r}, 'w')")
     done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 1), script)
@@ -189,19 +186,8 @@ def test_a_check_that_fails_before_a_restart_ends_the_run(place: Place) -> None:
     assert len(run["attempts"]) == 2
 
 
-def test_a_worker_gives_up_where_the_check_before_its_restart_fails_and_the_others_go_on(place: Place) -> None:
-    options = ("--restart", "worker", "--max-restarts", 9, "--nproc-per-node", 2)
-    script = place.write("import os, sys\nsys.exit('no luck') if os.environ['RANK'] == '0' else print('served')")
-    done = place.run(*options, "--node-check", counted(place, 2), script)
-    assert done.status == 1
-    assert done.out == "[1] served\n"
-    assert "phalanx: rank 0: attempt 1 not started after " in done.err
-    assert "--node-check: exit code 4: GPU 3 is broken; its output is in " in done.err
-    assert [one["state"] for one in record(place)["attempts"][0]["ranks"]] == ["failed", "succeeded"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2)])
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)])
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_signal_during_a_check_stops_the_run(
     place: Place, ready: Ready, number: signal.Signals, options: tuple[object, ...], attempt: int
@@ -222,31 +208,6 @@ def test_a_signal_during_a_check_stops_the_run(
         assert record(place)["state"] == "stopped"
 
 
-FAST = """
-from phalanx import cli
-from phalanx.multiprocessing import SubprocessContext
-
-start = SubprocessContext.start
-
-def start_and_wait(group):
-    start(group)
-    if group.name == "node-check":
-        group.wait_gone()
-
-SubprocessContext.start = start_and_wait
-cli.main()
-"""
-"""A command whose checks are over as soon as they have begun."""
-
-
-def test_the_first_attempts_of_all_workers_have_one_check(place: Place) -> None:
-    options = ("--log-dir", place.logs, "--restart", "worker", "--nproc-per-node", 4)
-    script = place.write("print('served')")
-    done = place.program(sys.executable, "-c", FAST, "run", *options, "--node-check", counted(place, 2), script)
-    assert done.status == 0, done
-    assert sorted(done.out.splitlines()) == [f"[{rank}] served" for rank in range(4)]
-
-
 STRUCK = """
 import os, signal, sys
 from phalanx import cli
@@ -254,7 +215,6 @@ from phalanx import cli
 event, function, count = {
     "its group has started": ("return", "GroupStart.start", 1),
     "its end is about to be watched": ("call", "PContext.when_gone", 1),
-    "another worker is about to begin it": ("call", "OneWorker.begin", 2),
 }[sys.argv.pop(1)]
 calls = []
 
@@ -276,10 +236,7 @@ cli.main()
     "moment, options",
     [
         ("its group has started", ()),
-        ("its group has started", ("--restart", "worker", "--nproc-per-node", 2)),
         ("its end is about to be watched", ()),
-        ("its end is about to be watched", ("--restart", "worker", "--nproc-per-node", 2)),
-        ("another worker is about to begin it", ("--restart", "worker", "--nproc-per-node", 2)),
     ],
 )
 def test_a_signal_at_the_worst_moment_of_a_check_is_one_signal(
@@ -323,9 +280,9 @@ cli.main()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--restart", "worker", "--nproc-per-node", 2), ("--preload", "json")])
+@pytest.mark.parametrize("options", [(), ("--preload", "json")])
 def test_a_signal_between_any_two_lines_is_one_signal(place: Place, options: tuple[object, ...]) -> None:
-    place.env["PARTS"] = "/cli/_run /cli/_worker_groups /cli/_node_check /cli/_preloading /_agent/ /job_run"
+    place.env["PARTS"] = "/cli/_run /cli/_node_check /cli/_preloading /_agent/ /job_run"
     script = place.write(FAILS_ONCE)
     command = ("run", "--log-dir", place.logs, "--max-restarts", 1, *options, "--node-check", "sleep 0.1", script)
     moment, step = 1, int(os.environ.get("PHALANX_STEP", "61"))
@@ -353,12 +310,11 @@ def test_a_check_that_cannot_be_started(place: Place, options: tuple[object, ...
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--restart", "worker")])
-def test_a_signal_during_the_start_leaves_no_run_without_a_record(place: Place, options: tuple[str, ...]) -> None:
+def test_a_signal_during_the_start_leaves_no_run_without_a_record(place: Place) -> None:
     place.env["PARTS"] = "/_group/ /_logs/specs /_logs/layout"
     moment, step, found = 1, int(os.environ.get("PHALANX_STEP", "17")), 0
     while True:
-        argv = ("run", "--log-dir", place.logs, *options, "--no-python", "true")
+        argv = ("run", "--log-dir", place.logs, "--no-python", "true")
         done = place.program(sys.executable, "-c", STRUCK_AT_A_LINE, moment, *argv)
         if not done.out.startswith("struck"):
             break

@@ -447,7 +447,6 @@ SETTINGS = {
     "exclude_after": Setting("3", "1", 3, 1),
     "node_check": Setting("true", "nvidia-smi -L", "true", "nvidia-smi -L"),
     "exit_barrier_timeout": Setting("60", "inf", 60.0, math.inf),
-    "restart": Setting("worker", "gang", "worker", "gang"),
     "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
     "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
     "backoff_jitter": Setting("0.5", "1", 0.5, 1.0),
@@ -1121,12 +1120,9 @@ SAVES = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
 @pytest.mark.parametrize("apart", [0.0, 0.02, 0.06])
-def test_two_signals_that_nobody_can_have_meant_as_two_are_one(
-    place: Place, ready: Ready, apart: float, options: tuple[str, ...]
-) -> None:
-    with place.start("--nproc-per-node", 2, *options, place.write(SAVES.format(ready=ready.python()))) as launcher:
+def test_two_signals_that_nobody_can_have_meant_as_two_are_one(place: Place, ready: Ready, apart: float) -> None:
+    with place.start("--nproc-per-node", 2, place.write(SAVES.format(ready=ready.python()))) as launcher:
         ready.wait(2)
         launcher.send(signal.SIGTERM)
         time.sleep(apart)
@@ -1322,7 +1318,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
-@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
 @pytest.mark.parametrize(
     "number,expected",
     [
@@ -1332,12 +1327,10 @@ os.execv(sys.argv[2], sys.argv[2:])
     ],
     ids=["pidfd_open", "signalfd", "prctl"],
 )
-def test_a_call_of_the_system_that_is_forbidden_is_named(
-    place: Place, number: int, expected: str, options: tuple[str, ...]
-) -> None:
+def test_a_call_of_the_system_that_is_forbidden_is_named(place: Place, number: int, expected: str) -> None:
     head = (sys.executable, "-c", FORBIDDEN, str(number))
     place.env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = place.run(*options, "--no-python", "true", head=head)
+    done = place.run("--no-python", "true", head=head)
     assert done.status == 1
     (line,) = (line for line in done.err.splitlines() if not line.startswith("phalanx: 1 worker"))
     assert expected in line
@@ -1346,10 +1339,9 @@ def test_a_call_of_the_system_that_is_forbidden_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--restart", "worker")], ids=["group", "worker"])
-def test_helpers_that_end_at_once_are_one_line_and_a_failed_run(place: Place, options: tuple[str, ...]) -> None:
+def test_helpers_that_end_at_once_are_one_line_and_a_failed_run(place: Place) -> None:
     program = "import multiprocessing as mp; mp.set_executable('/bin/false'); from phalanx.cli import main; main()"
-    done = place.program(sys.executable, "-c", program, "run", "--log-dir", place.logs, *options, "--no-python", "true")
+    done = place.program(sys.executable, "-c", program, "run", "--log-dir", place.logs, "--no-python", "true")
     assert done.status == 1
     (line,) = (line for line in done.err.splitlines() if not line.startswith("phalanx: 1 worker"))
     assert line.startswith("phalanx: Error: the group's keeper")

@@ -45,7 +45,7 @@ def test_a_run_of_one_worker_reads_a_pipe(place: Place) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "", "--preload json", "--restart worker --max-restarts 1", "--nice 1", "--max-restarts 1",
+        "", "--preload json", "--nice 1", "--max-restarts 1",
         *(f"--run-path --start-method {method}" for method in ("spawn", "forkserver", "fork")),
     ],
 )  # fmt: skip

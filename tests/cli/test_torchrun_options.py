@@ -19,14 +19,13 @@ from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.timer import FileTimerServer
 from tests.cli.test_run import refused
-from tests.engine.test_lost_helpers import until
 from tests.support import agent_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.cli.test_run import Place
-    from tests.support.helpers import Gate, Ready
+    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -196,13 +195,11 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
         (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/dev/null"], ["--rdzv-conf: ca: /dev/null holds no certificate (PEM)"]),
         (["--keep"], ["--keep: this is the only machine, see --nnodes; it has no store"]),
         (["--nnodes=2", "--keep"], ["--keep: one of this job's agents has the store, which ends with the job"]),
-        (["--nnodes=2", *ETCD, "--restart=worker"], ["--nnodes and --restart worker exclude each other"]),
         (["--numa-binding=node", "--cpu-bind=core"], ["--numa-binding and --cpu-bind exclude each other"]),
         (["--numa-binding=nodes"], ["'nodes' is not one of 'node', 'socket', 'exclusive', 'core-complex'"]),
         (["--event-log-handler=consle"], ["there is no event handler 'consle': there are 'console', 'dynamic_rend"]),
         (["--logs-specs=mine"], ["there is no 'mine' among the entry points of torchrun.logs_specs and phalanx.logs_"]),
         (["--logs-specs=mine", "--log-mode=750"], ["--logs-specs mine: it is for the plugin", "leave --log-mode out"]),
-        (["--restart=worker", "--logs-specs=mine"], ["--logs-specs and --restart worker exclude each other"]),
         (["--run-path", "--preload=json"], ["--preload: with --run-path, workers are forks with --start-method fork"]),
     ],
     ids=lambda value: " ".join(value) if str(value).startswith("['--") else "",
@@ -317,21 +314,6 @@ def test_a_script_by_its_path_goes_before_a_module(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_script_by_its_path_in_workers_that_are_restarted_one_by_one(place: Place, method: str) -> None:
-    script = place.write("""
-        import os, sys
-        print(sys.argv[1:], os.environ["TORCHELASTIC_RESTART_COUNT"])
-        sys.exit(os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
-        """)
-    more = ("--preload", "json") if method == "forkserver" else ()
-    options = ("--run-path", "--start-method", method, *more, "--restart", "worker", "--max-restarts", 1)
-    done = place.run(*options, "--nproc-per-node", 2, script, "x${local_rank}")
-    assert done.status == 0, done
-    assert sorted(done.out.splitlines()) == ["[0] ['x0'] 0", "[1] ['x1'] 0", "[1] ['x1'] 1"]
-
-
-@pytest.mark.slow
 def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
     place.write("")
     done = place.run("--dry-run", "--run-path", "--start-method", "fork", "script.py", "a${local_rank}", "--x")
@@ -418,31 +400,6 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
         launcher.send(signal.SIGTERM)
         launcher.end()
     assert place.log(0) == "''\n"
-
-
-@pytest.mark.long
-def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, gate: Gate, port: int) -> None:
-    script = place.write(f"""
-        import os, sys
-        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] < "2":
-            sys.exit(1)
-        {ready.python()}
-        {gate.python()}
-        """)
-    place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
-
-    def ask() -> tuple[str, int]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}") as answer:
-            found = json.load(answer)
-        return found["state"], found["attempt"]
-
-    options = ("--restart", "worker", "--max-restarts", 2, "--nproc-per-node", 2)
-    with place.start(*options, script) as launcher:
-        ready.wait(2)
-        while ask() != ("RUNNING", 2):  # the note follows the start
-            assert launcher.process.poll() is None
-        gate.open(2)
-        assert launcher.end().status == 0
 
 
 @pytest.mark.long
@@ -614,66 +571,6 @@ def test_events_go_to_a_plugin(place: Place) -> None:
     assert (last["run_id"], last["role"], last["global_rank"], last["agent_restarts"]) == ("night", "trainer", 1, 1)
     assert int(last["worker_id"]) > 0
     assert json.loads(last["metadata"])["entry_point"] == "script.py"
-
-
-@pytest.mark.long
-def test_events_of_workers_that_are_restarted_singly(place: Place, ready: Ready) -> None:
-    install(place)
-    script = place.write(f"""
-        import os, signal, sys
-        rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-        if rank == "1":
-            sys.exit(attempt == "0")
-        if rank == "2":
-            raise ValueError("bad")
-        if len(sys.argv) > 1:
-            {ready.python()}
-            signal.pause()
-        """)
-
-    def told(rank: int | None) -> list[tuple[str, int, str]]:
-        lines = (place.folder / "told").read_text().splitlines()
-        found = [one["metadata"] for one in map(json.loads, lines)]
-        return [(one["state"], one["agent_restarts"], one["worker_id"]) for one in found if one["global_rank"] == rank]
-
-    options = ("--restart", "worker", "--max-restarts", 1, "--event-log-handler", "mine", "--nproc-per-node", 3)
-    assert place.run(*options, script).status == 1
-    begin = ["RENDEZVOUS", "ASSIGN_WORKER_RANKS"]
-    assert [one[0] for one in told(None)] == [*begin, "SUCCEEDED"]
-    assert [one[:2] for one in told(0)] == [("START", 0), ("SUCCEEDED", 0)]
-    assert [one[:2] for one in told(1)] == [("START", 0), ("START", 1), ("SUCCEEDED", 1)]
-    assert [one[:2] for one in told(2)] == [("START", 0), ("START", 1), ("FAILED", 1)]
-    pids = [int(one[2]) for one in told(2)]
-    assert pids[0] != pids[1] == pids[2]
-    (place.folder / "told").unlink()
-    with place.start(*options, script, "wait") as launcher:
-        ready.wait()
-        until(lambda: (place.folder / "told").exists() and told(0) != [])
-        launcher.send(signal.SIGTERM)
-        launcher.end()
-    assert [one[0] for one in told(None)] == [*begin, "FAILED"]
-    assert [one[0] for one in told(0)] == ["START"]
-    (place.folder / "told").unlink()
-    assert place.run(*options, "--no-python", "no-such-program").status != 0
-    assert [one[0] for one in told(None)] == [*begin, "FAILED"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", [("fork",), ("spawn",), ("forkserver", "--preload", "decimal")])
-def test_workers_that_are_restarted_singly_by_run_path(place: Place, how: tuple[str, ...]) -> None:
-    script = place.write("""
-        import os, sys
-        rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-        print(rank, attempt, "decimal" in sys.modules, sys.argv[1])
-        sys.exit(3 * (rank == "1" and attempt == "0"))
-        """)
-    options = ("--restart", "worker", "--max-restarts", 1, "--run-path", "--start-method", *how)
-    done = place.run(*options, "--nproc-per-node", 3, script, "w${local_rank}")
-    assert done.status == 0, done
-    loaded = len(how) > 1
-    assert sorted(line[4:] for line in done.out.splitlines()) == [
-        f"{rank} {attempt} {loaded} w{rank}" for rank, attempt in ((0, 0), (1, 0), (1, 1), (2, 0))
-    ]
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_a_current_folder_that_has_been_removed(place: Place) -> None:
         return place.program("sh", "-c", command, "sh", *PHALANX, *argv)
 
     logs = ("--log-dir", place.logs)
-    for options in ((), ("--run-path",), ("--preload", "json"), ("--restart", "worker")):
+    for options in ((), ("--run-path",), ("--preload", "json")):
         done = type_there("run", *logs, *options, script)
         assert (done.status, done.out) == (0, "[0] ok\n"), done
     assert type_there("run", *logs, "--no-python", "true").status == 0
@@ -104,7 +104,7 @@ def test_a_current_folder_that_has_been_removed(place: Place) -> None:
         ("logs", "--log-dir", "x"),
     ):
         refused(type_there(*argv), "the current folder has been removed")
-    assert type_there("runs", *logs).out.count("succeeded") == 5
+    assert type_there("runs", *logs).out.count("succeeded") == 4
     assert type_there("logs", *logs, "-n", 1).status == 0
     assert "is running" in type_there("stack", *logs).err
 
@@ -281,7 +281,8 @@ def test_a_port_that_is_taken_is_named_as_it_was_typed(place: Place, option: str
         ("--name", "--name: it is --run-id here"),
         ("--env", "--env: workers inherit the environment of phalanx run"),
         ("--quiet", "--quiet: -r 3 keeps the output of the workers in files alone"),
-        ("--keep-going", "--keep-going: --restart worker lets the others go on"),
+        ("--keep-going", "--keep-going: a command that is to go on when another fails is a run of its own"),
+        ("--restart", "--restart: all workers are started again, see --max-restarts"),
         ("--no-standby", "--no-standby: restarts have no standby any more; leave it out"),
     ],
 )
@@ -292,14 +293,17 @@ def test_options_of_others_are_answered_with_ours(option: str, answer: str) -> N
 
 
 @pytest.mark.slow
-def test_many_commands_go_on_when_one_fails(place: Place) -> None:
+def test_many_commands_are_runs_of_their_own(place: Place) -> None:
     """As the guide has it."""
     guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").partition("### Many commands\n")[2]
-    found = re.search(r"--nproc-per-node 8 --no-python sh -c '(.*)'\n", guide)
+    found = re.search(r"```sh\n(xargs .*)\n", guide)
     assert found is not None
-    place.write("echo one\nexit 7\necho 'th ree'\n", "commands.txt")
-    done = place.run("--restart", "worker", "--nproc-per-node", 3, "--no-python", "sh", "-c", found[1])
-    assert (done.status, sorted(done.out.splitlines())) == (7, ["[0] one", "[2] th ree"]), done
+    place.write("echo one\nexit 7\necho 'th  ree'\n", "commands.txt")
+    line = found[1].replace("phalanx", " ".join(PHALANX), 1).replace(" run ", f" run --log-dir {place.logs} ", 1)
+    done = place.program("sh", "-c", line)
+    assert (done.status, sorted(done.out.splitlines())) == (123, ["[0] one", "[0] th  ree"]), done
+    assert done.err.count("attempt 2 ") > 0, "each is tried again"
+    assert len(list(place.logs.iterdir())) == 3
 
 
 # --- help
@@ -365,7 +369,7 @@ def test_the_cause_of_a_program_is_the_last_line_of_its_stderr(place: Place) -> 
     place.write(
         "printf ' 10%%\\r 20%%\\n\\033[31mmake: *** \\033]0;x\\007Error 2\\033[0m\\n \\n' >&2; exit 2\n", "fails.sh"
     )
-    for options in ((), ("-r", 3), ("--restart", "worker")):
+    for options in ((), ("-r", 3)):
         done = place.run(*options, "--no-python", "sh", "fails.sh")
         cause = "exited with code 2; stderr ends with: make: *** Error 2"
         assert done.status == 2

@@ -228,7 +228,7 @@ def shown(folder: Path, **options: Any) -> list[dict[str, Any]]:
     out = io.StringIO()
     run = RunDir(str(folder), None, "", "succeeded", 0.0)
     with mock.patch.object(sys, "stdout", out):
-        reader = Reader(run, {0: str(folder)}, ConsoleSpecs(format="json"))
+        reader = Reader(run, 0, str(folder), ConsoleSpecs(format="json"))
         try:
             reader.read(**options)
         finally:

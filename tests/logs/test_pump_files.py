@@ -22,6 +22,7 @@ from phalanx._logs import pump, sink, unshown
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.follower import Follower
 from phalanx._logs.formats import Json, Text
+from phalanx._logs.merge import merge
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import View
 from phalanx._logs.rotated import rotated_files
@@ -34,7 +35,7 @@ from phalanx._logs.timeline_reader import read as read_timeline
 from phalanx._logs.timeline_writer import TimelineWriter
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
-from tests.support.pump_tools import Memory, Rotated, append, merge_one, read_all, rig, source, until
+from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
 from tests.support.screen import Emulator
 
 if TYPE_CHECKING:
@@ -519,7 +520,7 @@ def test_streams_are_merged_in_the_order_of_time(time: FakeClock, tmp_path: Path
     append(paths[1], b"1: not noted any more\n")
     followers = {stream: Follower(path) for stream, path in paths.items()}
     try:
-        merged = list(merge_one(followers, it.path))
+        merged = list(merge(followers, it.path))
     finally:
         for follower in followers.values():
             follower.close()
@@ -538,7 +539,7 @@ def test_without_a_timeline_file_follows_file(tmp_path: Path) -> None:
     followers = {stream: Follower(path) for stream, path in paths.items()}
     followers[3] = Follower(str(tmp_path / "never written"))
     try:
-        assert list(merge_one(followers, str(tmp_path / "none"))) == [(10, 1, b"1\n"), (20, 2, b"2\n"), (30, 0, b"0\n")]
+        assert list(merge(followers, str(tmp_path / "none"))) == [(10, 1, b"1\n"), (20, 2, b"2\n"), (30, 0, b"0\n")]
     finally:
         for follower in followers.values():
             follower.close()
@@ -551,7 +552,7 @@ def test_a_timeline_of_files_that_are_gone_or_shorter(tmp_path: Path) -> None:
     it.close()
     append(str(tmp_path / "0"), b"short\n")
     with followed(tmp_path / "0") as short, followed(tmp_path / "1") as gone:
-        assert [(stream, data) for _at, stream, data in merge_one({0: short, 1: gone}, it.path)] == [(0, b"short\n")]
+        assert [(stream, data) for _at, stream, data in merge({0: short, 1: gone}, it.path)] == [(0, b"short\n")]
 
 
 # --- the pump

@@ -159,10 +159,7 @@ def test_such_a_terminal_cannot_be_opened_anew() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restart", ["gang", "worker"])
-def test_a_run_whose_reader_has_gone_goes_on_and_notes_that_once(
-    place: Place, ready: Ready, gate: Gate, restart: str
-) -> None:
+def test_a_run_whose_reader_has_gone_goes_on_and_notes_that_once(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import os
         print("one", flush=True)
@@ -173,7 +170,7 @@ def test_a_run_whose_reader_has_gone_goes_on_and_notes_that_once(
         raise SystemExit(3)
         """)
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    with place.start("--max-restarts", 1, "--restart", restart, script, stdout=writer) as launcher:
+    with place.start("--max-restarts", 1, script, stdout=writer) as launcher:
         os.close(writer)
         ready.wait()
         assert read_until(reader, "[0] one\n")

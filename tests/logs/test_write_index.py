@@ -18,12 +18,13 @@ from phalanx._base import clock
 from phalanx._logs import rotated, timeline_reader, timeline_trimming, timeline_writer
 from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
+from phalanx._logs.merge import merge
 from phalanx._logs.rotated import NEWEST
 from phalanx._logs.timeline_format import APART, CUT, GREW, HEAD, MAGIC, ROTATED, pack
 from phalanx._logs.timeline_writer import BURST, DOUBLING, SPACING, TimelineWriter
 from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
-from tests.support.pump_tools import append, merge_one, rig
+from tests.support.pump_tools import append, rig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +73,7 @@ def merged(it: TimelineWriter, *logs: Path) -> list[tuple[float, int, bytes]]:
     it.close()
     followers = {stream: Follower(str(path), rotates=True) for stream, path in enumerate(logs)}
     try:
-        return [(round(at - START, 3), stream, data) for at, stream, data in merge_one(followers, it.path)]
+        return [(round(at - START, 3), stream, data) for at, stream, data in merge(followers, it.path)]
     finally:
         for follower in followers.values():
             follower.close()
@@ -506,7 +507,7 @@ def test_what_is_said_of_removed_files_goes_with_them(
     assert sorted(path.name for path in tmp_path.glob("timeline*")) == ["timeline"]
     kept = [(at, stream, line) for at, stream, line in written if stream or int(line.split()[0]) >= 5700]
     followers = {stream: Follower(str(path), rotates=stream != 1) for stream, path in {**logs, 1: other}.items()}
-    found = [(round(at - START, 3), stream, data) for at, stream, data in merge_one(followers, times.path)]
+    found = [(round(at - START, 3), stream, data) for at, stream, data in merge(followers, times.path)]
     for follower in followers.values():
         follower.close()
     assert [rest for _at, *rest in found] == [list(rest) for _at, *rest in kept]
@@ -545,7 +546,7 @@ def test_a_timeline_that_others_have_written(data: bytes) -> None:
         followers = {stream: Follower(str(folder / str(stream)), rotates=True) for stream in texts}
         found = dict.fromkeys(texts, b"")
         try:
-            for at, stream, text in merge_one(followers, str(folder / "timeline")):
+            for at, stream, text in merge(followers, str(folder / "timeline")):
                 datetime.fromtimestamp(at, UTC)
                 found[stream] += text
         finally:

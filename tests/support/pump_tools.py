@@ -13,7 +13,6 @@ from phalanx._engine.rotation.rotator import Rotator
 from phalanx._logs.follower import Follower
 from phalanx._logs.formats import Text
 from phalanx._logs.line_state import Source
-from phalanx._logs.merge import merge
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import View
 from phalanx._logs.sink import Sink
@@ -22,17 +21,11 @@ from phalanx._logs.terminal import PlainOutput
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from phalanx._engine.rotation.compress import Compressor
     from phalanx._logs.watch import FileWatch
-
-
-def merge_one(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float, int, bytes]]:
-    """Merge the files of one attempt, by their numbers in its timeline."""
-    for moment, (_attempt, number), data in merge({(0, each): it for each, it in followers.items()}, {0: path}):
-        yield moment, number, data
 
 
 class Memory(Sink):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -257,7 +258,7 @@ class Shaken:
                 yield f"the agent of host {agent.number} exits with {code}"
             if code == 130 and 130 not in self.signals and 143 not in self.signals:
                 yield f"the agent of host {agent.number} exits with {code}, and nobody has sent a signal"
-            if "Traceback" in agent.said and "phalanx/" in agent.said.split("Traceback")[1][:600]:
+            if re.search("^Traceback", agent.said, re.MULTILINE):  # a worker's has a prefix
                 yield f"the agent of host {agent.number} shows a traceback"
         # An agent that was started again may have come too late; one that SIGTERM reached may have left.
         first = {agent: code for agent, code in plain.items() if agent in self.all[:3] and code not in (UNKNOWN, 143)}

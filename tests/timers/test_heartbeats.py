@@ -194,18 +194,3 @@ def test_nothing_of_that_kind_is_announced_where_one_has_come(tmp_path: Path) ->
     argv = (*RUN, "--hang-timeout", "0.5", "--log-dir", str(tmp_path), str(script))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert "not called" not in done.stderr
-
-
-@pytest.mark.slow
-def test_workers_in_groups_of_their_own_are_named_one_by_one(gate: Gate, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(gate.python())
-    options = ("--nproc-per-node", "2", "--restart", "worker", "--max-restarts", "1")
-    argv = (*RUN, *options, "--hang-timeout", "0.2", "--log-dir", str(tmp_path), str(script))
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stderr is not None
-        named = (line for line in launcher.stderr if "timer.beat()" in line)
-        lines = sorted((next(named), next(named)))
-        gate.open(2)
-        assert [*named] == []
-    assert lines == [UNWATCHED.format(f"rank {rank} has", "it") for rank in (0, 1)]

@@ -92,7 +92,6 @@ class Attempts:
         team: What is started.
         policy: When it is started again after a failure.
         signals: Whether signals to this process raise `SignalException` out of `run`, between two attempts, too.
-        worker: The rank whose attempts these are, which the lines and the events say; None: a whole gang's.
         events: Where it emits what it does: `AgentState`, `AttemptEnded`, `RestartDecided` and `GaveUp`.
 
     >>> from phalanx._agent.restart_policy import RestartPolicy
@@ -115,14 +114,11 @@ class Attempts:
         policy: RestartPolicy,
         *,
         signals: bool = True,
-        worker: int | None = None,
         events: EventStream | None = None,
     ) -> None:
         self._team = team
         self._policy = policy
         self._signals = signals
-        self._worker = worker
-        self._name = "" if worker is None else f"rank {worker}"
         self._events = events
         self._owner = os.getpid()
         self._entered = False  # whether `run` has been called
@@ -140,7 +136,6 @@ class Attempts:
         self._asked: deque[tuple[str, int, float, str]] = deque()  # by any thread: event, signal, grace, why
         self._order = 0, 0.0  # the signal and the grace of the stop
         self._bell = Latch()
-        self._woken: Callable[[], None] = lambda: None
 
     # --- any thread
 
@@ -187,7 +182,6 @@ class Attempts:
     def wake(self) -> None:
         """Have `run` look at once at what has become of the team."""
         self._bell.open()
-        self._woken()
 
     # --- one thread
 
@@ -209,21 +203,6 @@ class Attempts:
         while (ending := self.ending) is None:
             self._turn()
         return ending
-
-    def when_woken(self, action: Callable[[], None]) -> None:
-        """Have `wake` call ``action``: for whoever calls `advance`. It must not raise, nor take long."""
-        self._woken = action
-
-    def advance(self) -> float:
-        """Take all steps that can be taken now, where `run` would wait for the next: for `SideBySide`.
-
-        Returns for how many seconds there is nothing to do unless `wake` is called; inf: for ever. Raises as `run`.
-        """
-        while self._state not in life.TERMINAL:
-            seconds = self._step()
-            if seconds is not None:
-                return seconds
-        return math.inf
 
     def close(self) -> None:
         """Release the signals. `run` is not called again."""
@@ -379,7 +358,7 @@ class Attempts:
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
         decision = decide(self._policy, self._ends, self._started, now, chance)
         self._decision = decision = Decision(retries=False) if is_last else decision
-        failed = describe_failure(end.replace(rank=None) if self._name else end)
+        failed = describe_failure(end)
         if decision.retries and self._state == "STOPPING":  # not this failure ends it, but the stop
             self._say(f"{failed}; it is stopped, and no other attempt follows")
             self._see("GONE")
@@ -400,12 +379,12 @@ class Attempts:
         self._why = decision.why
         self._emit(agent_kinds.GaveUp, why=decision.why)
         self._see("GIVE_UP")
-        if decision.why or self._name:  # others may go on for long
-            self._say(f"{failed}; {': '.join(filter(None, ('giving up', decision.why)))}")
+        if decision.why:
+            self._say(f"{failed}; giving up: {decision.why}")
 
     def _say(self, text: str) -> None:
-        self._team.say(f"phalanx: {self._name}{': ' * bool(self._name)}{text}")
+        self._team.say(f"phalanx: {text}")
 
     def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
         if self._events is not None:
-            self._events.emit(kind, self._number, clock.now_ns(), worker=self._worker, **fields)
+            self._events.emit(kind, self._number, clock.now_ns(), **fields)

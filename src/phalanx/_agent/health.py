@@ -29,8 +29,6 @@ _WITHIN = 2.0  # seconds that a connection may take
 _MOST = 64  # connections at a time; others wait until one of them is over
 _MOST_BYTES = 8192  # of a request
 _STOP_WITHIN = 10.0
-_BY_WEIGHT = ("STOPPING", "RESTARTING", "RUNNING", "STARTING", "WAITING", "NEW", "FAILED", "STOPPED", "SUCCEEDED")
-"""Of workers that are in several states, the first of these is told."""
 
 
 def address_of_environment() -> tuple[str, int] | None:
@@ -72,7 +70,6 @@ class Health:
         self._address = address
         self._facts = {**facts, "pid": os.getpid()}
         self._state: tuple[str, int, float] = ("NEW", -1, clock.wall())
-        self._states: dict[int | None, str] = {}  # by worker, where each is restarted by itself
         self._server: _Server | None = None
 
     def start(self) -> None:
@@ -92,11 +89,9 @@ class Health:
         """Note what has happened: an observer of the run's events."""
         for event in events:
             if isinstance(event, AgentState):
-                self._states[event.worker] = event.state
-                state = min(self._states.values(), key=_BY_WEIGHT.index)
                 attempt = max(self._state[1], event.attempt)
-                if (state, attempt) != self._state[:2]:
-                    self.note(state, attempt)
+                if (event.state, attempt) != self._state[:2]:
+                    self.note(event.state, attempt)
 
     def note(self, state: str, attempt: int) -> None:
         """Have the agent's state told from now on. Any thread may call this.

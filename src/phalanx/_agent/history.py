@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
-from phalanx._base.rank_ranges import name_ranks
 from phalanx._outcomes import earlier
 from phalanx._outcomes.earlier import Earlier
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from phalanx._agent.attempt_end import AttemptEnd
 
@@ -37,29 +36,6 @@ def describe_restart(attempt: int, delay: float, count: str) -> str:
     """
     when = f" in {format_duration(delay)}" if delay else ""
     return f"attempt {attempt} follows{when} ({count})"
-
-
-def describe_workers(ends: Mapping[int, Sequence[AttemptEnd]]) -> list[str]:
-    """Return lines on attempts of workers that are started again one by one, by rank: equal ones are grouped.
-
-    Workers whose attempts have ended alike, whenever, have one line in all.
-
-    >>> from phalanx._agent.attempt_end import AttemptEnd
-    >>> failed = AttemptEnd("failed", 2, 1, "ValueError: bad batch")
-    >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed, failed.replace(number=1)]})]
-    ['rank 2: attempt 0', 'rank 3: attempts 0 to 1']
-    >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed]})]
-    ['ranks 2-3: attempt 0']
-    """
-    alike: dict[object, list[int]] = {}
-    histories = {rank: [_earlier(end.replace(rank=None)) for end in its] for rank, its in sorted(ends.items()) if its}
-    for rank, history in histories.items():
-        alike.setdefault(tuple((each.how, each.masked) for each in history), []).append(rank)
-    return [
-        f"{name_ranks(ranks)}: {line}"
-        for ranks in alike.values()
-        for line in earlier.describe(*(histories[rank] for rank in ranks))
-    ]
 
 
 def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:

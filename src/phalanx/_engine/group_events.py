@@ -7,8 +7,6 @@ its exit is known.
 
 from __future__ import annotations
 
-from functools import partial
-
 from phalanx._base import clock
 from phalanx._engine import leftovers, start_errors
 from phalanx._events import kinds
@@ -32,7 +30,6 @@ class GroupEvents:
         stream: Where its events go.
         attempt: The number of its attempt.
         is_own: Whether the stream is this group's alone.
-        worker: See `Event`.
     """
 
     def __init__(
@@ -41,29 +38,21 @@ class GroupEvents:
         attempt: int,
         *,
         is_own: bool = False,
-        worker: int | None = None,
     ) -> None:
         self.stream = stream
         self.attempt = attempt
         self._is_own = is_own
         self._late: tuple[str, ...] = ()  # who is waited for no longer
-        self._worker = worker
 
     def emit(self, kind: type[Event], **fields: Any) -> None:
         """Emit an event that happens now."""
-        self._put(kind, **fields)
-
-    def _put(self, make: Callable[..., Any], *more: Any, **fields: Any) -> None:
-        args = (self.attempt, clock.now_ns(), *more)
-        if self._worker is not None:
-            make = partial(_assigned, self._worker, make)
-        self.stream.emit(make, *args, **fields)
+        self.stream.emit(kind, self.attempt, clock.now_ns(), **fields)
 
     def heard(self, verb: str, fields: list[Any], mirror: Mirror) -> None:
         """Emit what a message of the keeper says, which ``mirror`` has taken already."""
         make = _OF_MESSAGE.get(verb)
         if make is not None:
-            self._put(make, mirror, *fields)
+            self.stream.emit(make, self.attempt, clock.now_ns(), mirror, *fields)
 
     def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
         """Emit that the workers could not be started. Can be used as an `__exit__`."""
@@ -101,14 +90,6 @@ class GroupEvents:
         """End the observers' threads likewise, once they have nothing left to do. Returns at once."""
         if self._is_own:
             self.stream.end()
-
-
-def _assigned(worker: int, make: Callable[..., Any], *args: Any, **fields: Any) -> list[Event]:
-    made = make(*args, **fields)
-    events: list[Event] = made if isinstance(made, list) else [made]
-    for event in events:
-        event.assign(worker)
-    return events
 
 
 def _started(attempt: int, _now: int, _mirror: Mirror, pids: list[tuple[int, int]], moment: int) -> list[Event]:

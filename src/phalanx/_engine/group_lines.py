@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.leftovers import Leftover
-    from phalanx._logs.display import GroupDisplay, PartDisplay
+    from phalanx._logs.display import GroupDisplay
     from phalanx._logs.pump import Pump
 
 
@@ -25,22 +25,19 @@ class GroupLines:
     def __init__(self, write_line: Callable[[str], None] | None) -> None:
         self._write_line = write_line
         self._writing = SerialExecutor("phalanx-lines")
-        self._pump: Pump | PartDisplay | None = None
+        self._pump: Pump | None = None
         self._shown: GroupDisplay | None = None
         self._after: Latch | None = None
         self.shown = Latch()
         """Opened when all is shown."""
 
-    def open(self, pump: Pump | PartDisplay | None, after: Latch | None = None) -> None:
-        """Have the display show the lines of ``pump``, from `show_workers` on, and not before ``after`` opens.
-
-        In place of a pump of its own, the group can have a part of one that it shares.
-        """
+    def open(self, pump: Pump | None, after: Latch | None = None) -> None:
+        """Have the display show the lines of ``pump``, from `show_workers` on, and not before ``after`` opens."""
         self._pump, self._after = pump, after
         if pump is not None:
-            from phalanx._logs.display import PartDisplay, show
+            from phalanx._logs.display import show
 
-            self._shown = pump if isinstance(pump, PartDisplay) else show(pump)
+            self._shown = show(pump)
 
     def show_workers(self) -> None:
         """Begin to follow the workers' files."""

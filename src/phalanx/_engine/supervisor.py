@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.stop_flag import StopFlag
-    from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
@@ -126,7 +125,7 @@ class Supervisor:
         self,
         specs: Sequence[protocol.Spec],
         fds: Sequence[int] = (),
-        pump: Pump | PartDisplay | None = None,
+        pump: Pump | None = None,
         chores: Iterable[Callable[[], None]] = (),
         *,
         fork: bool = False,

@@ -6,6 +6,7 @@ from phalanx._events.kinds import Event
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from typing import Any
 
 
@@ -15,26 +16,6 @@ class AgentState(Event):
     __slots__ = ("state",)
     name = "agent.state"
     state: str
-
-
-class Assigned(Event):
-    """The agent knows its place in an attempt of several machines.
-
-    Attributes:
-        group_rank, group_world_size: Which machine this is, of how many.
-        first_rank: The rank in the job of local rank 0.
-        role_rank, role_world_size: Its rank among the workers of its role, and how many those are.
-    """
-
-    __slots__ = (  # noqa: RUF023 - as below
-        "group_rank", "group_world_size", "first_rank", "role_rank", "role_world_size",
-    )  # fmt: skip
-    name = "agent.assigned"
-    group_rank: int
-    group_world_size: int
-    first_rank: int
-    role_rank: int
-    role_world_size: int
 
 
 class AgentStep(Event):
@@ -75,19 +56,22 @@ class AgentEnded(Event):
     """An agent's `run` ends.
 
     Attributes:
-        state: The `WorkerState` that it returns; "RAISED": it raises ``error``.
+        state: What has become of the workers, a `phalanx.agent.WorkerState`; "RAISED": that is not known, for it was
+            stopped, or could not start them, as ``error`` says.
         restarts: How many there were.
-        error: With its traceback; "".
-        result: Its `RunResult`; None: it raises.
+        error: What has ended it, with its traceback if there is one; "".
+        failures: The workers that have failed, by global rank.
+        terminated: The global ranks of those that were ended because others have.
     """
 
-    __slots__ = ("state", "restarts", "error", "result")  # noqa: RUF023 - as above
+    __slots__ = ("state", "restarts", "error", "failures", "terminated")  # noqa: RUF023 - as above
     name = "agent.ended"
-    KEPT = ("result",)
+    KEPT = ("failures", "terminated")
     state: str
     restarts: int
     error: str
-    result: Any
+    failures: Mapping[int, Any]
+    terminated: Collection[int]
 
 
 class AttemptEnded(Event):

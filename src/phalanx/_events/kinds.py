@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any, ClassVar
 
 
-_COMMON = 4  # fields of all events
+_COMMON = 3  # fields of all events
 
 
 class Event(Value):
@@ -27,7 +27,6 @@ class Event(Value):
     Args:
         attempt: The attempt, from 0 on; -1: none has begun.
         moment: When it happened, in nanoseconds on CLOCK_MONOTONIC.
-        worker: The rank whose attempt it is about, where workers are restarted one by one; None: all of them.
         fields: Those of the kind, by name.
 
     >>> WorkerStarted(0, 10**9, rank=3, pid=4242).rank
@@ -37,7 +36,7 @@ class Event(Value):
     TypeError: WorkerStarted: expected the fields rank, pid, got rank
     """
 
-    __slots__ = ("attempt", "moment", "time", "worker")
+    __slots__ = ("attempt", "moment", "time")
 
     name: ClassVar[str] = ""
     """What it is called in ``events.jsonl``."""
@@ -48,22 +47,17 @@ class Event(Value):
     moment: int
     time: float
     """When it happened, in seconds of Unix time, by the wall clock at the time of the emission."""
-    worker: int | None
 
-    def __init__(self, attempt: int, moment: int, *, worker: int | None = None, **fields: Any) -> None:
+    def __init__(self, attempt: int, moment: int, **fields: Any) -> None:
         expected = self.__match_args__[_COMMON:]
         if tuple(fields) != expected and set(fields) != set(expected):
             msg = f"{type(self).__name__}: expected the fields {', '.join(expected)}, got {', '.join(fields)}"
             raise TypeError(msg)
-        self._store(attempt=attempt, moment=moment, time=clock.to_wall(moment / clock.NS), worker=worker, **fields)
+        self._store(attempt=attempt, moment=moment, time=clock.to_wall(moment / clock.NS), **fields)
 
     def date(self, offset: float) -> None:
         """Set the time: the wall clock was ``offset`` seconds ahead of CLOCK_MONOTONIC. The stream calls it, once."""
         self._store(time=self.moment / clock.NS + offset)
-
-    def assign(self, worker: int) -> None:
-        """Set the worker that it is about. Who emits it calls this, once."""
-        self._store(worker=worker)
 
     def to_object(self) -> dict[str, Any]:
         """Return it as an object of JSON.
@@ -72,8 +66,6 @@ class Event(Value):
         ['name', 'timestamp', 'monotonic_ns', 'attempt', 'state']
         """
         facts = {"name": self.name, "timestamp": self.time, "monotonic_ns": self.moment, "attempt": self.attempt}
-        if self.worker is not None:
-            facts["worker"] = self.worker
         return facts | {name: getattr(self, name) for name in self.__match_args__[_COMMON:] if name not in self.KEPT}
 
 

@@ -66,7 +66,6 @@ class PContext(GroupStart):
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
         follows: A group whose lines are shown before this one's: the attempt before. It need not have ended.
-        run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
         announces: Whether a failure is logged, as one ERROR of the logger ``phalanx``, when the first one is known.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
@@ -338,10 +337,6 @@ class PContext(GroupStart):
         It must not raise, and not take long. Raises RuntimeError if the group has not been started.
         """
         self._started().gone.then(action)
-
-    def when_up(self, action: Callable[[], None]) -> None:
-        """Call ``action`` likewise, once `is_up` says that every worker runs, or why none does."""
-        self._started().up.then(action)
 
     def when_shown(self, action: Callable[[], None]) -> None:
         """Call ``action`` likewise, once all lines of the workers are shown, or what shows them was left alone."""

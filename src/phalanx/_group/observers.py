@@ -55,12 +55,8 @@ def attempt_of(envs: Mapping[int, Mapping[str, str]]) -> int:
 def begin(
     name: str, envs: Mapping[int, Mapping[str, str]], logs: LogsDest, specs: LogsSpecs, supervisor: Supervisor, *,
     stream: EventStream | None, record: bool, timers: TimerSpecs | None, on_event: Function | None,
-    is_one_of_many: bool,
 ) -> GroupEvents | None:  # fmt: skip
-    """Emit that a group starts: into ``stream``; without one, into one of the group's own, if anybody observes it.
-
-    ``is_one_of_many``: each event names its one worker.
-    """
+    """Emit that a group starts: into ``stream``; without one, into one of the group's own, if anybody observes it."""
     is_own = stream is None
     if stream is None:
         stream = EventStream()
@@ -76,7 +72,6 @@ def begin(
         if not stream.is_heard:
             return None
     folder = logs.timeline and (getattr(specs, "run_log_dir", None) or os.path.dirname(logs.timeline))
-    worker = next(int(env.get("RANK") or rank) for rank, env in envs.items()) if is_one_of_many else None
-    events = GroupEvents(stream, attempt_of(envs), is_own=is_own, worker=worker)
+    events = GroupEvents(stream, attempt_of(envs), is_own=is_own)
     events.emit(kinds.GroupStarting, nprocs=len(envs), folder=folder)
     return events

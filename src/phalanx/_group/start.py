@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from phalanx._events.stream import EventStream
     from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
-    from phalanx._group.run_lines import RunLines
     from phalanx._group.warm import Warm
-    from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._logs.specs import LogsSpecs
     from phalanx._outcomes.result import RunProcsResult
@@ -91,7 +89,6 @@ class GroupStart(ABC):
         speak: Callable[[str], None] | None = None,
         on_reader_gone: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
-        run_lines: RunLines | None = None,
         on_event: Callable[[dict[str, Any]], object] | None = None,
         events: EventStream | None = None,
     ) -> None:
@@ -119,7 +116,6 @@ class GroupStart(ABC):
         self._stop_page: dict[str, str] = {}
         self._speak = speak
         self._on_reader_gone = on_reader_gone
-        self._run_lines = run_lines
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
         if follows is not None:  # one that was not started has no lines, and may follow another
@@ -154,12 +150,6 @@ class GroupStart(ABC):
             RuntimeError: The group has been started before, or another thread closes it meanwhile.
             Exception: What the logs specs raise.
         """
-        self.launch()
-        assert self._supervisor is not None
-        self._wait_until_up(self._supervisor)
-
-    def launch(self) -> None:
-        """Do as `start`, but return when the workers are ordered: `is_up` tells when they run. Raises as `start`."""
         main_module.check_guard()
         if self._signals:
             with host_signals.delivering():  # raises for a signal that came earlier and was not raised
@@ -173,16 +163,7 @@ class GroupStart(ABC):
             self._start()
         finally:
             self._starting = False
-
-    def is_up(self) -> bool:
-        """Whether every worker runs, after `launch`. Raises as `start` if they cannot be started."""
-        supervisor = self._supervisor
-        if supervisor is None:
-            msg = f"the group {self.name!r} has not been started"
-            raise RuntimeError(msg)
-        if supervisor.up:
-            self._wait_until_up(supervisor)
-        return bool(supervisor.up)
+        self._wait_until_up()
 
     def _start(self) -> None:
         unpatched.check()
@@ -256,19 +237,19 @@ class GroupStart(ABC):
         placement = self._placement
         return ({}, {}) if placement is None else (placement.resolve(self.nprocs)[0], placement.environment(self.envs))
 
-    def _make_pump(self) -> Pump | PartDisplay | None:
+    def _make_pump(self) -> Pump | None:
         """Make what follows the log files; None, and nothing is loaded for it, if no stream goes to a file."""
         if not any((*self.logs.stdouts.values(), *self.logs.stderrs.values())):
             return None
-        if self._run_lines is not None:
-            return self._run_lines.part(self.logs, self._filters)
         from phalanx._logs.group_pump import make_pump
 
         return make_pump(
             self.logs, self.envs, self.log_line_prefixes, self.console, self._filters, self._on_reader_gone
         )
 
-    def _wait_until_up(self, supervisor: Supervisor) -> None:
+    def _wait_until_up(self) -> None:
+        supervisor = self._supervisor
+        assert supervisor is not None
         try:
             supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
         except BaseException as error:
@@ -286,7 +267,6 @@ class GroupStart(ABC):
         events = observers.begin(
             self.name, self.envs, self.logs, self._logs_specs, supervisor,
             stream=self._stream, record=self._record, timers=self._timers, on_event=self._on_event,
-            is_one_of_many=self._run_lines is not None,
         )  # fmt: skip
         if events is not None:
             undo.callback(events.end)

@@ -4,8 +4,6 @@ Owns that thread, and which outputs groups share: two groups that wrote to one t
 other's lines. Showing may take long, and may fail: no supervisor waits for it. Knows nothing of processes.
 """
 
-# ruff: noqa: SLF001 - a part is of the class of the whole
-
 from __future__ import annotations
 
 import os
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._logs.pump import Pump
-    from phalanx._logs.pump_part import PumpPart
     from phalanx._logs.terminal import PlainOutput
 
 PATIENCE = 5.0
@@ -172,10 +169,6 @@ class GroupDisplay:
             if shown.wait(min(left, PATIENCE)):
                 break
 
-    def part(self, part: PumpPart) -> PartDisplay:
-        """Return what shows one of the groups that share the pump."""
-        return PartDisplay(self, part)
-
     def answers(self) -> bool:
         """Whether the display's thread has run everything that was queued up to the last call of this."""
 
@@ -229,56 +222,6 @@ class GroupDisplay:
         except BaseException as more:  # noqa: BLE001 - it has failed already
             mention(f"phalanx: {more!r}")
         self._finish()
-
-
-class PartDisplay(GroupDisplay):
-    """The part of one group in a pump that several share. An error in it ends the display of all."""
-
-    def __init__(self, whole: GroupDisplay, part: PumpPart) -> None:
-        super().__init__(whole._display, whole._pump)
-        self._whole = whole
-        self._part = part
-
-    def open(self) -> None:
-        """See `GroupDisplay`."""
-        self._whole._call(lambda: self._pump.add_part(self._part))
-
-    def takes_messages(self) -> bool:
-        """See `GroupDisplay`."""
-        return self._whole.takes_messages()
-
-    def say(self, text: str) -> None:
-        """See `GroupDisplay`."""
-        self._whole.say(text)
-
-    def reveal(self, rank: int) -> None:
-        """See `GroupDisplay`."""
-        self._whole._call(lambda: self._pump.reveal(rank, self._part.streams))
-
-    def finish(self, done: Callable[[], None]) -> None:
-        """See `GroupDisplay`."""
-
-        def finish() -> None:
-            if self._whole._failed:
-                done()
-            else:
-                self._whole._loop.run(lambda: self._pump.finish_part(self._part, done))
-
-        self._display.loop.call(finish)
-
-    def close(self) -> None:
-        """Close what the part has, as `GroupDisplay.close` closes all."""
-        closed = Latch()
-
-        def close() -> None:
-            try:
-                if not self._whole._failed:
-                    self._whole._loop.run(lambda: self._pump.remove_part(self._part))
-            finally:
-                closed.open()
-
-        self._display.loop.call(close)
-        closed.wait(0 if self._silent else PATIENCE)
 
 
 class _Guarded:

@@ -1,4 +1,4 @@
-"""Makes the pump of a group, or of several: which log files are followed, and where their lines are shown."""
+"""Makes the pump of a group: which log files are followed, and where their lines are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 from phalanx._logs.follower import Follower
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.pump import Pump
-from phalanx._logs.pump_part import PumpPart
 from phalanx._logs.stream import Stream
 from phalanx._logs.timeline_writer import TimelineWriter
 
@@ -56,48 +55,6 @@ def make_pump(
     pump = Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
     pump.readers = views.readers(on_reader_gone)
     return pump
-
-
-class SharedPump:
-    """Makes one pump for groups that are made one after another, and its parts.
-
-    Args:
-        envs: The environments of the workers of all groups, by local rank. No two groups have one at the same time.
-        console: How the console shows the lines.
-        on_reader_gone: See `PContext`.
-    """
-
-    def __init__(
-        self,
-        envs: Mapping[int, Mapping[str, str]],
-        console: ConsoleSpecs,
-        on_reader_gone: Callable[[str], None] | None = None,
-    ) -> None:
-        self._on_reader_gone = on_reader_gone
-        self._views = _Views(envs, None, console)
-        count = len(envs if console.ranks is None else console.ranks)
-        self._views.counts.update(stdout=count, stderr=count)  # from the start on, whoever is there by then
-        self._console = console
-        self._timelines: dict[str, TimelineWriter] = {}
-        self.pump = Pump([], [], drain=console.drain)
-
-    def part(self, logs: LogsDest, filters: Mapping[str, list[str] | None]) -> PumpPart:
-        """Make the part of a group. Arguments as of `make_pump`."""
-        known = len(self._views.all)
-        streams, copies = _streams(self._views, logs, self._console, filters)
-        timeline = None
-        if logs.timeline:
-            timeline = self._timelines.setdefault(logs.timeline, TimelineWriter(logs.timeline, {}))
-        part = PumpPart(streams, copies, timeline, rotated=_rotated(streams), shared=self._views.all[known:])
-        self.pump.show_messages_in(self._views.message_view())
-        if known < len(self._views.all):
-            self.pump.readers = self._views.readers(self._on_reader_gone)
-        return part
-
-    def close(self) -> None:
-        """Close the timelines, once the pump is closed."""
-        for timeline in self._timelines.values():
-            timeline.close()
 
 
 def _rotated(streams: Iterable[Stream]) -> dict[int, str]:

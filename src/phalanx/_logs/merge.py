@@ -1,13 +1,11 @@
-"""Merges log files of one attempt, or of several, in the order of time. Shows nothing."""
+"""Merges the log files of an attempt in the order of time. Shows nothing."""
 
 from __future__ import annotations
 
 import errno
-import heapq
 import os
 from collections import deque
 from itertools import islice
-from operator import itemgetter
 
 from phalanx._logs.rotated import MODULO, NEWEST
 from phalanx._logs.timeline_format import GREW, ROTATED
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 
     from phalanx._logs.follower import Follower
 
-    Stream = tuple[int, int]  # the attempt, and the number in its timeline
-
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
 _MOST_PARTS = 1 << 18  # of all streams; each takes some 130 bytes
@@ -28,14 +24,13 @@ _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _VOID = -1  # the number of bytes that are in no file any more
 
 
-def merge(followers: Mapping[Stream, Follower], paths: Mapping[int, str]) -> Iterator[tuple[float, Stream, bytes]]:
-    """Read each file to its end, in the order in which timelines say that they grew.
+def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float, int, bytes]]:
+    """Read each file to its end, in the order in which the timeline says that they grew.
 
     Args:
-        followers: One for each file, by its attempt, and its number in the timeline of that. If the timeline says that
-            a log is not rotated, its follower stops to look for rotated files.
-        paths: The timelines, by attempt. Without one, and after its end, file follows file, by the times of their last
-            change.
+        followers: One for each file, by its number in the timeline. If that says that a log is not rotated, its
+            follower stops to look for rotated files.
+        path: The timeline. Without one, and after its end, file follows file, by the times of their last change.
 
     Yields:
         The time (seconds since the epoch), the stream, and the bytes that it grew by, in the order of writing. Times go
@@ -43,42 +38,19 @@ def merge(followers: Mapping[Stream, Follower], paths: Mapping[int, str]) -> Ite
 
     Raises OSError: there is no descriptor left. Files that are missing, or no regular ones, are skipped.
     """
-    content = _Timelines(paths)
+    timeline = TimelineReader(path)
     try:
-        yield from _merge(followers, content)
+        yield from _merge(followers, timeline)
     finally:
-        content.close()
+        timeline.close()
 
 
-class _Timelines:
-    """The timelines of several attempts, as one."""
-
-    def __init__(self, paths: Mapping[int, str]) -> None:
-        self._readers = {attempt: TimelineReader(path) for attempt, path in paths.items()}
-        if len(paths) > _MOST_OPEN:
-            for reader in self._readers.values():
-                reader.rest()
-
-    def records(self) -> Iterator[tuple[float, int, Stream, int]]:
-        """Yield the records of all, in the order of time."""
-        each = [self._of(attempt, reader) for attempt, reader in self._readers.items()]
-        return each[0] if len(each) == 1 else heapq.merge(*each, key=itemgetter(0))
-
-    def _of(self, attempt: int, reader: TimelineReader) -> Iterator[tuple[float, int, Stream, int]]:
-        for time, kind, number, value in reader.records():
-            yield time, kind, (attempt, number), value
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-
-def _merge(followers: Mapping[Stream, Follower], content: _Timelines) -> Iterator[tuple[float, Stream, bytes]]:
-    replays, known = _replays(content, followers)
+def _merge(followers: Mapping[int, Follower], timeline: TimelineReader) -> Iterator[tuple[float, int, bytes]]:
+    replays, known = _replays(timeline, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
     most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
-    for time, kind, stream, value in islice(content.records(), known):
+    for time, kind, stream, value in islice(timeline.records(), known):
         replay = replays.get(stream)
         if replay is None:
             continue
@@ -98,14 +70,14 @@ def _merge(followers: Mapping[Stream, Follower], content: _Timelines) -> Iterato
         follower.close()
 
 
-def _replays(content: _Timelines, followers: Mapping[Stream, Follower]) -> tuple[dict[Stream, _Replay], int]:
-    """Read the timelines once: find out in which file each part of each followed stream is in the end.
+def _replays(timeline: TimelineReader, followers: Mapping[int, Follower]) -> tuple[dict[int, _Replay], int]:
+    """Read the timeline once: find out in which file each part of each followed stream is in the end.
 
     Returns this, and how many of the records can be replayed: a timeline with very many parts is damaged or forged.
     """
-    replays: dict[Stream, _Replay] = {}
+    replays: dict[int, _Replay] = {}
     known = parts = 0
-    for _time, kind, stream, value in content.records():
+    for _time, kind, stream, value in timeline.records():
         parts += kind != GREW
         if parts > _MOST_PARTS:
             break

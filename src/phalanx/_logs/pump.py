@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
     from phalanx._logs.follower import Follower
-    from phalanx._logs.pump_part import PumpPart
     from phalanx._logs.render import View
     from phalanx._logs.sink import Sink
     from phalanx._logs.stream import Stream
@@ -42,7 +41,7 @@ _FLUSH = 1.0  # seconds after which a record of the timeline is in its file
 
 
 class Pump:
-    """Shows the log files of a group; or of several, see `add_part`. Lives on a loop, and on no thread of its own.
+    """Shows the log files of a group. Lives on a loop, and on no thread of its own.
 
     Args:
         streams: The files that are followed.
@@ -67,7 +66,7 @@ class Pump:
         self._views = list(views)
         self._message_view = message_view
         self._sinks: list[Sink] = list(dict.fromkeys(view.output.sink for view in self._views))
-        self._timelines = [] if timeline is None else [timeline]  # each as often as parts have it
+        self._timeline = timeline
         for stream in self._streams:
             stream.timeline = timeline
         self._drain = drain
@@ -84,8 +83,8 @@ class Pump:
         self._watch: FileWatch | None = None
         self._timer: Deadline | None = None
         self._scheduled = False
-        self._ends: list[PumpEnd] = []  # that are under way
-        self._over = False  # whether `finish` has been called, and every line is ended
+        self._end: PumpEnd | None = None  # once `finish` has been called
+        self._over = False  # whether every line is ended
         self.unfit: set[str] = set()
         """Paths of files that have been reported as unreadable."""
         self.readers: dict[Sink, Callable[[], None]] = {}
@@ -95,10 +94,6 @@ class Pump:
     def shows_messages(self) -> bool:
         """Whether `show_message` has a view."""
         return self._message_view is not None
-
-    def show_messages_in(self, view: View | None) -> None:
-        """Have `show_message` write to a view."""
-        self._message_view = view
 
     @property
     def longest(self) -> float:
@@ -139,61 +134,14 @@ class Pump:
         self._message_view.output.write(None, sanitise(text).encode(errors="backslashreplace") + b"\n")
         self._run_soon()
 
-    def add_part(self, part: PumpPart) -> None:
-        """Follow the files of another group, after `open`. Raises OSError."""
-        assert self._loop is not None
-        part.added = True
-        for view in (*part.shared, *part.views):
-            self._views.append(view)
-            if view.output.sink not in self._sinks:
-                self._sinks.append(view.output.sink)
-                view.output.sink.open(self._loop, self._run)
-        if part.timeline is not None:
-            part.timeline.add(part.rotated)
-            self._timelines.append(part.timeline)
-        for stream in part.streams:
-            self.add(stream)
-
-    def finish_part(self, part: PumpPart, done: Callable[[], None]) -> None:
-        """Show what is still in a part's files, then call ``done``, in bounded time. Reports lines that are not."""
-        if part.added:
-            self._begin_end(PumpEnd(part.streams, part.views, self._drain, done))
-        else:
-            done()
-
-    def remove_part(self, part: PumpPart) -> None:
-        """Close what a part has; what is shared stays."""
-        if not part.added:
-            return
-        if part.timeline is not None:
-            self._timelines.remove(part.timeline)
-            if part.timeline not in self._timelines:
-                part.timeline.rest()
-        sources = {source for stream in part.streams for _view, source in stream.all_views}
-        for stream in part.streams:
-            self._streams.remove(stream)
-            self._dirty.pop(stream, None)
-            self._to_reveal.pop(stream, None)
-            if self._watch is not None:
-                self._watch.remove(stream)
-            stream.follower.close()
-        for source in sources:
-            self._stream_of.pop(source, None)
-        for view in self._views:
-            view.forget(sources)
-        for view in part.views:
-            self._views.remove(view)
-            self._sinks.remove(view.output.sink)
-            view.output.sink.close(self._run)
-        self._ends = [end for end in self._ends if end.streams is not part.streams]
-
-    def reveal(self, rank: int, streams: Iterable[Stream] | None = None) -> None:
+    def reveal(self, rank: int) -> None:
         """Show the last lines of the hidden streams of a local rank that failed, whatever the filters choose.
 
         Those of a log that is rotated are shown at the end: the log writer may not have written them yet.
         """
-        found = self._streams if streams is None else streams
-        for stream in [stream for stream in found if stream.hidden_in is not None and stream.number // 2 == rank]:
+        for stream in self._streams:
+            if stream.hidden_in is None or stream.number // 2 != rank:
+                continue
             if stream.follower.rotates and not stream.ends:
                 self._to_reveal[stream] = None
             else:
@@ -210,14 +158,11 @@ class Pump:
 
     def finish(self, done: Callable[[], None]) -> None:
         """Show what is still in the files, then call ``done``, in bounded time. Reports lines that are not shown."""
-        self._begin_end(PumpEnd(self._streams, self._views, self._drain, done, stuck=self._stuck, whole=True))
-
-    def _begin_end(self, end: PumpEnd) -> None:
         if self._loop is None:  # never opened: the group did not start
-            end.done()
+            done()
             return
-        self._ends.append(end)
-        for stream in end.streams:
+        end = self._end = PumpEnd(self._streams, self._views, self._drain, done, stuck=self._stuck)
+        for stream in self._streams:
             stream.ends = True
             if stream in self._to_reveal:
                 self._reveal(stream)
@@ -232,8 +177,8 @@ class Pump:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for timeline in self._timelines:
-            timeline.close()
+        if self._timeline is not None:
+            self._timeline.close()
         for stream in self._streams:
             stream.follower.close()
         for view in self._views:
@@ -242,8 +187,8 @@ class Pump:
             sink.close(self._run)
         if self._watch is not None:
             self._watch.close()
-        ends, self._ends = self._ends, []
-        for end in ends:
+        end, self._end = self._end, None
+        if end is not None:
             end.done()
 
     def _note_growth(self, stream: Stream) -> None:
@@ -281,16 +226,15 @@ class Pump:
             if view.due <= clock.now():
                 view.tick()
             view.settle()
-        for end in self._ends:
-            if not end.all_seen and not any(stream in self._dirty for stream in end.streams):
-                end.end_lines()
-                self._over = self._over or end.whole
+        end = self._end
+        if end is not None and not self._over and not any(stream in self._dirty for stream in self._streams):
+            end.end_lines()
+            self._over = True
         self._flush()
         if busy:
             self._run_soon()
-        for end in [end for end in self._ends if end.all_seen]:
-            if not end.waits(self._sinks):
-                self._leave(end)
+        if end is not None and self._over and not end.waits(self._sinks):
+            self._leave(end)
         self._arm()
 
     def _flush(self) -> None:
@@ -341,11 +285,10 @@ class Pump:
     def _arm(self) -> None:
         """Have `_run` called when there is something to show, to note, or to give up."""
         due = min([view.due for view in self._views], default=float("inf"))
-        for timeline in self._timelines:
-            if timeline.unwritten:
-                due = min(due, timeline.since + _FLUSH)
-        for end in self._ends:
-            due = min(due, end.until, end.stuck)
+        if self._timeline is not None and self._timeline.unwritten:
+            due = min(due, self._timeline.since + _FLUSH)
+        if self._end is not None:
+            due = min(due, self._end.until, self._end.stuck)
         timer = self._timer
         if timer is not None and timer.pending:
             if timer.at <= due:
@@ -357,20 +300,18 @@ class Pump:
 
     def _on_time(self) -> None:
         now = clock.now()
-        for timeline in self._timelines:
-            if timeline.unwritten and timeline.since + _FLUSH <= now:
-                timeline.flush()
-        for end in list(self._ends):
-            if end.is_late(now, self._written()):
-                self._give_up(end, now)
+        timeline = self._timeline
+        if timeline is not None and timeline.unwritten and timeline.since + _FLUSH <= now:
+            timeline.flush()
+        if self._end is not None and self._end.is_late(now, self._written()):
+            self._give_up(self._end, now)
         self._run()
 
     # --- the end
 
     def _leave(self, end: PumpEnd) -> None:
-        self._ends.remove(end)
-        if end.whole:
-            unshown.report_refused(self._sinks)
+        self._end = None
+        unshown.report_refused(self._sinks)
         end.done()
 
     def _written(self) -> int:
@@ -383,7 +324,7 @@ class Pump:
             self._leave(end)
             return
         end.give_up(now)
-        for stream in end.streams:
+        for stream in self._streams:
             if not stream.to_file:
                 stream.given_up = True
                 self._dirty.pop(stream, None)

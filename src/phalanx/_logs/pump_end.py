@@ -1,4 +1,4 @@
-"""The end of streams that a pump follows: the last lines, and how long a slow reader is waited for."""
+"""The end of what a pump follows: the last lines, and how long a slow reader is waited for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ STUCK = 5.0
 
 
 class PumpEnd:
-    """The end of some streams, or of all.
+    """The end of a pump's streams.
 
     Args:
-        streams: Which. Nothing is written to their files any more.
+        streams: These. Nothing is written to their files any more.
         views: The views that end with them.
         drain: Seconds that it waits, at most, for a console that reads slowly.
         done: Called when all is shown, or waited for no longer.
         stuck: Seconds after which it does not wait on if nothing is written.
-        whole: Whether the pump ends with them.
 
     Attributes:
-        all_seen: Whether all has been read, and every line ended.
         until: When it gives up waiting at the latest (seconds, monotonic);
         stuck: and when, if nothing is written.
         gave_up: Whether it has given up waiting for sinks with a slow reader, not for files of ours.
@@ -44,12 +42,9 @@ class PumpEnd:
         done: Callable[[], None],
         *,
         stuck: float = STUCK,
-        whole: bool = False,
     ) -> None:
-        self.streams = streams
         self.done = done
-        self.whole = whole
-        self.all_seen = False
+        self._streams = streams
         self.until = self.stuck = 0.0
         self.gave_up = False
         self._views = views
@@ -66,23 +61,18 @@ class PumpEnd:
 
     def end_lines(self) -> None:
         """End every source: all files have been read."""
-        for stream in self.streams:
+        for stream in self._streams:
             for view, source in stream.views:
                 if view.output.sink.path or not self.gave_up:
                     view.finish(source)
         for view in self._views:
             if view.output.sink.path or not self.gave_up:
                 view.close()
-        self._shown = {source: view for stream in self.streams for view, source in stream.all_views}
-        self.all_seen = True
+        self._shown = {source: view for stream in self._streams for view, source in stream.all_views}
 
     def waits(self, sinks: Iterable[Sink]) -> bool:
-        """Whether any of the lines waits to be compared, or written to one of the pump's ``sinks``."""
-        if self.gave_up:
-            return False
-        if self.whole:
-            return any(sink.holds(self._shown) for sink in sinks)
-        return any(view.holds(source) or view.output.sink.holds_any((source,)) for source, view in self._shown.items())
+        """Whether any of the lines waits to be written to one of the pump's ``sinks``."""
+        return not self.gave_up and any(sink.holds(self._shown) for sink in sinks)
 
     def is_late(self, now: float, written: int) -> bool:
         """Whether it is time to give up. If not, note the bytes that the sinks have ``written``."""
@@ -102,7 +92,7 @@ class PumpEnd:
 
         ``dirty`` has the streams with unread bytes, ``views`` and ``sinks`` are the pump's.
         """
-        streams = [stream for stream in self.streams if self.gave_up or not stream.to_file]
+        streams = [stream for stream in self._streams if self.gave_up or not stream.to_file]
         left = unshown.count_unread(streams, dirty)
         for stream, unread in left.items():
             if unread == (0, False):  # its last line may have no end: it waits to be written like any other then
@@ -114,6 +104,6 @@ class PumpEnd:
         for sink in sinks:
             pending |= sink.pending()
             # One with others' lines goes on when its reader does.
-            if self.whole and not sink.shared and (self.gave_up or not sink.path):
+            if not sink.shared and (self.gave_up or not sink.path):
                 sink.give_up()
         unshown.report_missing(left, pending)

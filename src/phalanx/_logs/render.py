@@ -17,7 +17,7 @@ from phalanx._logs.tracebacks import Tracebacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
     from phalanx._logs.dedup import Dedup
     from phalanx._logs.line_state import Source
@@ -218,15 +218,6 @@ class View:
             self._tracebacks.release()
         if self._dedup is not None:
             self._dedup.release(everything=True)
-
-    def holds(self, source: Source) -> bool:
-        """Whether lines of a source are held for comparison."""
-        return any(it is not None and it.holds(source) for it in (self._dedup, self._tracebacks))
-
-    def forget(self, sources: Container[object]) -> None:
-        """Forget some of the sources, after `finish`."""
-        self.output.forget(sources)
-        self._sources = {source for source in self._sources if source not in sources}
 
     def close(self) -> None:
         """End the view, after `finish` of every source."""

@@ -131,11 +131,7 @@ class Sink:
 
     def holds(self, owners: Container[object]) -> bool:
         """Whether bytes wait to be written; if the sink is shared, bytes of ``owners``."""
-        return bool(self._waiting) and (not self.shared or self.holds_any(owners))
-
-    def holds_any(self, owners: Container[object]) -> bool:
-        """Whether bytes of ``owners`` wait to be written."""
-        return any(owner in owners for owner in self._owners)
+        return bool(self._waiting) and (not self.shared or any(owner in owners for owner in self._owners))
 
     def write(self, buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
         """Queue bytes for the next `flush`. A broken sink drops them: the log files have them.

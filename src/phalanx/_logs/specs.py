@@ -131,8 +131,6 @@ class DefaultLogsSpecs(LogsSpecs):
     folder is made in the same run's folder; for an attempt that has its folder already, a new run's folder is made. A
     temporary folder is removed with the group if no file is in it, but for error files of a group that has succeeded.
 
-    Where `ranks_come_singly` is set, the ranks of an attempt may be reified one by one, into the attempt's one folder.
-
     With ``log_dir=os.devnull`` nothing is kept: redirected output is dropped, other streams are the launcher's own
     (also those that are teed), and error files are removed once the result holds what they contain.
 
@@ -144,15 +142,12 @@ class DefaultLogsSpecs(LogsSpecs):
         max_size: See `LogsSpecs`.
         keep: See `LogsSpecs`.
         compress: See `LogsSpecs`.
-        keep_attempts: The folders of each rank's first attempt and of its last so many are kept, the one that begins
-            among them; those between are removed as an attempt begins. None: all are kept.
+        keep_attempts: The folders of the first attempt and of the last so many are kept, the one that begins among
+            them; those between are removed as an attempt begins. None: all are kept.
         run_id: The run's id if ``TORCHELASTIC_RUN_ID`` is not set; default "run".
         mode: Permissions of the run's folder and the folders in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files get 0o666 less the umask.
     """
-
-    ranks_come_singly = False
-    """Whether a rank can be started again by itself."""
 
     def __init__(
         self,
@@ -183,7 +178,7 @@ class DefaultLogsSpecs(LogsSpecs):
             raise NotADirectoryError(msg)
         self.run_id = run_id
         self._run_log_dir: str | None = None
-        self._attempts: dict[str, set[int]] = {}  # those that have a folder in it, and whose of their ranks have one
+        self._attempts: list[str] = []  # those that have a folder in it
 
     @property
     def run_log_dir(self) -> str | None:
@@ -203,18 +198,16 @@ class DefaultLogsSpecs(LogsSpecs):
         run_id = any_env.get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
         made: list[str] = []
-        again = attempt in self._attempts and not self.ranks_come_singly
-        if self._run_log_dir is None or again:
+        if self._run_log_dir is None or attempt in self._attempts:
             made = self._make_run_dir(_name_of(run_id))
             self._run_log_dir = made[-1]
-            self._attempts = {}
+            self._attempts = []
         elif not os.path.lexists(self._run_log_dir):  # removed since the last attempt
             made = self._make_run_dir_again(self._run_log_dir)
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         files.make_folder(folder)
-        self._attempts.setdefault(attempt, set()).update(envs)
-        if self._keep_attempts is not None:
-            self._remove_old(self._run_log_dir, envs, self._keep_attempts)
+        self._attempts.append(attempt)
+        self._remove_old(self._run_log_dir)
         can_wait = self.folders_can_wait and self._mode is None
         logs = lay_out(folder, envs, self._redirects, self._tee, self._local_ranks_filter, can_wait)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
@@ -251,19 +244,15 @@ class DefaultLogsSpecs(LogsSpecs):
         except OSError:  # something is there to be read
             return
 
-    def _remove_old(self, run_dir: str, ranks: Iterable[int], last: int) -> None:
-        """Remove what ranks have left in attempts, but for the first and the ``last``. What cannot be removed stays."""
+    def _remove_old(self, run_dir: str) -> None:
+        """Remove the folders of attempts but for the first and the last ones. What cannot be removed stays."""
+        if self._keep_attempts is None:
+            return
         import shutil
 
-        for rank in ranks:
-            theirs = [attempt for attempt, its in self._attempts.items() if rank in its]
-            for attempt in theirs[1:-last]:
-                folder = os.path.join(run_dir, f"attempt_{attempt}")
-                self._attempts[attempt].discard(rank)
-                is_last = not self._attempts[attempt]  # no other rank has anything there
-                shutil.rmtree(folder if is_last else os.path.join(folder, str(rank)), ignore_errors=True)
-                if is_last:
-                    del self._attempts[attempt]
+        for attempt in self._attempts[1 : -self._keep_attempts]:
+            self._attempts.remove(attempt)
+            shutil.rmtree(os.path.join(run_dir, f"attempt_{attempt}"), ignore_errors=True)
 
     def _make_run_dir(self, run_id: str) -> list[str]:
         """Make the run's folder with mode 0o700. Returns the new folders for `_set_mode`, the run's last."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 from phalanx._base import clock, files
-from phalanx._logs.rotated import MOST_NUMBER, identity
+from phalanx._logs.rotated import MOST_NUMBER
 from phalanx._logs.timeline_format import CLOCK, CUT, GREW, HEAD, KINDS, MAGIC, ROTATED, unpack
 
 TYPE_CHECKING = False
@@ -31,9 +30,7 @@ class TimelineReader:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
         self._fd = -1
-        self._file: tuple[int, int] | None = None  # whose descriptor has been given back
         self._size = 0
         self._started: float | None = None  # seconds since the epoch; None: it has no records
         try:
@@ -44,12 +41,6 @@ class TimelineReader:
             return
         if len(head) == HEAD.size and head.startswith(MAGIC):
             self._started = HEAD.unpack(head)[1] / clock.NS
-
-    def rest(self) -> None:
-        """Give the descriptor back, and open the file for each piece: there may be many timelines."""
-        if self._fd >= 0:
-            self._file = identity(os.fstat(self._fd))
-            self.close()
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""
@@ -71,23 +62,11 @@ class TimelineReader:
             if kind != CLOCK and (value or kind != GREW):
                 yield time, kind, stream, value
 
-    def _read(self, size: int, offset: int) -> bytes:
-        """Read a piece. Raises OSError, also if another file has replaced it."""
-        if self._file is None:
-            return os.pread(self._fd, size, offset)
-        fd = files.opened(self._path)
-        try:
-            if identity(os.fstat(fd)) != self._file:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self._path)
-            return os.pread(fd, size, offset)
-        finally:
-            os.close(fd)
-
     def _triples(self) -> Iterator[tuple[int, int, int]]:
         offset, left = HEAD.size, b""
         while offset < self._size:
             try:
-                block = self._read(min(_BLOCK, self._size - offset), offset)
+                block = os.pread(self._fd, min(_BLOCK, self._size - offset), offset)
             except OSError:
                 return
             offset += len(block)

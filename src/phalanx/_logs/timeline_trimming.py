@@ -27,22 +27,17 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
 
 
 class Trimming:
-    """Trims one timeline, of the path ``path``, while it is written."""
+    """Trims one timeline, of the path ``path``, while it is written. ``logs``: the paths by stream number."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, logs: Mapping[int, str]) -> None:
         self._path = path
-        self._logs: dict[int, str] = {}
+        self._logs = dict(logs)
         # By stream, the file of each part of its records: its number; `NEWEST` for a part that was cut, and is in none.
-        self._ends: dict[int, list[int]] = {}
+        self._ends: dict[int, list[int]] = {stream: [] for stream in logs}
         self._next = LEAST
         self._size = 0
         self._work: Iterator[None] | None = None
         self._file: FileIO | None = None
-
-    def add(self, logs: Mapping[int, str]) -> None:
-        """Have it look at further rotated logs, whose paths are given by stream number."""
-        self._logs |= logs
-        self._ends |= {stream: [] for stream in logs}
 
     def ended(self, stream: int, number: int) -> None:
         """Note that the records of ``stream`` up to here belong to the file ``number``; if `NEWEST`, to none."""

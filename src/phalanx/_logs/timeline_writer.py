@@ -56,18 +56,11 @@ class TimelineWriter:
         self._release_at = math.inf  # when records are made of these
         self._size = 0
         self._trimming: Trimming | None = None
-        if logs is not None:
-            self.add(logs)
-        self._given_up = False
-
-    def add(self, logs: Mapping[int, str]) -> None:
-        """Have it write of further logs, whose paths are given if they are rotated, by stream number."""
-        if logs and self._trimming is None:
+        if logs:
             from phalanx._logs.timeline_trimming import Trimming
 
-            self._trimming = Trimming(self.path)
-        if self._trimming is not None:
-            self._trimming.add(logs)
+            self._trimming = Trimming(path, logs)
+        self._given_up = False
 
     @property
     def unwritten(self) -> bool:
@@ -194,14 +187,6 @@ class TimelineWriter:
         if trimmed is not None:
             self._file.close()
             self._file, self._size = trimmed
-
-    def rest(self) -> None:
-        """Close the file, as long as nothing grows."""
-        self._release(max(clock.now(), self._last))
-        self.flush()
-        if self._file is not None and self._trimming is None:
-            self._file.close()
-            self._file = None
 
     def close(self) -> None:
         """Write the records that are left, and close the file. Idempotent."""

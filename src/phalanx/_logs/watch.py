@@ -66,16 +66,6 @@ class FileWatch:
         else:
             self._on_growth(stream)
 
-    def remove(self, stream: Stream) -> None:
-        """Watch a file no more. The caller has removed it from its list."""
-        for watch, streams in [*self._watches.items(), *self._missing.items()]:
-            if stream in streams:
-                streams.remove(stream)
-                if not streams:
-                    self._watches.pop(watch, None)
-                    self._missing.pop(watch, None)
-                    linux.inotify_remove(self._notify, watch)
-
     def look(self) -> None:
         """Look at every file, whether an event has come for it or not."""
         for stream in self._streams:

@@ -37,8 +37,8 @@ class Earlier(NamedTuple):
     ended: float | None = None
 
 
-def describe(*histories: Sequence[Earlier]) -> list[str]:
-    r"""Return the lines on a history; or on several, in which each attempt has ended as in the first.
+def describe(history: Sequence[Earlier]) -> list[str]:
+    r"""Return the lines on a history.
 
     >>> def gone(number, pid, uptime):
     ...     return Earlier(number, f"rank 3, pid {pid} is gone", "rank 3, pid … is gone", uptime=uptime)
@@ -46,11 +46,7 @@ def describe(*histories: Sequence[Earlier]) -> list[str]:
     attempts 0 to 2, after 2.0s to 1m00s: rank 3, pid … is gone
     attempt 4, after 1.0s: rank 3, pid 43 is gone
     """
-    lines, at = [], 0
-    for _alike, group in groupby(enumerate(histories[0]), key=_kind):
-        upto = at + len(list(group))
-        lines.append(_line([attempt for history in histories for attempt in history[at:upto]]))
-        at = upto
+    lines = [_line([attempt for _, attempt in alike]) for _, alike in groupby(enumerate(history), key=_kind)]
     if len(lines) > _MOST:
         left = len(lines) - _MOST
         lines = [*lines[: _MOST // 2], f"... {left} more ...", *lines[-_MOST // 2 :]]
@@ -65,8 +61,7 @@ def _kind(indexed: tuple[int, Earlier]) -> object:
 
 def _line(alike: list[Earlier]) -> str:
     first = alike[0]
-    numbers = sorted({attempt.number for attempt in alike})
-    which = f"attempt {numbers[0]}" if len(numbers) == 1 else f"attempts {numbers[0]} to {numbers[-1]}"
+    which = f"attempt {first.number}" if len(alike) == 1 else f"attempts {first.number} to {alike[-1].number}"
     steps = [*dict.fromkeys(str(attempt.step) for attempt in alike if attempt.step is not None)]
     if len(steps) > _MOST:
         steps = [*steps[: _MOST // 2], "…", *steps[-_MOST // 2 :]]

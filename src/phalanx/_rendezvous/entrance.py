@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 from phalanx._agent.endpoint import where_is
 from phalanx._base.host_names import address_text, is_loopback
-from phalanx._rendezvous import records
 from phalanx._rendezvous.settings import STATIC, prefix_of
-from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Away, Back, Refused, Snapshot
 
 TYPE_CHECKING = False
@@ -134,6 +132,9 @@ def _first_word(store: Store) -> tuple[StoreEvent, bool]:
 
     Raises OSError or ValueError: it cannot be asked.
     """
+    from phalanx._rendezvous import records
+    from phalanx._rendezvous.store_view import StoreView
+
     found: SimpleQueue[StoreEvent] = SimpleQueue()
     store.open(found.put)
     store.watch(records.JOB)

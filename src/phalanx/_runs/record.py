@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -59,7 +59,6 @@ class Rank(Struct, frozen=True, kw_only=True):
         signal_sent: The last signal that we sent it, or None.
         ended: When it ended (Unix time, seconds); None while it runs, or if that is not known.
         early: For how many seconds the others went on after it had succeeded, if that is long; else 0.
-        cause: Why it failed, in one line, if workers are started again one by one; else "".
     """
 
     rank: Count
@@ -71,7 +70,6 @@ class Rank(Struct, frozen=True, kw_only=True):
     signal_sent: Count | None = None
     ended: Moment | None = None
     early: Annotated[float, Meta(ge=0)] = 0.0
-    cause: Text = ""
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
@@ -132,10 +130,8 @@ class Run(Struct, frozen=True, kw_only=True):
         exit_code: The launcher's; None while it runs.
         nprocs: The number of workers.
         cause: Why it did not succeed, in one line, or "". While it runs: why the last attempt that failed did.
-        restart: What is started again when a worker fails: "gang", all workers, or "worker", that one.
         attempts: Each start of the workers, the latest last; at most the last 1000. Of those before the latest two,
-            only the ranks are kept that neither succeeded nor were stopped. If workers are started again one by one,
-            each attempt has the workers that were started so often, and all are kept, up to 4000 starts.
+            only the ranks are kept that neither succeeded nor were stopped.
     """
 
     version: Count = VERSION
@@ -155,7 +151,6 @@ class Run(Struct, frozen=True, kw_only=True):
     exit_code: ExitCode | None = None
     nprocs: Count
     cause: Text = ""
-    restart: Literal["gang", "worker"] = "gang"
     attempts: list[Attempt] = []
 
 

@@ -74,7 +74,6 @@ def begin(
         "exit_code": None,
         "nprocs": nprocs,
         "cause": cause,
-        "restart": "gang",
         "attempts": [*earlier, attempt],
     }
 

@@ -56,8 +56,7 @@ def describe_run(
 
 def latest_ranks(run: Record) -> dict[int, tuple[int, Record]]:
     """Return the number of the latest attempt of each worker, and what the record says of it there, by global rank."""
-    attempts = run["attempts"] if run["restart"] == "worker" else run["attempts"][-1:]
-    return {rank["rank"]: (attempt["number"], rank) for attempt in attempts for rank in attempt["ranks"]}
+    return {rank["rank"]: (attempt["number"], rank) for attempt in run["attempts"][-1:] for rank in attempt["ranks"]}
 
 
 def _outcome(facts: Record) -> Outcome:
@@ -70,23 +69,9 @@ def _outcome(facts: Record) -> Outcome:
 def _earlier_attempts(run: Record) -> list[str]:
     """Return lines on the attempts that another one has followed, or was to follow: equal ones in a row have one."""
     *before, last = run["attempts"] or [None]
-    if run["restart"] == "worker":
-        return _earlier_of_workers(run)
     if last is not None and last["cause"]:
         before.append(last)
     return describe([_earlier(attempt) for attempt in before])
-
-
-def _earlier_of_workers(run: Record) -> list[str]:
-    """Return the same where workers are started again one by one: what each has failed with."""
-    histories: dict[int, list[Earlier]] = {}
-    for attempt in run["attempts"]:
-        for facts in attempt["ranks"]:
-            if facts["cause"]:
-                cause = facts["cause"].removeprefix(f"rank {facts['rank']}: ")
-                its = {**attempt, "ended": facts["ended"], "cause": cause, "step": None}
-                histories.setdefault(facts["rank"], []).append(_earlier(its))
-    return [f"rank {rank}: {line}" for rank, history in sorted(histories.items()) for line in describe(history)]
 
 
 def _earlier(attempt: Record) -> Earlier:

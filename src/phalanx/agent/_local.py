@@ -27,9 +27,8 @@ from phalanx._outcomes.report import format_summary
 from phalanx._placement.placement import Placement
 from phalanx._rendezvous.settings import ETCD, NO_FORK
 from phalanx._runs.recorder import ReportKeeper, observe
-from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
+from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
 from phalanx.agent._spec import check_type, name_of
-from phalanx.agent._telling import step
 from phalanx.agent._types import RunResult, WorkerState
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous import RendezvousClosedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from _thread import allocate_lock
 from abc import ABC, abstractmethod
+from functools import wraps
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Attempts
@@ -18,10 +19,10 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx._group.arguments import check_signal
+from phalanx._run.status_events import StatusEvents, StatusMetrics
 from phalanx.agent._hook_team import HookTeam
 from phalanx.agent._machines import AgentMachines
 from phalanx.agent._spec import WorkerSpec, check_type
-from phalanx.agent._telling import StatusEvents, StatusMetrics, step
 from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from phalanx.rendezvous import (
     OneMachineRendezvous,
@@ -32,15 +33,33 @@ from phalanx.rendezvous import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, TypeVar
 
     from phalanx._agent.attempt_end import Ending
+
+    F = TypeVar("F", bound=Callable[..., Any])
 
 EXIT_BARRIER_TIMEOUT = 300.0
 """Seconds that agents wait for each other at the end."""
 
 SHUTDOWN_TIMEOUT = 30
 """Seconds between the death signal and SIGKILL."""
+
+
+def step(method: F) -> F:
+    """Emit an `AgentStep` at the end of each call of a method of an agent, which has ``_emit``."""
+
+    @wraps(method)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began, failed = clock.now(), True
+        try:
+            result = method(self, *args, **kwargs)
+            failed = False
+            return result
+        finally:
+            self._emit(agent_kinds.AgentStep, step=method.__qualname__, seconds=clock.now() - began, failed=failed)
+
+    return measured  # type: ignore[return-value]  # it has the same parameters
 
 
 class ElasticAgent(ABC):
@@ -290,8 +309,21 @@ class SimpleElasticAgent(ElasticAgent):
         """Have the events of a run observed that begins."""
         spec = self._worker_group.spec
         if spec.event_log_handler != "null":
-            events.subscribe("phalanx-status", StatusEvents(spec, is_launched=self._is_launched))
+            events.subscribe("phalanx-status", self._status_events(spec))
         events.subscribe("phalanx-measures", StatusMetrics(spec.role, self._policy.max_restarts))
+
+    def _status_events(self, spec: WorkerSpec) -> StatusEvents:
+        from phalanx.events import UnknownDestinationError, get_logging_handler
+
+        try:
+            get_logging_handler(spec.event_log_handler)
+        except UnknownDestinationError as error:
+            msg = f"event_log_handler: {error}"
+            raise UnknownDestinationError(msg) from None
+        return StatusEvents(
+            spec.event_log_handler, run_id=spec.rdzv_handler.get_run_id(), role=spec.role,
+            entry_point=spec.get_entrypoint_name(), backend=spec.rdzv_handler.get_backend(), is_job=self._is_launched,
+        )  # fmt: skip
 
     def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
         """Emit an event of this agent that happens now. Outside `run`, nobody observes it."""
@@ -321,8 +353,13 @@ class SimpleElasticAgent(ElasticAgent):
                 error = format_exc()
                 raise
             finally:
-                restarts = self._policy.max_restarts - self._remaining_restarts
-                self._emit(agent_kinds.AgentEnded, state=state, restarts=restarts, error=error, result=result)
+                failures = {} if result is None else result.failures
+                ranks = {worker.global_rank for worker in self._worker_group.workers}
+                self._emit(
+                    agent_kinds.AgentEnded, state=state, error=error, failures=failures,
+                    restarts=self._policy.max_restarts - self._remaining_restarts,
+                    terminated=ranks - failures.keys() if result is not None and result.is_failed() else (),
+                )  # fmt: skip
                 self._emit(
                     agent_kinds.AgentStep,
                     step="SimpleElasticAgent.run",

@@ -94,40 +94,20 @@ class AttemptGroups:
 
     def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
-        if attempt and self._port is not None:
-            self._port.renew()
-        return self._make(attempt, before, self.envs, self._port)
-
-    def make_one(self, rank: int, attempt: int, before: PContext | None, **options: Any) -> PContext:
-        """Make the group of an attempt of one worker, by its local rank, with some ``options`` of its own.
-
-        MASTER_PORT stays: the others have it.
-        """
-        return self._make(attempt, before, {rank: self.envs[rank]}, None, **options)
-
-    def _make(
-        self,
-        attempt: int,
-        before: PContext | None,
-        envs: Mapping[int, Mapping[str, str]],
-        port: ReservedPort | None,
-        **more: Any,
-    ) -> SubprocessContext | MultiprocessContext:
         own = {RESTART_COUNT: str(attempt)}
-        if port is not None:
-            own[MASTER_PORT] = str(port.number)
-        envs = {rank: {**env, **own} for rank, env in envs.items()}
-        options = {**self.options, **more, "follows": before, "stdin": self._stdin(envs)}
+        if self._port is not None:
+            own[MASTER_PORT] = str(self._port.renew() if attempt else self._port.number)
+        envs = {rank: {**env, **own} for rank, env in self.envs.items()}
+        options = {**self.options, "follows": before, "stdin": self._stdin(envs)}
         if self._run_path:
             from phalanx._engine.worker.run_path import run_path
 
             calls = {rank: tuple(self.called(rank)) for rank in envs}
             return MultiprocessContext(self.script, run_path, calls, envs, self._run_path, self._specs, **options)
-        args = {rank: self._args[rank] for rank in envs}
         if self._no_python:
-            return SubprocessContext(self.script, self.script, args, envs, self._specs, **options)
-        scripts = {rank: self._scripts[rank] for rank in envs}
-        return ScriptContext(self.script, scripts, args, envs, self._specs, **options)
+            return SubprocessContext(self.script, self.script, self._args, envs, self._specs, **options)
+        scripts = dict(enumerate(self._scripts))
+        return ScriptContext(self.script, scripts, self._args, envs, self._specs, **options)
 
     def warm_up(self) -> None:
         """Have the process that preloads up for functions; scripts wait for it by themselves. Raises PreloadError."""

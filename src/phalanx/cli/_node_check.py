@@ -58,8 +58,8 @@ class NodeCheck:
         self._command = command
         self._group: SubprocessContext | None = None  # of the check that is under way
         self._files: tempfile.TemporaryDirectory[str] | None = None
-        self._is_watched = False  # whether the end of that calls `_wakes`
-        self._wakes: dict[object, Callable[[], None]] = {}  # of all owners that have ever begun a check
+        self._is_watched = False  # whether the end of that calls `_wake`
+        self._wake: Callable[[], None] = lambda: None
         self._until = math.inf  # when that has taken too long
         self._ended_by_us = ""  # why it was ended before
         self._when = ""
@@ -67,30 +67,27 @@ class NodeCheck:
         self._folder = ""  # of the run, as far as is known
         self._kept: deque[str] = deque(maxlen=_MOST_KEPT)
 
-    def begin(self, when: str, wake: Callable[[], None], owner: object, *, once: bool = False) -> None:
+    def begin(self, when: str, wake: Callable[[], None]) -> None:
         """Start the command, and return; one that is under way counts. ``wake`` is called when it is over, by a thread.
 
-        ``when``: what it is for, to be noted with its output. ``owner``: the team that waits for it. ``once``: a check
-        that is over counts as well. Raises OSError: it cannot be started.
+        ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
         try:
-            self._begin(when, wake, owner, once=once)
+            self._begin(when, wake)
         except OSError as error:
             self._when = ""  # there was no check that could count
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
 
-    def _begin(self, when: str, wake: Callable[[], None], owner: object, *, once: bool) -> None:
+    def _begin(self, when: str, wake: Callable[[], None]) -> None:
         from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 
         with interrupts.deferred():
-            self._wakes[owner] = wake
+            self._wake = wake
             if self._group is not None:
-                if self._is_watched:  # the others may have been woken by now
+                if self._is_watched:
                     self._group.when_gone(wake)
-                return
-            if once and self._when:
                 return
             self._is_watched, self._when = False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
@@ -106,10 +103,6 @@ class NodeCheck:
     def is_under_way(self) -> bool:
         """Whether a process of it is left."""
         return self.verdict() is None
-
-    def is_awaited_by(self, owner: object) -> bool:
-        """Whether a process of it is left, and its end will wake ``owner``, which has begun this one or one before."""
-        return owner in self._wakes and self.is_under_way
 
     @property
     def seconds_left(self) -> float | None:
@@ -129,10 +122,10 @@ class NodeCheck:
         if result is not None:
             why = "" if result.succeeded else self._ended_by_us or _failure(result)
             return self._end(why, _output(result))
-        with interrupts.deferred():  # a signal between the two would leave everybody unwoken
+        with interrupts.deferred():  # a signal between the two would leave nobody woken
             if not self._is_watched:
                 self._is_watched = True
-                group.when_gone(self._wake_all)
+                group.when_gone(self._wake)
         if clock.now() >= self._until:
             self._end_early(f"it has not ended within {format_duration(LONGEST)}", signal.SIGTERM, _GRACE)
         return None
@@ -155,7 +148,7 @@ class NodeCheck:
     def wait(self) -> str:
         """Run it, and return its `verdict`. Raises as `begin`; SignalException: a signal has come."""
         bell = Latch()
-        self.begin("before this machine takes part", bell.open, self)
+        self.begin("before this machine takes part", bell.open)
         while (why := self.verdict()) is None:
             with host_signals.delivering():
                 bell.wait(-1 if self.seconds_left is None else self.seconds_left)
@@ -218,10 +211,6 @@ class NodeCheck:
             self._kept.append(f"== {self._when}, {moment}: {why or 'exit code 0'}\n{output}")
             self.close()
         return why
-
-    def _wake_all(self) -> None:
-        for wake in [*self._wakes.values()]:
-            wake()
 
 
 def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = random.random) -> str:

@@ -27,7 +27,7 @@ from phalanx._rendezvous.words import follows, told, unreachable
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
-from phalanx.cli._run_group import RunTeam
+from phalanx.cli._run_group import Place, RunTeam
 from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
@@ -157,7 +157,7 @@ class MachineTeam(RunTeam, NodeTeam):
     def tell_state(self, state: str) -> None:
         """Emit how far the agent is, see `phalanx._agent.life`, if it has taken part."""
         if self._job is not None:
-            self._emit(agent_kinds.AgentState, self._job.generation, state=state)
+            self.emit(agent_kinds.AgentState, self._job.generation, state=state)
 
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
@@ -184,12 +184,10 @@ class MachineTeam(RunTeam, NodeTeam):
         for local, env in self._envs(job, rank).items():
             self._groups.envs[local] = dict(env)
         role = self._me.role
-        self._emit(
-            agent_kinds.Assigned, job.generation, group_rank=rank, group_world_size=len(job.members),
-            first_rank=self._first, role_rank=first_rank(job, rank, role),
-            role_world_size=first_rank(job, len(job.members), role),
-        )  # fmt: skip
-        self._emit(agent_kinds.AgentState, job.generation, state="STARTING")
+        self._place = Place(
+            rank, len(job.members), self._first, first_rank(job, rank, role), first_rank(job, len(job.members), role)
+        )
+        self.emit(agent_kinds.AgentState, job.generation, state="STARTING")
         hosts = [member.host for member in job.members]
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
@@ -284,7 +282,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._left_out = len(what.excluded)
         last = what.ends[-1]
         cause = one_line(told(last))
-        self._emit(
+        self.emit(
             agent_kinds.RestartDecided, self._job.generation, delay=what.delay, counted=last.failed, cause=cause,
             step=last.step, why="",
         )  # fmt: skip
@@ -404,7 +402,7 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `NodeTeam`."""
         assert self._job is not None
         generation, now = self._job.generation, clock.now()
-        self._emit(
+        self.emit(
             agent_kinds.AttemptEnded, generation, state=end.state, rank=end.rank, exitcode=end.exitcode,
             error=end.error, step=end.step, survivors=end.survivors, seconds=now - self._began,
         )  # fmt: skip
@@ -434,9 +432,6 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
         return Stop(generation, "failure", self._me.id, self._me.host, one_line(error), rank, exitcode)
-
-    def _emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
-        self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
 
 
 class _Held(NamedTuple):

@@ -30,7 +30,7 @@ from phalanx.cli._following import Following
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from phalanx._runs.catalog import RunDir
     from phalanx.multiprocessing import ConsoleSpecs
@@ -53,12 +53,13 @@ def _numbered(folder: str, prefix: str = "") -> list[int]:
 
 
 class Reader:
-    """The files of a run's attempt, or of several, and their way to the console.
+    """The files of a run's attempt, and their way to the console.
 
     Args:
         found: The run.
-        folders: The folders of the attempts, by number; they need not be there yet.
-        chosen: Whether somebody has chosen them: else those that come later are followed, too.
+        attempt: The number of the attempt.
+        folder: Its folder; it need not be there yet.
+        chosen: Whether somebody has chosen it: else those that come later are followed, too.
         console, streams: What is shown.
         follow: Whether to go on as the run does, until it ends.
 
@@ -68,7 +69,8 @@ class Reader:
     def __init__(
         self,
         found: RunDir,
-        folders: Mapping[int, str],
+        attempt: int,
+        folder: str,
         console: ConsoleSpecs,
         streams: tuple[str, ...] = STREAMS,
         *,
@@ -77,25 +79,23 @@ class Reader:
     ) -> None:
         self._found = found
         self._follows = follow and found.state in ("running", "unknown")
-        self._attempt, self._chosen = min(folders), chosen
-        self._timelines = {number: os.path.join(folder, NAME) for number, folder in folders.items()}
+        self._attempt, self._chosen = attempt, chosen
+        self._timeline = os.path.join(folder, NAME)
         self._console = console
         self._streams = streams
-        envs = {number: _envs(found, number, folder) for number, folder in folders.items()}
-        self._envs = {rank: env for its in envs.values() for rank, env in its.items()}
+        envs = _envs(found, attempt, folder)
+        self._envs = dict(envs)
         self._unfit: dict[str, str] = {}
-        for folder, rank, env in [(folders[number], *its) for number in folders for its in envs[number].items()]:
+        for rank, env in envs.items():
             wanted = console.ranks is None or int(env["RANK"]) in console.ranks
             self._unfit |= _check(os.path.join(folder, str(rank)), streams if wanted else ())
         for path, why in list(self._unfit.items())[:_MOST_NAMED]:
             tell(f"phalanx: {printable(path)} is not shown: {why}")
         if len(self._unfit) > _MOST_NAMED:
             tell(f"phalanx: and {len(self._unfit) - _MOST_NAMED} other files are not shown")
-        foreign = [path for path in self._timelines.values() if is_foreign(path)]
-        if foreign:
-            more = f", and {len(foreign) - 1} more," if foreign[1:] else ""
+        if is_foreign(self._timeline):
             tell(
-                f"phalanx: {printable(foreign[0])}{more} cannot be read by this version of Phalanx: "
+                f"phalanx: {printable(self._timeline)} cannot be read by this version of Phalanx: "
                 "lines come file by file, not in the order of time"
             )
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
@@ -108,13 +108,11 @@ class Reader:
         self._view, self._colour = open_view(target_of(sys.stdout), console, self._prefixes, self._counts)
         self._sink = self._view.output.sink
         self._known: set[tuple[int, int]] = set()
-        self._reached: dict[int, int] = {}  # the attempt of each local rank from which the latest lines are
-        self._sources: dict[tuple[int, int], Source] = {}
-        self._followers: dict[tuple[int, int], Follower] = {}
-        for attempt, folder in folders.items():
-            for rank in envs[attempt]:
-                for number, follower, source in self._add(attempt, folder, rank, envs[attempt]):
-                    self._followers[attempt, number], self._sources[attempt, number] = follower, source
+        self._sources: dict[int, Source] = {}  # by the number of the stream in the timeline
+        self._followers: dict[int, Follower] = {}
+        for rank in envs:
+            for number, follower, source in self._add(attempt, folder, rank, envs):
+                self._followers[number], self._sources[number] = follower, source
         self._loop = Loop()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
@@ -168,9 +166,8 @@ class Reader:
         if lines is not None:
             view.output.sink = TailSink(min(lines, sys.maxsize))
         last: dict[Source, float] = {}
-        for moment, stream, data in merge(self._followers, self._timelines):
+        for moment, stream, data in merge(self._followers, self._timeline):
             source = self._sources[stream]
-            self._end_earlier(stream, last)
             last[source] = moment
             if not since <= moment < until:
                 view.skip(source, data)
@@ -195,15 +192,6 @@ class Reader:
         while not sink.idle and not self._over:
             self._loop.once()
 
-    def _end_earlier(self, stream: tuple[int, int], last: dict[Source, float]) -> None:
-        """End the last lines that the worker has written in earlier attempts."""
-        attempt, number = stream
-        if attempt > self._reached.get(number // 2, self._attempt):
-            for (earlier, other), source in self._sources.items():
-                if earlier < attempt and other // 2 == number // 2 and last.pop(source, None) is not None:
-                    self._view.finish(source)
-            self._reached[number // 2] = attempt
-
     def _make_room(self) -> None:
         while not self._sink.make_room() and not self._over:
             self._loop.once()
@@ -220,8 +208,7 @@ class Reader:
         """When the run started, or wrote something first (seconds since the epoch)."""
         if self._found.run is not None:
             return self._found.run.started
-        firsts = [next((record[0] for record in read_timeline(path)), None) for path in self._timelines.values()]
-        return min((first for first in firsts if first is not None), default=self._found.started)
+        return next((record[0] for record in read_timeline(self._timeline)), self._found.started)
 
     def _follow(self, held: contextlib.ExitStack) -> None:
         streams = [

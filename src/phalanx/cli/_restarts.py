@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
-    from phalanx.cli._worker_groups import WorkerTeams
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
@@ -167,13 +166,6 @@ def _fraction(text: str) -> float:
 class RestartOptions(Declared):
     """When a group is started again."""
 
-    restart = Option(
-        str,
-        section=RESTARTS,
-        kind=click.Choice(["gang", "worker"]),
-        default="gang",
-        sentence="What is started again when a worker fails: all workers, or that one, while the others go on.",
-    )
     max_restarts = Option(
         read_budget,
         section=RESTARTS,
@@ -320,7 +312,7 @@ def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:
 
 
 @contextmanager
-def forwarding(chosen: list[signal.Signals], team: GroupTeam | WorkerTeams) -> Iterator[None]:
+def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
     """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
 
     One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does

@@ -113,6 +113,20 @@ def _meant(script: str) -> str:
     return f"; did you mean {os.path.join(folder, close[0])!r}?" if close else ""
 
 
+def check_destination(name: str) -> None:
+    """Refuse what is no destination of events, in ``--event-log-handler``."""
+    from phalanx.events import UnknownDestinationError, get_logging_handler
+
+    try:
+        get_logging_handler(name)
+    except (UnknownDestinationError, TypeError) as error:
+        msg = f"--event-log-handler: {error}"
+        raise click.UsageError(msg) from None
+    except Exception as error:
+        msg = f"--event-log-handler: {name!r}: {type(error).__name__}: {error}"
+        raise click.UsageError(msg) from error
+
+
 def check_ranks(nproc: int, *choices: Any) -> None:
     """Refuse local ranks that there are not, in ``--redirects``, ``--tee`` and ``--local-ranks-filter``."""
     for name, choice in zip(("--redirects", "--tee", "--local-ranks-filter"), choices, strict=True):
@@ -128,17 +142,6 @@ def check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
     wrong = sorted(rank for rank in ranks or () if rank >= world_size)
     if wrong:
         msg = f"--ranks: there is no rank {', '.join(map(str, wrong))}; ranks are 0 to {world_size - 1}"
-        raise click.UsageError(msg)
-
-
-def check_restart(restart: str, *, settles: bool, given: Iterable[str] = ()) -> None:
-    """Refuse what is said of a whole gang, where workers are restarted one by one. ``given``: such options."""
-    if restart != "worker":
-        return
-    if settles:
-        raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
-    for option in given:
-        msg = f"{option} and --restart worker exclude each other: it is about attempts of all workers together"
         raise click.UsageError(msg)
 
 

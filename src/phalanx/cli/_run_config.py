@@ -167,7 +167,7 @@ class LogOptions(Declared):
         kind=Whole(min=1),
         metavar="N",
         written=WHOLE,
-        sentence="Keep the folders of each rank's first attempt and of its last N, no others. Default: 100.",
+        sentence="Keep the folders of the first attempt and of the last N, no others. Default: 100.",
     )
     keep_runs = Maybe(
         int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from typing import NamedTuple
 
 import click
 
@@ -13,12 +14,14 @@ from phalanx._agent.attempts import Attempts, NoAttemptError
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
-from phalanx._base import interrupts
+from phalanx._base import clock, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
 from phalanx._engine import host_signals
+from phalanx._events import agent_kinds
 from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
+from phalanx._run.status_events import StatusWorker
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
 from phalanx.cli._run_record import RunRecord
@@ -36,18 +39,38 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import ExitStack
     from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._events.kinds import Event
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_logs import RunLogs
-    from phalanx.cli._run_record import Asked, Observers
+    from phalanx.cli._run_plan import RunPlan
+    from phalanx.cli._run_record import Asked, Observer, Observers
+    from phalanx.cli._services import Services
 
     T = TypeVar("T")
 
 
 GONE = "the workers have ended by such a signal, too"
+
+
+class Place(NamedTuple):
+    """Where the workers of this machine are among those of all.
+
+    Attributes:
+        group_rank, group_world_size: Which machine this is, of how many.
+        first_rank: The rank in the job of local rank 0.
+        role_rank, role_world_size: Its rank among the workers of its role, and how many those are; 0: those of here.
+    """
+
+    group_rank: int = 0
+    group_world_size: int = 1
+    first_rank: int = 0
+    role_rank: int = 0
+    role_world_size: int = 0
 
 
 class RunTeam(GroupTeam):
@@ -87,6 +110,7 @@ class RunTeam(GroupTeam):
         self.name = groups.script
         self.policy = policy
         self._number = -1  # of the latest attempt
+        self._place = Place()
         groups.options["on_reader_gone"] = lambda stream: self.record.reader_gone(self._number, stream)
         self.not_started: Exception | None = None
         """Why the last attempt could not be started; None: it was."""
@@ -105,11 +129,34 @@ class RunTeam(GroupTeam):
 
     def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
+        result = self.result
+        known = result is not None and state != "stopped"
+        failures = result.failures if known and result is not None else {}
+        outcomes = result.outcomes if known and result is not None else {}
+        fell = {rank for rank, outcome in outcomes.items() if failures or outcome.state != "succeeded"}
+        self.emit(
+            agent_kinds.AgentEnded, self._number, state=state.upper() if known else "RAISED",
+            restarts=max(0, self._number), error="" if known else "stopped" if state == "stopped" else cause,
+            failures={self._place.first_rank + rank: failure for rank, failure in failures.items()},
+            terminated={self._place.first_rank + rank for rank in fell - failures.keys()},
+        )  # fmt: skip
         self.record.end(self._number, state, exitcode, cause, report)
+
+    def emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
+        """Emit an event of this agent that happens now."""
+        self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
+
+    def _emit_status(self, status: str, attempt: int, workers: tuple[StatusWorker, ...] = ()) -> None:
+        self.emit(
+            agent_kinds.AgentStatus, attempt, status=status, seconds=0.0, restarts=attempt,
+            group_rank=self._place.group_rank, group_world_size=self._place.group_world_size, workers=workers,
+        )  # fmt: skip
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`. The workers are started when the machine has passed its check."""
         self._number, self.not_started, self._wake = attempt, None, wake
+        self._emit_status("RENDEZVOUS", attempt)
+        self._emit_status("ASSIGN_WORKER_RANKS", attempt)
         try:
             self._prepare(attempt)
         except Exception as error:
@@ -120,7 +167,7 @@ class RunTeam(GroupTeam):
     def _prepare(self, attempt: int) -> None:
         """Begin what a start has to wait for. Raises OSError."""
         if self.check is not None:
-            self.check.begin(f"attempt {attempt}", self._wake, self)
+            self.check.begin(f"attempt {attempt}", self._wake)
 
     def _may_start(self) -> bool:
         if self.check is None:
@@ -148,6 +195,18 @@ class RunTeam(GroupTeam):
             from phalanx._runs.run_report import describe_run  # noqa: F401 - see above
             from phalanx.errors import format_report  # noqa: F401 - likewise
 
+    def is_up(self) -> bool:
+        """See `Team`."""
+        is_up = super().is_up()
+        if is_up and self.group is not None:
+            place, pids = self._place, self.group.pids()
+            size = place.role_world_size or len(self._groups.envs)
+            self._emit_status("START", self._number, tuple(
+                StatusWorker(pids.get(rank), rank, place.first_rank + rank, place.role_rank + rank, size)
+                for rank in sorted(self._groups.envs)
+            ))  # fmt: skip
+        return is_up
+
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
         if self.check is not None and self.check.is_under_way:
@@ -172,6 +231,17 @@ class RunTeam(GroupTeam):
         if self.group is not None:
             with suppress(RuntimeError):  # it was never up; or its keeper was lost, which is known
                 self.group.wait()
+
+
+def observers_of(plan: RunPlan, services: Services | None, until_end: ExitStack) -> dict[str, Observer]:
+    """Return who takes the events of a run, beside its record."""
+    observers: dict[str, Observer] = {}
+    if services is not None and plan.health_address is not None:
+        observers["phalanx-health"] = services.observe
+    if plan.events is not None:
+        observers["phalanx-status"] = plan.events
+        until_end.callback(plan.events.close)
+    return observers
 
 
 def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:

@@ -32,7 +32,6 @@ class RunLogs(DefaultLogsSpecs):
     notes: Sequence[str] = ()
     moved = ""  # why the logs are not where they were to be
     keeps_few = False
-    workers = 0  # of the run, where those of `reify` are not all
     _said = False
 
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
@@ -71,8 +70,7 @@ class RunLogs(DefaultLogsSpecs):
             return logs
         self._said = True
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
-        count = self.workers or len(envs)
-        say(f"{how_many(count, 'worker')}, {where}")
+        say(f"{how_many(len(envs), 'worker')}, {where}")
         for note in filter(None, (self.moved, *self.notes)):
             say(note)
         look = self.run_log_dir and not self.keeps_few

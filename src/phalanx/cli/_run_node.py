@@ -30,7 +30,7 @@ from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._other_machine import command_line
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import child_failed, show_report, undisturbed
+from phalanx.cli._run_group import child_failed, observers_of, show_report, undisturbed
 from phalanx.cli._say import say
 from phalanx.cli._stack_door import StackDoor
 from phalanx.multiprocessing import SignalException
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
-    from phalanx.cli._run_record import Asked, Observer
+    from phalanx.cli._run_record import Asked
     from phalanx.cli._services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
@@ -88,11 +88,6 @@ def run_node(
     groups = plan.groups(None, variables)
     until_end.callback(groups.close)
     config = plan.config
-    observers: dict[str, Observer] = {} if plan.events is None else {"phalanx-status": plan.events}
-    if plan.events is not None:
-        until_end.callback(plan.events.close)
-    if services is not None and plan.health_address is not None:
-        observers["phalanx-health"] = services.observe
     host = os.uname().nodename
     me = Node(
         agent_id(host), host, entrance.address, config.nproc_per_node, config.role, port.number,
@@ -115,7 +110,8 @@ def run_node(
     program = [config.script, *config.args]
     typed = None if plan.meeting.holds else command_line(asked.argv, program, os.environ, vars(config))
     team = MachineTeam(
-        me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
+        me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
+        observers=observers_of(plan, services, until_end),
         where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
         typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
         signals=config.signals_to_handle, asked=asked, check=check,

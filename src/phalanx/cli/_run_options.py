@@ -113,7 +113,9 @@ ELSEWHERE = {
     "--name": "it is --run-id here",
     "--env": "workers inherit the environment of phalanx run (A=1 phalanx run ...); a job file (-f) has [env]",
     "--quiet": "-r 3 keeps the output of the workers in files alone; the report of a failure stays",
-    "--keep-going": "--restart worker lets the others go on when one fails; see Many commands in the guide",
+    "--keep-going": "a command that is to go on when another fails is a run of its own; see Many commands in the guide",
+    "--restart": "all workers are started again, see --max-restarts; one that is to start again by itself is a run "
+    "of its own, see Many commands in the guide",
     "--no-standby": "restarts have no standby any more; leave it out (--preload makes them fast)",
     "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
     **dict.fromkeys(

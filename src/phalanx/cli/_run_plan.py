@@ -6,8 +6,6 @@ import os
 import sys
 import time
 
-import click
-
 from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import shared
@@ -20,9 +18,9 @@ from phalanx.cli._rdzv_conf import exposed
 from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
 from phalanx.cli._run_checks import (
     check_command,
+    check_destination,
     check_preload,
     check_ranks,
-    check_restart,
     check_rotation,
     check_shown,
     health_address,
@@ -40,9 +38,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._run.status_events import StatusEvents
     from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_config import RunConfig
-    from phalanx.cli._run_events import RunEvents
 
 _SILENT = ("null", "dynamic_rendezvous")  # destinations of events that lead nowhere
 
@@ -77,11 +75,7 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
-        if self.meeting.machines is not None and config.restart == "worker":
-            raise click.UsageError("--nnodes and --restart worker exclude each other: many machines restart as one")
         self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
-        settles = config.settle != type(config).settle.default_value()
-        check_restart(config.restart, settles=settles, given=["--logs-specs"] if config.logs_specs else [])
         self.policy = restart_policy(config)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
@@ -118,15 +112,16 @@ class RunPlan:
         self.specs.notes = [*self.specs.notes, *said, *notes, *unread, *umask_notes(config.log_mode)]
         self._filters = filters
 
-    def _events(self, config: RunConfig) -> RunEvents | None:
+    def _events(self, config: RunConfig) -> StatusEvents | None:
         """Return what posts the run's events; None: nobody wants them."""
         if config.event_log_handler in _SILENT:
             return None
-        from phalanx.cli._run_events import run_events
+        from phalanx._run.status_events import StatusEvents
 
-        return run_events(
+        check_destination(config.event_log_handler)
+        return StatusEvents(
             config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
-            entry_point=config.script, nprocs=config.nproc_per_node,
+            entry_point=config.script, is_job=True,
         )  # fmt: skip
 
     def node_check(self) -> NodeCheck | None:

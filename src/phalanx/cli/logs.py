@@ -65,7 +65,7 @@ def read_since(text: str) -> float:
     "--attempt",
     type=Whole(min=0),
     metavar="N",
-    help="Which start of the workers, from 0. Default: the last; all, if they are restarted one by one.",
+    help="Which start of the workers, from 0. Default: the last.",
 )
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
@@ -109,11 +109,9 @@ def logs(
             known = ", ".join(map(str, sorted(attempts)))
             msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
             raise click.UsageError(msg)
-        folders = {number: attempts.get(number) or os.path.join(found.path, f"attempt_{number}")}
-        if attempt is None and found.run is not None and found.run.restart == "worker":
-            folders = attempts or folders
+        folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
         streams = (stream,) if stream else STREAMS
-        reader = Reader(found, folders, console, streams, chosen=attempt is not None, follow=follow)
+        reader = Reader(found, number, folder, console, streams, chosen=attempt is not None, follow=follow)
     except OSError as error:
         raise refusal(error) from None
     try:

@@ -20,7 +20,7 @@ from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
-from phalanx.cli._run_group import RunTeam, see_through
+from phalanx.cli._run_group import RunTeam, observers_of, see_through
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
 from phalanx.cli._say import say
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from phalanx._rendezvous.settings import Machines
-    from phalanx.cli._run_record import Asked, Observer
+    from phalanx.cli._run_record import Asked
     from phalanx.cli._services import Services
-    from phalanx.cli._worker_groups import WorkerTeams
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -175,37 +174,13 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
     config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
-    observers: dict[str, Observer] = {}
-    if services is not None and plan.health_address is not None:
-        observers["phalanx-health"] = services.observe
-    if plan.events is not None:
-        observers["phalanx-status"] = plan.events
-        until_end.callback(plan.events.close)
-    team: RunTeam | WorkerTeams
-    if config.restart == "worker":
-        from phalanx.cli._run_workers import see_workers_through
-        from phalanx.cli._worker_groups import WorkerTeams, more_descriptors
-
-        limits = until_end.enter_context(more_descriptors(config.nproc_per_node))
-        names: dict[str, Any] = {
-            "run_id": plan.run_id,
-            "keep_runs": config.keep_runs,
-            "limits": limits,
-            "observers": observers,
-            "signals": config.signals_to_handle,
-            "asked": asked,
-            "check": plan.node_check(),
-        }
-        team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-            code = see_workers_through(team, plan.specs, config.grace, colour=colour)
-    else:
-        team = RunTeam(
-            groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-            signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
-        )  # fmt: skip
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-            code = see_through(team, plan.specs, config.grace, colour=colour)
+    team = RunTeam(
+        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
+        observers=observers_of(plan, services, until_end),
+        signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
+    )  # fmt: skip
+    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
+        code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
     return code

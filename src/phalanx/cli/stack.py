@@ -198,9 +198,9 @@ def _latest(where: tuple[str, ...]) -> RunDir:
 
 def _ranks(run: Run, wanted: set[int]) -> list[tuple[int, Rank]]:
     """The ranks that are meant, each with the number of its latest attempt. Raises UsageError."""
-    attempts = run.attempts if run.restart == "worker" else run.attempts[-1:]
-    known = {rank.rank: (attempt.number, rank) for attempt in attempts for rank in attempt.ranks}
-    _check_known(wanted, known, "machine" if attempts[-1].nodes > 1 else "run")
+    attempt = run.attempts[-1]
+    known = {rank.rank: (attempt.number, rank) for rank in attempt.ranks}
+    _check_known(wanted, known, "machine" if attempt.nodes > 1 else "run")
     return [known[rank] for rank in sorted(known) if not wanted or rank in wanted]
 
 

@@ -1,0 +1,1 @@
+"""What carries a run: the loop, its workers, and what it tells of itself."""
