@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.attempts import Attempts, Team
+from phalanx._agent.attempts import Attempts
+from phalanx._agent.runner import Team
 from phalanx._base import clock
 from phalanx._base.latch import Latch
 from phalanx._engine import host_signals
@@ -509,7 +510,7 @@ class Interrupter:
 
     def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("_agent/attempts.py", "_agent/group_team.py")):
+        if not name.endswith(("_agent/attempts.py", "_agent/runner.py", "_agent/group_team.py")):
             return None
         if event == "line":
             self.left -= 1
@@ -579,7 +580,7 @@ def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
             assert ending.state in ("succeeded", "stopped"), where
             assert ending.state == "succeeded" or ending.ends[-1].state == "stopped", where
     assert moment > 100
-    assert {"run", "_turn", "_start_group", "_note_end", "_follow", "_see"} <= seen
+    assert {"carry", "_turn", "_do", "_start", "_note_end", "_follow", "_see"} <= seen
 
 
 @pytest.mark.slow

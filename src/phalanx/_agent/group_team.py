@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.attempts import Team
 from phalanx._agent.common_stop import CommonStop
+from phalanx._agent.runner import Team
 from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention

@@ -173,7 +173,7 @@ class GroupStart(ABC):
             self._placed = dict(zip(sorted(self.envs), placed.values(), strict=True))
             self._devices = self._placement.environment(self.envs)
             if warning:
-                warnings.warn(warning, RuntimeWarning, stacklevel=5)  # the frame that called start_processes
+                warnings.warn(warning, RuntimeWarning, stacklevel=4)  # the frame that called start_processes
         with ExitStack() as held, ExitStack() as undo:
             hold = interrupts.deferred if self._signals else host_signals.postpone
             with hold():

@@ -1,7 +1,6 @@
-"""Carries out what `node` decides: tells the store and the workers what to do, and the node what they say.
+"""The runner of a node of a job: tells the store and the workers what `node` decides, and the node what they say.
 
-The counterpart of `phalanx._agent.attempts` for a job of many machines. Owns the one thread on which a node decides,
-and what it waits for; what is said about it is `NodeTeam`'s business, and so are the workers.
+What is said about it is `NodeTeam`'s business, and so are the workers.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import math
 import os
 import signal
 from abc import abstractmethod
-from collections import deque
 from functools import partial
 
-from phalanx._agent.attempts import Team
+from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
-from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
 from phalanx._rendezvous import effects
@@ -23,9 +20,7 @@ from phalanx._store.store import Away, Back
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-    from typing import Any, Self
+    from collections.abc import Callable, Iterable
 
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
@@ -111,8 +106,8 @@ class NodeTeam(Team):
         """Say that the store does not answer, and why; None: it answers."""
 
 
-class JobRun:
-    """The run of a node, from its entry into the job to its end. A context manager, which `close`s it.
+class JobRun(Runner):
+    """The run of a node, from its entry into the job to its end.
 
     Args:
         node: What decides.
@@ -122,22 +117,17 @@ class JobRun:
         away_timeout: Seconds for which the workers go on while this process is stopped.
     """
 
+    _team: NodeTeam
+
     def __init__(
         self, node: Participant, store: Store, team: NodeTeam, *, signals: bool = True, away_timeout: float = math.inf
     ) -> None:
+        super().__init__(team, signals=signals)
         self._node = node
         self._store = store
-        self._team = team
-        self._signals = signals
         self._away_timeout = away_timeout
         self._expected = math.inf  # when the keeper is told again that this process goes on
-        self._owner = os.getpid()
-        self._told: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque()  # by any thread
-        self._due: deque[Effect] = deque()  # what is to be carried out
-        self._bell = Latch()
-        self._entered = self._has_begun = self._is_open = False
-        self._number = -1  # the generation whose workers are there, or were last
-        self._under_way = self._is_up = self._has_failed = False
+        self._is_open = self._has_failed = False
         self._order: tuple[int, float] | None = None  # a signal for the workers, and their grace
         self.patience = CLOSE
         """Seconds for which the end waits for the store, and for those that leave a store that is here."""
@@ -169,14 +159,6 @@ class JobRun:
         """Whether the job runs without this node, which waits. On the thread of `run`."""
         return self._node.is_spare
 
-    def wake(self) -> None:
-        """Have `run` look at once at what has become of the workers."""
-        self._bell.open()
-
-    def _tell(self, call: Callable[..., list[Effect]], *args: Any) -> None:
-        self._told.append((call, args))
-        self.wake()
-
     def _hear(self, event: StoreEvent) -> None:
         self._tell(self._see_store, event)
 
@@ -192,19 +174,18 @@ class JobRun:
     # --- one thread
 
     def run(self) -> Finish:
-        """Carry on until this node has left the job, and return how.
+        """Carry on until this node has left the job, and return how. See `carry`.
 
-        When an exception leaves it (SignalException: a signal has arrived), nothing has been stopped by that: call
-        `ask_stop`, and `run` again. Raises what opening the store raises, with nothing started.
+        Raises what opening the store raises, with nothing started.
         """
-        if self._entered:
-            host_signals.forget_raised()
-        self._entered = True
-        if self._signals:
-            host_signals.acquire(self)
-        while self.finish is None:
-            self._turn()
+        self.carry()
+        assert self.finish is not None
         return self.finish
+
+    @property
+    def is_over(self) -> bool:
+        """See `Runner`."""
+        return self.finish is not None
 
     def close(self) -> None:
         """Leave the store, and release the signals. `run` is not called again.
@@ -218,86 +199,49 @@ class JobRun:
             if self._is_open:
                 shortened(lambda seconds: self._store.close(seconds, ends_job=ends_job), self.patience)
         finally:
-            if self._signals:
-                host_signals.release(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # A signal may raise between any two lines of these: see `Attempts`.
-
-    def _turn(self) -> None:
-        self._bell = Latch()  # before the looks: what changes after them opens it
-        seconds = self._step()
-        if seconds is not None:
-            with host_signals.delivering():
-                self._bell.wait(-1 if seconds == math.inf else seconds)
-
-    def _step(self) -> float | None:
-        """Take one step; or return for how many seconds none can be taken unless `wake` is called, inf: for ever."""
-        if not self._has_begun:
-            self._begin()
-        elif self._due:
-            self._carry_out()
-        elif self._told:
-            with interrupts.deferred():
-                self._take_told()
-        elif self._under_way and self._look():
-            pass
-        elif clock.now() >= self._node.wake:
-            with interrupts.deferred():
-                self._due += self._node.tick(clock.now())
-        elif self._under_way and clock.now() >= self._expected:
-            self._expect()
-        else:
-            left = max(0.0, min(self._node.wake, self._expected if self._under_way else math.inf) - clock.now())
-            polls = self._team.poll_seconds if self._under_way else None
-            return left if polls is None else min(left, polls)
-        return None
+            super().close()
 
     def _begin(self) -> None:
-        with interrupts.deferred():
-            self._has_begun = True
-            self._team.when_failed(self._hear_failure)
-            self._team.come(self._hear_team)
-            self._store.open(self._hear)
-            self._is_open = True
-            self._due += self._node.begin(clock.now())
+        self._team.when_failed(self._hear_failure)
+        self._team.come(self._hear_team)
+        self._store.open(self._hear)
+        self._is_open = True
+        self._decide(self._node.begin(clock.now()))
+
+    def _next(self) -> float:
+        return min(self._node.wake, self._expected if self._under_way else math.inf)
+
+    def _tick(self) -> None:
+        if clock.now() >= self._node.wake:
+            self._decide(self._node.tick(clock.now()))
+        else:
+            self._expect()
 
     def _take_told(self) -> None:
         """Tell the node what has happened next; all that the store has told by now, at once."""
         call, args = self._told.popleft()
-        if call != self._see_store:
-            self._due += call(*args, clock.now())
-            return
-        events = [*args]
-        while self._told and self._told[0][0] == self._see_store:
-            events += self._told.popleft()[1]
-        self._due += self._see_store(events, clock.now())
+        if call == self._see_store:
+            events = [*args]
+            while self._told and self._told[0][0] == self._see_store:
+                events += self._told.popleft()[1]
+            args = (events,)
+        self._decide(call(*args, clock.now()))
 
-    def _carry_out(self) -> None:
-        """Carry out what is due first. What may take long is not done with signals deferred."""
-        with interrupts.deferred():
-            effect = self._due.popleft()
+    def _decide(self, due: Iterable[Effect]) -> None:
+        """Have done what the node has decided."""
+        for effect in due:
             if isinstance(effect, effects.Start):
-                self._number, self._under_way = effect.job.generation, True
-                self._is_up = self._has_failed = False
-                self._order = None
-                self._team.assign(effect.job, effect.rank)
-                self._team.begin(self._number)
+                self._due.append(Step("start", partial(self._assign, effect), effect.job.generation))
+            elif isinstance(effect, effects.End):
+                self._due.append(Step("end", partial(self._end_workers, effect.stop)))
             elif isinstance(effect, effects.Finish):
-                self.finish = effect
+                self._due.append(Step("finish", partial(setattr, self, "finish", effect)))
             else:
-                self._pass_on(effect)
-        if isinstance(effect, effects.Start):
-            self._start()
-        elif isinstance(effect, effects.End):
-            self._end_workers(effect.stop)
+                self._due.append(Step("pass on", partial(self._pass_on, effect)))
+
+    def _assign(self, effect: effects.Start) -> None:
+        self._has_failed, self._order = False, None
+        self._team.assign(effect.job, effect.rank)
 
     def _pass_on(self, effect: Effect) -> None:
         if isinstance(effect, effects.Submit):
@@ -319,52 +263,29 @@ class JobRun:
         elif isinstance(effect, effects.Looked):
             effect.tell(effect.found)
 
-    def _start(self) -> None:
-        try:
-            self._team.start(self._number, self.wake)
-        except host_signals.SignalException:  # the group is open, or none of it is left: `ended` will tell
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other nodes hear of it
-            self._note_failed_start(error)
-
     def _expect(self) -> None:
         """Have the keeper end the workers, should this process be stopped: the job goes on without it then."""
         if self._away_timeout < math.inf:
             self._team.expect(self._away_timeout)
             self._expected = clock.now() + self._away_timeout / EXPECTS
 
-    def _look(self) -> bool:
-        """See what has become of the workers. Returns whether anything has."""
-        if not self._is_up:
-            try:
-                self._is_up = self._team.is_up()
-                if self._is_up:
-                    self._expect()
-            except host_signals.SignalException:
-                raise
-            except Exception as error:  # noqa: BLE001 - as above
-                self._note_failed_start(error)
-                return True
-        end = self._team.ended()
-        if end is None:
-            return False
-        self._note_end(end)
-        return True
+    def _up(self) -> None:
+        self._expect()
 
-    def _note_failed_start(self, error: Exception) -> None:
+    def _not_started(self, error: Exception) -> None:
         from phalanx._agent.attempt_end import AttemptEnd
 
-        self._note_end(AttemptEnd("not started", error=one_line(error)))
-
-    def _note_end(self, end: AttemptEnd) -> None:
-        """Tell the node that no worker is left."""
-        with interrupts.deferred():
+        with interrupts.deferred():  # whatever it is, the other nodes hear of it
             self._under_way = False
-            now = clock.now()
-            me, stop, evidence = self._team.account(end)
-            if stop is not None and not self._has_failed and self._node.state != "WAITING":
-                self._due += self._node.workers_failed(stop, now)
-            self._due += self._node.workers_gone(me, evidence, now)
+            self._gone(AttemptEnd("not started", error=one_line(error)))
+
+    def _gone(self, end: AttemptEnd) -> None:
+        """Tell the node that no worker is left."""
+        now = clock.now()
+        me, stop, evidence = self._team.account(end)
+        if stop is not None and not self._has_failed and self._node.state != "WAITING":
+            self._decide(self._node.workers_failed(stop, now))
+        self._decide(self._node.workers_gone(me, evidence, now))
 
     def _see_store(self, events: list[StoreEvent], now: float) -> list[Effect]:
         for event in events:
@@ -399,8 +320,6 @@ class JobRun:
         return self._node.workers_failed(stop, now)
 
     def _end_workers(self, stop: Stop | None) -> None:
-        if not self._under_way:
-            return
         if self._order is not None:
             self._team.stop(*self._order)
         else:

@@ -127,7 +127,6 @@ def rank(
         "signal_sent": signal_sent,
         "ended": ended,
         "early": early,
-        "cause": "",
     }
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.attempts import Team
+from phalanx._agent.runner import Team
 from phalanx._base.stderr import mention
 from phalanx.agent._spec import check_type
 from phalanx.agent._types import RunResult, WorkerState

@@ -416,20 +416,15 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _carry_out(self, attempts: Attempts) -> Ending:
         """Run to the end. On a signal, the workers are ended first, and at the next one killed."""
-        try:
-            return attempts.run()
-        except SignalException as error:
-            first = error
-        death, grace = first.sigval, self._shutdown_timeout
-        while True:
+
+        def stop(number: signal.Signals) -> None:
             self._stopping = True
-            attempts.ask_stop(death, grace)
-            try:
-                attempts.run()
-            except SignalException:
-                death, grace = signal.SIGKILL, 0.0
-            else:
-                raise first
+            attempts.ask_stop(number, 0.0 if number == signal.SIGKILL else self._shutdown_timeout)
+
+        first = attempts.carry_to_end(stop)
+        if first is not None:
+            raise first
+        return attempts.run()
 
     def _finish(self) -> None:
         """Call `_shutdown` if it has not been called; a signal meanwhile has it kill."""

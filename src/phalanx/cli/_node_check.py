@@ -14,7 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from phalanx._agent.attempts import NoAttemptError
+from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise

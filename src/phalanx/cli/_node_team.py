@@ -7,8 +7,8 @@ import signal
 from collections import deque
 from typing import NamedTuple
 
-from phalanx._agent.attempts import NoAttemptError
 from phalanx._agent.common_stop import WITHIN
+from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise

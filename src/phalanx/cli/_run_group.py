@@ -10,10 +10,11 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.attempts import Attempts, NoAttemptError
+from phalanx._agent.attempts import Attempts
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
+from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
@@ -244,35 +245,54 @@ def observers_of(plan: RunPlan, services: Services | None, until_end: ExitStack)
     return observers
 
 
-def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
-    """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
+def see_through(
+    team: RunTeam,
+    run: Callable[[], tuple[T, signal.Signals | None]],
+    conclude: Callable[[T, signal.Signals | None], int],
+    at_end: Callable[[], object] = lambda: None,
+) -> int:
+    """Carry a run out from its record's beginning to its end. Returns the exit code.
+
+    Args:
+        team: The workers.
+        run: Carries all attempts out. Returns how they ended, and by which signal that was asked for, or None.
+        conclude: Records how they ended, and reports what went wrong. Returns the exit code.
+        at_end: Called when no worker is left, whatever has happened.
+    """
     team.record.begin()
     try:
-        try:
-            ending, stopped = _run_all(team, grace)
-        except (PreloadError, NoAttemptError, KeeperLostError) as error:
-            say(f"Error: {error}")
-            team.record_end("failed", 1, str(error))
-            return 1
-        except OSError as error:
-            team.record_end("failed", 1, text := in_our_words(error, team.group))
-            raise click.ClickException(text) from None
-        except ValueError as error:
-            team.record_end("failed", 2, text := in_our_words(error, team.group))
-            raise click.UsageError(text) from None
+        ending, stopped = run()
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
-        return undisturbed(lambda: _conclude(ending, stopped, team, specs, colour=colour))
+        return undisturbed(lambda: conclude(ending, stopped))
     finally:
         try:
             with suppress(SignalException):
                 team.close()  # closed already, unless an exception came
+            at_end()
         finally:
             host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)
             team.record.close()
+
+
+def see_attempts_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
+    """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
+    try:
+        return see_through(
+            team,
+            lambda: _run_all(team, grace),
+            lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
+        )
+    except (PreloadError, NoAttemptError, KeeperLostError) as error:
+        say(f"Error: {error}")
+        return 1
+    except OSError as error:
+        raise click.ClickException(in_our_words(error, team.group)) from None
+    except ValueError as error:
+        raise click.UsageError(in_our_words(error, team.group)) from None
 
 
 def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
@@ -280,15 +300,24 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
 
     Signals raise SignalException from then on, until ``team`` is released.
     """
-    stopped: signal.Signals | None = None
-    with Attempts(team, team.policy, events=team.record.stream) as attempts:
-        host_signals.acquire(team)
-        try:
-            ending = attempts.run()
-        except SignalException as error:
-            stopped = error.sigval
-            ending = _stop(attempts, team, stopped, grace)
-    return ending, stopped
+
+    def stop(death: signal.Signals) -> None:
+        seconds = 0.0 if death == signal.SIGKILL else grace
+        if death == signal.SIGKILL:
+            host_signals.ignore()  # beyond, there is nothing to be asked for, and a worker may send them without end
+        _say_stop(attempts, team, death, seconds)
+        attempts.ask_stop(death, seconds)
+
+    try:
+        with Attempts(team, team.policy, events=team.record.stream) as attempts:
+            first = attempts.carry_to_end(stop, team)
+            return attempts.run(), None if first is None else first.sigval
+    except (PreloadError, NoAttemptError, KeeperLostError) as error:
+        team.record_end("failed", 1, str(error))
+        raise
+    except (OSError, ValueError) as error:
+        team.record_end("failed", 1 if isinstance(error, OSError) else 2, in_our_words(error, team.group))
+        raise
 
 
 def undisturbed(step: Callable[[], T]) -> T:
@@ -338,24 +367,6 @@ def in_our_words(error: Exception, group: PContext | None) -> str:
         return text
     chosen = isinstance(group, ScriptContext) and os.environ.get(_python.CHOICE)
     return f"{_python.CHOICE if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
-
-
-def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float) -> Ending:
-    """End the run: gracefully, and at once on a further signal. Cleanup is never abandoned.
-
-    Beyond the second there is nothing to be asked for, and a worker may send them without end: they are ignored.
-    """
-    death, seconds = first, grace
-    while True:
-        try:
-            host_signals.forget_raised()  # it is handled here: asking a group for its state would raise it again
-            if death == signal.SIGKILL:
-                host_signals.ignore()
-            _say_stop(attempts, team, death, seconds)
-            attempts.ask_stop(death, seconds)
-            return attempts.run()
-        except SignalException:
-            death, seconds = signal.SIGKILL, 0.0
 
 
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:

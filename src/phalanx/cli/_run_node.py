@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-from contextlib import suppress
 
 import click
 
@@ -30,10 +29,9 @@ from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._other_machine import command_line
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import child_failed, observers_of, show_report, undisturbed
+from phalanx.cli._run_group import child_failed, observers_of, see_through, show_report
 from phalanx.cli._say import say
 from phalanx.cli._stack_door import StackDoor
-from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -182,60 +180,48 @@ def see_node_through(
     Once the node has left, a signal shortens waits, and changes nothing else. ``end`` ends the store, if it is here;
     ``on_sigterm``: see `_on_sigterm`.
     """
-    team.record.begin()
     try:
-        try:
-            team.door = StackDoor(run.ask_look, team.warn)
-            team.leave = run.ask_leave
-            finish, stopped = _run_all(run, team, grace, on_sigterm)
-        except (OSError, ValueError) as error:
-            team.record_end("failed", 1, str(error))
-            raise click.ClickException(str(error)) from None
-        with suppress(SignalException):  # a console that nobody reads is waited for no longer
-            team.wait_shown()
-            team.close()
-        return undisturbed(lambda: _conclude(finish, stopped, team, logs, colour=colour))
-    finally:
-        try:
-            with suppress(SignalException):
-                team.close()
-            if end is not None:
-                shortened(end, run.patience)
-        finally:
-            host_signals.ignore()  # until this process has left: its exit code is known
-            host_signals.release(team)
-            team.record.close()
+        return see_through(
+            team,
+            lambda: _run_all(run, team, grace, on_sigterm),
+            lambda finish, stopped: _conclude(finish, stopped, team, logs, colour=colour),
+            lambda: None if end is None else shortened(end, run.patience),
+        )
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _run_all(run: JobRun, team: MachineTeam, grace: float, on_sigterm: str) -> tuple[Finish, signal.Signals | None]:
     """Carry the node's part out. Returns how it ended, and by which signal it was to end here, or None."""
-    with run:
-        host_signals.acquire(team)
-        try:
-            return run.run(), None
-        except SignalException as error:
-            return _end(run, team, error.sigval, grace, on_sigterm), error.sigval
+    asked, leaves = "", False
 
+    def stop(number: signal.Signals) -> None:
+        nonlocal asked, leaves
+        kills = number == signal.SIGKILL
+        if not kills:
+            asked = number.name
+            is_to_leave = on_sigterm == "leave" or (on_sigterm == "spare" and run.is_spare)
+            leaves = is_to_leave and number == signal.SIGTERM
+        if kills:
+            host_signals.ignore()
+            team.say("phalanx: killing the workers")
+        elif run.finish is None:
+            what = "this node leaves the job" if leaves else "stopping the job on all nodes"
+            team.say(f"phalanx: {asked}: {what} (at most {grace:g} s; once more to kill)")
+        if leaves:
+            run.ask_leave(asked, kills=kills)
+        else:
+            run.ask_stop(number, asked, 0.0 if kills else grace)
 
-def _end(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float, on_sigterm: str) -> Finish:
-    """End the job, or this node's part in it: gracefully, and at once on a further signal. See `_run_group`."""
-    is_leaving = first == signal.SIGTERM and (on_sigterm == "leave" or (on_sigterm == "spare" and run.is_spare))
-    kills = False
-    while True:
-        try:
-            if kills:
-                host_signals.ignore()
-                team.say("phalanx: killing the workers")
-            elif run.finish is None:
-                what = "this node leaves the job" if is_leaving else "stopping the job on all nodes"
-                team.say(f"phalanx: {first.name}: {what} (at most {grace:g} s; once more to kill)")
-            if is_leaving:
-                run.ask_leave(first.name, kills=kills)
-            else:
-                run.ask_stop(signal.SIGKILL if kills else first, first.name, 0.0 if kills else grace)
-            return run.run()
-        except SignalException:
-            kills = True
+    try:
+        team.door = StackDoor(run.ask_look, team.warn)
+        team.leave = run.ask_leave
+        with run:
+            first = run.carry_to_end(stop, team)
+            return run.run(), None if first is None else first.sigval
+    except (OSError, ValueError) as error:
+        team.record_end("failed", 1, str(error))
+        raise
 
 
 def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:

@@ -20,7 +20,7 @@ from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
-from phalanx.cli._run_group import RunTeam, observers_of, see_through
+from phalanx.cli._run_group import RunTeam, observers_of, see_attempts_through
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
 from phalanx.cli._say import say
@@ -180,7 +180,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
         signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-        code = see_through(team, plan.specs, config.grace, colour=colour)
+        code = see_attempts_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
     return code
