@@ -172,8 +172,12 @@ def test_a_static_endpoint_is_where_workers_meet() -> None:
         ({"nproc_per_node": "2"}, TypeError, "nproc_per_node: expected a whole number, 1 or more, got '2'"),
         ({"min_nodes": True}, TypeError, "min_nodes: expected a whole number"),
         ({"min_nodes": 2}, ValueError, "max_nodes: expected min_nodes (2) or more, got 1"),
-        ({"max_nodes": 2, "rdzv_backend": "static"}, ValueError, "max_nodes: expected min_nodes (1) with the backend"),
-        ({"max_nodes": 2, "rdzv_backend": "etcd"}, ValueError, "run_id: expected the id of the job"),
+        (
+            {"max_nodes": 2, "rdzv_backend": "static"},
+            ValueError,
+            "max_nodes: 1:2: with the backend",
+        ),
+        ({"max_nodes": 2, "rdzv_backend": "etcd"}, ValueError, "run_id: the machines of a job find"),
         ({"max_nodes": 2, "rdzv_configs": {"timeout": -1}}, ValueError, "rdzv_configs: timeout: '-1': expected a time"),
         (
             {"rdzv_backend": "zeus"},

@@ -8,20 +8,20 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
-from phalanx._base.host_names import address_text, is_loopback, is_no_machine
-from phalanx._rendezvous.conf import CANNOT_KEEP
-from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
+from phalanx._base.host_names import address_text
+from phalanx._rendezvous import meeting
+from phalanx._rendezvous.conf import SECRET
+from phalanx._rendezvous.settings import STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
-from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_settings, may_host
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
+    from collections.abc import Mapping, Sequence
 
     from phalanx.cli._machines import MachineOptions
     from phalanx.cli._scheduler import Allocation
 
+_WORDS = "--rdzv-conf secret_file=PATH", "--insecure"
 _LATER = "this is the only machine, see --nnodes"
 _SCHEDULED = {"SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 """Variables of which one is there, where a scheduler says anything; else what reads them is not loaded."""
@@ -129,8 +129,8 @@ def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: A
     port = chosen.master_port or allocation.port_of(run_id)
     nodes = allocation.nodes, allocation.nodes
     name = run_id or allocation.job
-    meeting = _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, name, "--master-port")
-    return meeting._replace(holds=f"{name}, node {allocation.node_rank}")
+    met = _meet_at_rank_0(chosen, nodes, allocation.node_rank, [(host, port)], name, "--master-port")
+    return met._replace(holds=f"{name}, node {allocation.node_rank}")
 
 
 def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | None) -> Meeting:
@@ -145,27 +145,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
         )
     if chosen.rdzv_backend == STATIC:
         return _meet_static(chosen, least, most, rank, run_id or _NO_ID)
-    is_hosted = chosen.rdzv_backend == C10D
-    default = C10D_PORT if is_hosted else ETCD_PORT
-    what = "where the machine is that has the store" if is_hosted else "where the etcd is"
-    if not chosen.rdzv_endpoint or not all(host for host, _ in chosen.rdzv_endpoint):
-        msg = f"--rdzv-endpoint: expected {what}, like host:{default}; it is not given"
-        raise click.UsageError(msg)
-    host = chosen.rdzv_endpoint[0][0]
-    if is_hosted and len(chosen.rdzv_endpoint) > 1:
-        msg = f"--rdzv-endpoint: expected one machine, which has the store; got {len(chosen.rdzv_endpoint)}"
-        raise click.UsageError(msg)
-    _check_host("--rdzv-endpoint", host)
-    if not run_id and not is_hosted:
-        raise click.UsageError("--run-id: the machines of a job find each other by it; give the same one on each")
-    endpoints = tuple(address_text(name, at or default) for name, at in chosen.rdzv_endpoint)
-    machines = _machines(
-        chosen,
-        (least, most),
-        endpoints,
-        hosts=is_hosted and may_host(chosen.rdzv_conf, host),
-        secret=_secret(chosen, host, endpoints[0]) if is_hosted else b"",
-    )
+    machines = _machines(chosen, (least, most), chosen.rdzv_endpoint, run_id or "", None, "--rdzv-endpoint")
     given = {
         "--master-addr": chosen.master_addr != MASTER_ADDR, "--master-port": chosen.master_port != 0,
         "--node-rank": rank != 0,
@@ -174,48 +154,36 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
     return Meeting(run_id or _NO_ID, machines.address, 0, notes, machines)
 
 
-def _check_host(option: str, host: str) -> None:
-    """Refuse an endpoint that each machine would take for its own. Raises UsageError."""
-    if is_no_machine(host):
-        msg = f"{option}: expected the name or the address of a machine, by which the others reach it; got {host!r}"
-        raise click.UsageError(msg)
-
-
 def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_id: str) -> Meeting:
     """Return how machines meet that have been given their ranks by options. Raises UsageError."""
-    if least != most:
-        msg = f"--nnodes: {least}:{most}: with --rdzv-backend static, a fixed number of machines takes part"
-        raise click.UsageError(msg)
     host, port, source = chosen.master_addr, chosen.master_port or STATIC_PORT, "--master-port"
-    notes = []
-    if len(chosen.rdzv_endpoint) > 1:
-        msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
-        raise click.UsageError(msg)
     if chosen.rdzv_endpoint and not chosen.rdzv_endpoint[0][0] and chosen.rdzv_endpoint[0][1]:
         msg = f"--rdzv-endpoint: expected the machine of node rank 0, like host:{STATIC_PORT}; got a port alone"
         raise click.UsageError(msg)
-    if chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]:
-        host, at = chosen.rdzv_endpoint[0]
-        port, source = at or STATIC_PORT, "--rdzv-endpoint"
-        differ = {
-            "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
-            "--master-port": chosen.master_port not in (0, port),
-        }
-        notes = _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ)
-    meeting = _meet_at_rank_0(chosen, least, most, rank, host, port, run_id, source)
-    return meeting._replace(notes=notes)
+    if not (chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]):
+        return _meet_at_rank_0(chosen, (least, most), rank, [(host, port)], run_id, source)
+    host, at = chosen.rdzv_endpoint[0]
+    port = at or STATIC_PORT
+    differ = {
+        "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
+        "--master-port": chosen.master_port not in (0, port),
+    }
+    met = _meet_at_rank_0(chosen, (least, most), rank, chosen.rdzv_endpoint, run_id, "--rdzv-endpoint")
+    return met._replace(notes=_unheeded(f"beside --rdzv-endpoint {host}:{port}", differ))
 
 
 def _meet_at_rank_0(
-    chosen: MachineOptions, least: int, most: int, rank: int, host: str, port: int, run_id: str, source: str
-) -> Meeting:
-    """Return how machines meet whose ranks are given: at the agent of rank 0, ``host``. Raises UsageError.
+    chosen: MachineOptions, nodes: tuple[int, int], rank: int, endpoints: Sequence[tuple[str, int]], run_id: str,
+    source: str,
+) -> Meeting:  # fmt: skip
+    """Return how machines meet whose ranks are given: at the agent of rank 0. Raises UsageError.
 
     ``source``: the option that gives the port, if one does.
     """
-    _check_host("--rdzv-endpoint" if source == "--rdzv-endpoint" else "--master-addr", host)
-    agent = agent_port(chosen.rdzv_conf, port + 1)
-    endpoint, typed = address_text(host, agent), ""
+    option = "--rdzv-endpoint" if source == "--rdzv-endpoint" else "--master-addr"
+    machines = _machines(chosen, nodes, endpoints, run_id, rank, option)
+    assert machines.master is not None
+    (host, port), (_, agent), typed = machines.master, machines.host_and_port(), ""
     if "agent_port" in chosen.rdzv_conf:
         typed = f"--rdzv-conf agent_port={agent}"
     elif chosen.master_port or source == "--rdzv-endpoint":
@@ -223,48 +191,34 @@ def _meet_at_rank_0(
             f"--rdzv-endpoint {address_text(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
         )
         typed += f": the agents meet at the port after it, {agent} (--rdzv-conf agent_port=PORT chooses another)"
-    machines = _machines(
-        chosen,
-        (least, most),
-        (endpoint,),
-        hosts=rank == 0,
-        secret=_secret(chosen, host, endpoint),
-        node_rank=rank,
-        master=(host, port),
-    )
     return Meeting(run_id, host, port, [], machines, source=typed)
 
 
-def _machines(chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], **more: Any) -> Machines:
-    is_hosted = chosen.rdzv_backend in (STATIC, C10D)
-    if chosen.keep and is_hosted:
-        msg = f"--keep: {CANNOT_KEEP} (--rdzv-backend etcd)"
-        raise click.UsageError(msg)
-    fields = machine_settings(chosen.rdzv_conf, os.environ, is_hosted=is_hosted) | more
-    return Machines(
-        *nodes,
-        chosen.rdzv_backend,
-        endpoints,
-        chosen.local_addr or "",
-        rejoin_delay=chosen.rejoin_delay,
-        exclude_after=chosen.exclude_after or 0,
-        keep=chosen.keep,
-        barrier=chosen.exit_barrier_timeout,
-        **fields,
-    )
-
-
-def _secret(chosen: MachineOptions, host: str, endpoint: str) -> bytes:
-    """Return the secret of a job whose store an agent has. Raises UsageError: none is given, and one is needed."""
-    secret = job_secret(chosen.rdzv_conf, os.environ)
-    if secret or chosen.insecure or is_loopback(host):
-        return secret
-    msg = (
-        f"the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each "
-        "(`openssl rand -hex 32` makes one), or let --rdzv-conf secret_file=PATH name a file that holds it. "
-        "--insecure does without: whoever reaches that port can then stop the job, or lead it astray"
-    )
-    raise click.UsageError(msg)
+def _machines(
+    chosen: MachineOptions, nodes: tuple[int, int], endpoints: Sequence[tuple[str, int]], run_id: str,
+    rank: int | None, where: str,
+) -> Machines:  # fmt: skip
+    """Return how this machine meets the others. ``where``: the option that names the endpoint. Raises UsageError."""
+    more = {
+        "rejoin_delay": chosen.rejoin_delay, "exclude_after": chosen.exclude_after or 0,
+        "barrier": chosen.exit_barrier_timeout,
+    }  # fmt: skip
+    told = meeting.Told(
+        chosen.rdzv_backend, nodes, tuple(endpoints), run_id, chosen.rdzv_conf, rank, chosen.local_addr or "",
+        insecure=chosen.insecure, keep=chosen.keep, words=_WORDS, more=more,
+    )  # fmt: skip
+    try:
+        return meeting.machines_of(told)
+    except ValueError as error:
+        name, _, rest = str(error).partition(": ")
+        options = {
+            "endpoint": where, "rank": "--node-rank", "max_nodes": "--nnodes", "run_id": "--run-id", "keep": "--keep",
+        }  # fmt: skip
+        if name in options:
+            text = f"{options[name]}: {rest}"
+        else:
+            text = str(error) if name == SECRET else f"--rdzv-conf: {error}"
+        raise click.UsageError(text) from None
 
 
 def _unheeded(where: str, given: Mapping[str, object]) -> list[str]:

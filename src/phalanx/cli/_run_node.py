@@ -16,6 +16,7 @@ from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
 from phalanx._rendezvous.conclusion import conclude
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.entrance import come
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun, shortened
@@ -27,7 +28,6 @@ from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._other_machine import command_line
-from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import child_failed, observers_of, see_through, show_report
 from phalanx.cli._say import say

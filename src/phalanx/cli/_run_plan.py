@@ -9,12 +9,12 @@ import time
 from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import shared
+from phalanx._rendezvous.conf import exposed
 from phalanx.cli import _python
 from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import colours_of_workers, console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
-from phalanx.cli._rdzv_conf import exposed
 from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
 from phalanx.cli._run_checks import (
     check_command,

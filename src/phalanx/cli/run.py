@@ -213,8 +213,8 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
 
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
+    from phalanx._rendezvous.conf import secrets_of
     from phalanx.cli._print_config import as_job_file
-    from phalanx.cli._rdzv_conf import secrets_of
     from phalanx.cli._run_record import Asked
 
     secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)
