@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.cli import _node_check
-from phalanx.cli._node_check import NodeCheck, pass_check
+from phalanx._run import node_check
+from phalanx._run.node_check import NodeCheck, pass_check
 from tests.cli.test_run import Place
 from tests.support.helpers import PYTHON, wait_gone
 
@@ -51,7 +51,7 @@ def test_a_check_does_not_find_the_secret(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_check_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_node_check, "LONGEST", 0.2)
+    monkeypatch.setattr(node_check, "LONGEST", 0.2)
     assert run_check("sleep 1000") == "it has not ended within 0.2s"
 
 
@@ -74,7 +74,7 @@ def test_what_a_check_leaves_behind_is_told_as_its_own(capfd: pytest.CaptureFixt
 def test_it_is_tried_again_after_longer_and_longer_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_node_check, "_FIRST", 0.02)
+    monkeypatch.setattr(node_check, "_FIRST", 0.02)
     command = f"echo >> {tmp_path}/tries; test $(wc -l < {tmp_path}/tries) = 3"
     with NodeCheck(command) as check:
         assert pass_check(check, 60.0, lambda: 0.0) == ""
@@ -282,7 +282,7 @@ cli.main()
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--preload", "json")])
 def test_a_signal_between_any_two_lines_is_one_signal(place: Place, options: tuple[object, ...]) -> None:
-    place.env["PARTS"] = "/cli/_run /cli/_node_check /cli/_preloading /_agent/ /job_run"
+    place.env["PARTS"] = "/cli/_run /_run/ /_agent/ /job_run"
     script = place.write(FAILS_ONCE)
     command = ("run", "--log-dir", place.logs, "--max-restarts", 1, *options, "--node-check", "sleep 0.1", script)
     moment, step = 1, int(os.environ.get("PHALANX_STEP", "61"))

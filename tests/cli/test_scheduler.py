@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from phalanx._agent.scheduler_step import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
-from phalanx.cli import _one_run
-from phalanx.cli._hostlist import MOST_HOSTS, hosts
-from phalanx.cli._one_run import OneRun
-from phalanx.cli._scheduler import PORTS, Allocation, found
+from phalanx._run import one_run
+from phalanx._run.hostlist import MOST_HOSTS, hosts
+from phalanx._run.one_run import OneRun
+from phalanx._run.scheduler import PORTS, Allocation, found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -262,7 +262,7 @@ def test_who_has_the_name_is_not_told_of_a_later_run_or_of_none(monkeypatch: pyt
     told = threading.Event()
     with OneRun("slurm-2.0, node 1") as held:
         held.when_met(told.set)  # nobody comes
-    monkeypatch.setattr(_one_run, "TOGETHER", -1.0)
+    monkeypatch.setattr(one_run, "TOGETHER", -1.0)
     with OneRun("slurm-2.0, node 1") as held:
         held.when_met(told.set)
         assert held._thread is not None

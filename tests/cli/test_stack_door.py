@@ -13,10 +13,10 @@ import pytest
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.effects import Found
 from phalanx._rendezvous.records import Job, Member
+from phalanx._run.stack_door import MOST_CALLERS, NAME, SEEN, StackDoor
 from phalanx._runs import record, record_writer
 from phalanx.cli import _job_stacks
 from phalanx.cli._job_stacks import NotToldError, ask
-from phalanx.cli._stack_door import MOST_CALLERS, NAME, SEEN, StackDoor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

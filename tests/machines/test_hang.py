@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from phalanx._run.node_looks import LOOK, LastLook
+from phalanx._run.node_team import MachineTeam
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from phalanx.cli._last_look import LOOK, LastLook
-from phalanx.cli._node_team import MachineTeam
 from tests.support.jobs import Job
 
 if TYPE_CHECKING:

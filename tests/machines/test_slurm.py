@@ -32,7 +32,7 @@ SOON = 60.0
 
 FOUND = """
 import os
-from phalanx.cli._scheduler import found
+from phalanx._run.scheduler import found
 print(os.uname().nodename, *(found(os.environ) or ["alone"])[:6])
 """
 
@@ -256,8 +256,9 @@ def test_a_job_goes_on_without_a_node_that_is_down(slurm: Slurm, tmp_path: Path)
 
 LAUNCHER = """
 import sys
-from phalanx.cli import _one_run, main
-_one_run.TOGETHER = 1000  # a busy machine may take longer than is usual between two starts
+from phalanx._run import one_run
+from phalanx.cli import main
+one_run.TOGETHER = 1000  # a busy machine may take longer than is usual between two starts
 main()
 """
 

@@ -51,8 +51,8 @@ WINGS = (
 FACES = ("errors", "timer", "metrics", "events", "rendezvous", "multiprocessing", "spawn", "agent", "launcher", "cli")
 """The packages whose names users know, which stand on the wings, from the ground up."""
 
-LAYERS = (*WINGS, *FACES[:4], "_run", *FACES[4:])
-"""Each may import itself and what stands before it. What carries a run posts torch's events, by the face for these."""
+LAYERS = (*WINGS, *FACES[:7], "_run", *FACES[7:])
+"""Each may import itself and what stands before it. What carries a run uses the faces of groups and of events."""
 
 MOST_LINES = 600
 """Of one module."""
@@ -64,13 +64,13 @@ KEPT_APART = {
             *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "guest_team", "job_run", "leader")),
             *(f"_rendezvous/{name}" for name in ("membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
-            *("_rendezvous/looks", "cli/_job_stacks", "cli/_node_looks", "cli/_node_team", "cli/_run_node"),
+            *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
             *(
                 f"_store/etcd/{name}"
                 for name in ("auth", "etcd_store", "history", "reach", "session", "transactions", "watches")
             ),
             "_rendezvous/words",
-            "cli/_stack_door",
+            "_run/stack_door",
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },

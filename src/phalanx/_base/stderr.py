@@ -15,6 +15,7 @@ import sys
 from phalanx._base import linux
 from phalanx._base.background import SerialExecutor
 from phalanx._base.control_chars import sanitise
+from phalanx._base.tty import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def tell(text: str) -> None:
     """
     mention(text)
     finish()
+
+
+def say(text: str) -> None:
+    """Write lines of the command line's own, after ``phalanx: ``. What a terminal would obey is shown as escapes."""
+    tell("\n".join(map(printable, f"phalanx: {text}".split("\n"))))
 
 
 def mention(text: str) -> None:

@@ -14,6 +14,7 @@ from phalanx._agent.file_timers import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
 from phalanx._agent.health import PORT_ENV
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._base.rank_ranges import how_many, name_ranks
+from phalanx._base.stderr import say
 from phalanx._base.tty import printable
 from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV
@@ -22,10 +23,8 @@ from phalanx._placement import topology
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
-from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._put import put
-from phalanx.cli._run_group import in_our_words
-from phalanx.cli._say import say
+from phalanx.cli._run_group import in_our_words, reserve_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

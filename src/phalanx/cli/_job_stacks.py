@@ -9,7 +9,7 @@ from phalanx._base import clock, files
 from phalanx._rendezvous.looks import PATIENCE
 from phalanx._rendezvous.records import DamagedError
 from phalanx._rendezvous.stack_report import MOST_BYTES, JobStacks
-from phalanx.cli._stack_door import NAME, peer
+from phalanx._run.stack_door import NAME, peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from phalanx._run.scheduler import Allocation
     from phalanx.cli._machines import MachineOptions
-    from phalanx.cli._scheduler import Allocation
 
 _WORDS = "--rdzv-conf secret_file=PATH", "--insecure"
 _LATER = "this is the only machine, see --nnodes"
@@ -104,7 +104,7 @@ def _allocation() -> Allocation | None:
     """Return what a scheduler says of several machines; None: nothing. Raises UsageError."""
     if os.environ.keys().isdisjoint(_SCHEDULED):
         return None
-    from phalanx.cli._scheduler import found
+    from phalanx._run.scheduler import found
 
     try:
         return found(os.environ)

@@ -9,9 +9,9 @@ import click
 
 from phalanx._base import disk, procfs
 from phalanx._base.rank_ranges import how_many
+from phalanx._base.stderr import say
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
 from phalanx.cli._runs_folders import MANY
-from phalanx.cli._say import say
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 TYPE_CHECKING = False

@@ -12,6 +12,7 @@ import click
 from phalanx._base.host_names import is_loopback
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import how_many
+from phalanx._base.stderr import say
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
@@ -24,14 +25,13 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
+from phalanx._run.node_team import MachineTeam
+from phalanx._run.other_machine import command_line
+from phalanx._run.run_team import see_through
+from phalanx._run.stack_door import StackDoor
 from phalanx._store.etcd import INSTALL
-from phalanx.cli._attempt_groups import reserve_port
-from phalanx.cli._node_team import MachineTeam
-from phalanx.cli._other_machine import command_line
 from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import child_failed, observers_of, see_through, show_report
-from phalanx.cli._say import say
-from phalanx.cli._stack_door import StackDoor
+from phalanx.cli._run_group import child_failed, observers_of, reserve_port, show_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.evidence import JobEvidence
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
-    from phalanx.cli._one_run import OneRun
+    from phalanx._run.one_run import OneRun
+    from phalanx._run.run_record import Asked
+    from phalanx._run.services import Services
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
-    from phalanx.cli._run_record import Asked
-    from phalanx.cli._services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
 
@@ -70,7 +70,7 @@ def run_node(
         raise click.UsageError(msg)
     check = plan.node_check()
     if check is not None:
-        from phalanx.cli._node_check import pass_check
+        from phalanx._run.node_check import pass_check
 
         until_end.callback(check.close)
         try:
@@ -124,7 +124,7 @@ def run_node(
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
         run = JobRun(node, entrance.store, team, away_timeout=machines.away_timeout)
         if held is not None:
-            from phalanx.cli._one_run import TOLD
+            from phalanx._run.one_run import TOLD
 
             held.when_met(lambda: run.ask_stop(signal.SIGTERM, TOLD, config.grace))
         on_sigterm = _on_sigterm(config.on_sigterm, machines, entrance)

@@ -7,11 +7,12 @@ import sys
 import time
 
 from phalanx._agent.worker_env import OF_PART, worker_env
+from phalanx._base.stderr import say
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import shared
 from phalanx._rendezvous.conf import exposed
+from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli import _python
-from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import colours_of_workers, console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
@@ -27,7 +28,6 @@ from phalanx.cli._run_checks import (
     timer_specs,
 )
 from phalanx.cli._run_logs import run_logs, umask_notes
-from phalanx.cli._say import say
 from phalanx.cli._stdin import Stdin
 from phalanx.cli._streams import check_no_logs, check_streams
 from phalanx.multiprocessing import Std
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._run.node_check import NodeCheck
     from phalanx._run.status_events import StatusEvents
-    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_config import RunConfig
 
 _SILENT = ("null", "dynamic_rendezvous")  # destinations of events that lead nowhere
@@ -128,7 +128,7 @@ class RunPlan:
         """Return what this machine has to pass before each attempt; None: nothing."""
         if not self.config.node_check:
             return None
-        from phalanx.cli._node_check import NodeCheck
+        from phalanx._run.node_check import NodeCheck
 
         return NodeCheck(self.config.node_check)
 

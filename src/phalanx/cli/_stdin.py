@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 import click
 
 from phalanx._base import clock, interrupts, procfs
-from phalanx.cli._say import say
+from phalanx._base.stderr import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

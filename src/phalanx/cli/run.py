@@ -12,18 +12,18 @@ from contextlib import ExitStack
 
 import click
 
+from phalanx._base.stderr import say
 from phalanx._base.tty import use_colour
 from phalanx._engine.host_signals import choosing
-from phalanx.cli._attempt_groups import reserve_port
+from phalanx._run.run_team import RunTeam
 from phalanx.cli._command import SETTINGS, Command, argv_of
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
-from phalanx.cli._run_group import RunTeam, observers_of, see_attempts_through
+from phalanx.cli._run_group import observers_of, reserve_port, see_attempts_through
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
-from phalanx.cli._say import say
 from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from phalanx._rendezvous.settings import Machines
-    from phalanx.cli._run_record import Asked
-    from phalanx.cli._services import Services
+    from phalanx._run.run_record import Asked
+    from phalanx._run.services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -192,9 +192,12 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
 
     held = None
     if plan.meeting.holds:
-        from phalanx.cli._one_run import OneRun
+        from phalanx._run.one_run import NameTakenError, OneRun
 
-        held = until_end.enter_context(OneRun(plan.meeting.holds))
+        try:
+            held = until_end.enter_context(OneRun(plan.meeting.holds))
+        except NameTakenError as taken:
+            raise click.UsageError(str(taken)) from None
     code, error = run_node(plan, machines, services, until_end, asked, held)
     if error is not None:
         raise _WorkersFailed(code, error)
@@ -205,17 +208,20 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
     """Start what the environment asks for beside the workers; None: nothing, and what makes it is not loaded."""
     if os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "LOGLEVEL"}):
         return None
-    from phalanx.cli._services import Services, log_shown
+    from phalanx._run.services import Services, log_shown
 
     until_end.enter_context(log_shown())
-    return until_end.enter_context(Services(plan.health_address, plan.run_id, plan.policy.max_restarts))
+    try:
+        return until_end.enter_context(Services(plan.health_address, plan.run_id, plan.policy.max_restarts))
+    except OSError as error:
+        raise click.ClickException(error.strerror or str(error)) from None
 
 
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
     from phalanx._rendezvous.conf import secrets_of
+    from phalanx._run.run_record import Asked
     from phalanx.cli._print_config import as_job_file
-    from phalanx.cli._run_record import Asked
 
     secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)
     try:

@@ -24,10 +24,9 @@ from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx._rendezvous.words import follows, told, unreachable
-from phalanx.cli._last_look import LOOK, LastLook
-from phalanx.cli._node_looks import NodeLooks
-from phalanx.cli._preloading import Preloading
-from phalanx.cli._run_group import Place, RunTeam
+from phalanx._run.node_looks import LOOK, LastLook, NodeLooks
+from phalanx._run.preloading import Preloading
+from phalanx._run.run_team import Place, RunTeam
 from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
     from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Job, Node
-    from phalanx.cli._other_machine import CommandLine
-    from phalanx.cli._stack_door import StackDoor
+    from phalanx._run.other_machine import CommandLine
+    from phalanx._run.stack_door import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
 

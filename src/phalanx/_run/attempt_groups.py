@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import click
-
-from phalanx._agent import master_port
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._group.arguments import VALUE
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
     from phalanx._agent.master_port import ReservedPort
     from phalanx._events.stream import EventStream
-    from phalanx.cli._run_logs import RunLogs
+    from phalanx.multiprocessing import DefaultLogsSpecs
 
 
 class AttemptGroups:
@@ -49,7 +46,7 @@ class AttemptGroups:
         script: str,
         args: tuple[str, ...],
         envs: Mapping[int, Mapping[str, str]],
-        specs: RunLogs,
+        specs: DefaultLogsSpecs,
         *,
         module: bool,
         no_python: bool,
@@ -132,12 +129,3 @@ def scripts_of(script: str, nprocs: int) -> list[str]:
     ['worker_0.py', 'worker_1.py']
     """
     return [with_local_rank((script,), rank)[0] for rank in range(nprocs)]
-
-
-def reserve_port() -> ReservedPort:
-    """Reserve a port for rank 0, see `master_port.reserve`. Raises ClickException."""
-    try:
-        return master_port.reserve()
-    except OSError as error:
-        msg = f"no port for MASTER_PORT: {error.strerror}; --master-port takes the number of one"
-        raise click.ClickException(msg) from None

@@ -16,8 +16,6 @@ import threading
 from contextlib import suppress
 from hashlib import sha256
 
-import click
-
 from phalanx._base import clock
 
 TYPE_CHECKING = False
@@ -35,11 +33,15 @@ _JOIN = 1.0  # seconds that the end waits for the thread: one whose start Ctrl-C
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: see SCM_CREDENTIALS in unix(7)
 
 
+class NameTakenError(Exception):
+    """Raised where another process has the name. ``str()`` is for the user."""
+
+
 class OneRun:
     """A name that one launcher of this machine has: an abstract address of unix(7). A context manager.
 
-    The name is free when the process ends, at the latest. Entering raises UsageError where another process has it; that
-    one is told.
+    The name is free when the process ends, at the latest. Entering raises NameTakenError where another process has it;
+    that one is told.
 
     Args:
         name: What is held.
@@ -63,7 +65,7 @@ class OneRun:
                 with suppress(OSError):  # its queue is full: others have told it
                     self._sock.sendto(b"\n", socket.MSG_DONTWAIT, self._address)
             msg = f"{self._name}: another `phalanx run` of this step is under way here: give each a --run-id of its own"
-            raise click.UsageError(msg) from None
+            raise NameTakenError(msg) from None
         self._until = clock.now() + TOGETHER
         return self
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-import click
-
 from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.health import Health
 
@@ -34,7 +32,7 @@ class Services:
     Attributes:
         variables: What workers find in the environment because of them.
 
-    Raises ClickException: a service cannot be started.
+    Raises OSError: a service cannot be started.
     """
 
     def __init__(self, address: tuple[str, int] | None, run_id: str, max_restarts: int) -> None:
@@ -43,9 +41,6 @@ class Services:
         try:
             self._health.start()
             self.variables = self._timers.start(run_id) | self._health.variables()
-        except OSError as error:
-            self._stop()
-            raise click.ClickException(error.strerror or str(error)) from None
         except BaseException:
             self._stop()
             raise

@@ -20,12 +20,12 @@ from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
+from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.outcome import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx._rendezvous.conf import NOT_FOR_WORKERS
-from phalanx.cli._say import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from phalanx._agent.scheduler_step import STEP, step_of
 from phalanx._base.rank_ranges import how_many
-from phalanx.cli._hostlist import hosts
+from phalanx._run.hostlist import hosts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

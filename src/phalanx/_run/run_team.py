@@ -1,0 +1,251 @@
+"""The workers of a run on this machine, their events and the record of these; and what holds for the end of a run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+from phalanx._agent.common_stop import CommonStop
+from phalanx._agent.group_team import GroupTeam
+from phalanx._base import clock, interrupts
+from phalanx._base.stderr import say
+from phalanx._engine import host_signals
+from phalanx._events import agent_kinds
+from phalanx._run.run_record import RunRecord
+from phalanx._run.status_events import StatusWorker
+from phalanx._runs.recorder import Recorder
+from phalanx.multiprocessing import PContext, SignalException
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable, Iterable
+    from typing import Any, TypeVar
+
+    from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._events.kinds import Event
+    from phalanx._run.attempt_groups import AttemptGroups
+    from phalanx._run.node_check import NodeCheck
+    from phalanx._run.run_record import Asked, Observers
+    from phalanx.multiprocessing.errors import ChildFailedError
+
+    T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where the workers of this machine are among those of all.
+
+    Attributes:
+        group_rank, group_world_size: Which machine this is, of how many.
+        first_rank: The rank in the job of local rank 0.
+        role_rank, role_world_size: Its rank among the workers of its role, and how many those are; 0: those of here.
+    """
+
+    group_rank: int = 0
+    group_world_size: int = 1
+    first_rank: int = 0
+    role_rank: int = 0
+    role_world_size: int = 0
+
+
+class RunTeam(GroupTeam):
+    """The attempts of a run, their events, and what is recorded of these.
+
+    Args:
+        groups: Makes the groups.
+        policy: When a group is started again.
+        run_id: The run's id.
+        keep_runs: See `Recorder`.
+        observers: See `RunRecord`.
+        signals: Those that stop the run.
+        asked: What was asked for.
+        check: What this machine has to pass before each attempt; None: nothing.
+    """
+
+    def __init__(
+        self,
+        groups: AttemptGroups,
+        policy: RestartPolicy,
+        *,
+        run_id: str,
+        keep_runs: int | None,
+        observers: Observers,
+        signals: Iterable[int],
+        asked: Asked,
+        check: NodeCheck | None = None,
+    ) -> None:
+        recorder = Recorder(
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs,
+            argv=asked.argv, config=asked.config,
+        )  # fmt: skip
+        self.record = RunRecord(recorder, self.warn, observers)
+        super().__init__(self._make_warm, common=CommonStop(signals))
+        groups.emit_into(self.record.stream)
+        self._groups = groups
+        self.name = groups.script
+        self.policy = policy
+        self._number = -1  # of the latest attempt
+        self._place = Place()
+        groups.options["on_reader_gone"] = lambda stream: self.record.reader_gone(self._number, stream)
+        self.not_started: Exception | None = None
+        """Why the last attempt could not be started; None: it was."""
+        self.error: ChildFailedError | None = None
+        """The failures that the report is about; None: there are none."""
+        self.check: NodeCheck | None = check
+
+    def warn(self, text: str) -> None:
+        """Say a line, above those of the workers. By any thread."""
+        if self.group is None or not self.group.say(f"phalanx: {text}"):
+            say(text)
+
+    def _make_warm(self, attempt: int, before: PContext | None) -> PContext:
+        self._groups.warm_up()
+        return self._groups.make(attempt, before)
+
+    def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
+        """Record how the run has ended, see `RunRecord.end`."""
+        result = self.result
+        known = result is not None and state != "stopped"
+        failures = result.failures if known and result is not None else {}
+        outcomes = result.outcomes if known and result is not None else {}
+        fell = {rank for rank, outcome in outcomes.items() if failures or outcome.state != "succeeded"}
+        self.emit(
+            agent_kinds.AgentEnded, self._number, state=state.upper() if known else "RAISED",
+            restarts=max(0, self._number), error="" if known else "stopped" if state == "stopped" else cause,
+            failures={self._place.first_rank + rank: failure for rank, failure in failures.items()},
+            terminated={self._place.first_rank + rank for rank in fell - failures.keys()},
+        )  # fmt: skip
+        self.record.end(self._number, state, exitcode, cause, report)
+
+    def emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
+        """Emit an event of this agent that happens now."""
+        self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
+
+    def _emit_status(self, status: str, attempt: int, workers: tuple[StatusWorker, ...] = ()) -> None:
+        self.emit(
+            agent_kinds.AgentStatus, attempt, status=status, seconds=0.0, restarts=attempt,
+            group_rank=self._place.group_rank, group_world_size=self._place.group_world_size, workers=workers,
+        )  # fmt: skip
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`. The workers are started when the machine has passed its check."""
+        self._number, self.not_started, self._wake = attempt, None, wake
+        self._emit_status("RENDEZVOUS", attempt)
+        self._emit_status("ASSIGN_WORKER_RANKS", attempt)
+        try:
+            self._prepare(attempt)
+        except Exception as error:
+            self.not_started = error
+            raise
+        super().start(attempt, wake)
+
+    def _prepare(self, attempt: int) -> None:
+        """Begin what a start has to wait for. Raises OSError."""
+        if self.check is not None:
+            self.check.begin(f"attempt {attempt}", self._wake)
+
+    def _may_start(self) -> bool:
+        if self.check is None:
+            return True
+        try:
+            has_passed = self.check.has_passed()
+        finally:
+            self.poll_seconds = self.check.seconds_left
+        return has_passed
+
+    def _start_pending(self) -> None:
+        try:
+            super()._start_pending()
+        except Exception as error:
+            self.not_started = error
+            raise
+
+    def _start_group(self, attempt: int) -> None:
+        super()._start_group(attempt)
+        if self.check is not None:
+            self.check.write(self._groups.log_dir)
+        # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
+        # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
+        with interrupts.deferred():
+            from phalanx._runs.run_report import describe_run  # noqa: F401 - see above
+            from phalanx.errors import format_report  # noqa: F401 - likewise
+
+    def is_up(self) -> bool:
+        """See `Team`."""
+        is_up = super().is_up()
+        if is_up and self.group is not None:
+            place, pids = self._place, self.group.pids()
+            size = place.role_world_size or len(self._groups.envs)
+            self._emit_status("START", self._number, tuple(
+                StatusWorker(pids.get(rank), rank, place.first_rank + rank, place.role_rank + rank, size)
+                for rank in sorted(self._groups.envs)
+            ))  # fmt: skip
+        return is_up
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        if self.check is not None and self.check.is_under_way:
+            self.poll_seconds = self.check.seconds_left
+            return None
+        return super().ended()
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`."""
+        if self.check is not None:
+            self.check.stop(death_signal, grace)
+        super().stop(death_signal, grace)
+
+    def close(self) -> None:
+        """See `GroupTeam`."""
+        super().close()
+        if self.check is not None:
+            self.check.close()
+
+    def wait_shown(self) -> None:
+        """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
+        if self.group is not None:
+            with suppress(RuntimeError):  # it was never up; or its keeper was lost, which is known
+                self.group.wait()
+
+
+def see_through(
+    team: RunTeam,
+    run: Callable[[], tuple[T, signal.Signals | None]],
+    conclude: Callable[[T, signal.Signals | None], int],
+    at_end: Callable[[], object] = lambda: None,
+) -> int:
+    """Carry a run out from its record's beginning to its end. Returns the exit code.
+
+    Args:
+        team: The workers.
+        run: Carries all attempts out. Returns how they ended, and by which signal that was asked for, or None.
+        conclude: Records how they ended, and reports what went wrong. Returns the exit code.
+        at_end: Called when no worker is left, whatever has happened.
+    """
+    team.record.begin()
+    try:
+        ending, stopped = run()
+        with suppress(SignalException):  # a console that nobody reads is waited for no longer
+            team.wait_shown()
+            team.close()
+        # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
+        return undisturbed(lambda: conclude(ending, stopped))
+    finally:
+        try:
+            with suppress(SignalException):
+                team.close()  # closed already, unless an exception came
+            at_end()
+        finally:
+            host_signals.ignore()  # until this process has left: its exit code is known
+            host_signals.release(team)
+            team.record.close()
+
+
+def undisturbed(step: Callable[[], T]) -> T:
+    """Return what ``step`` returns. A signal that comes meanwhile has no effect."""
+    done: list[T] = []
+    while not done:  # one may have come just before the signals were deferred
+        with suppress(SignalException), interrupts.deferred():
+            done.append(step())
+    return done[0]
