@@ -10,16 +10,15 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._agent.scheduler_step import STEP as STEP_VARIABLE
+from phalanx._agent.worker_env import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
 from phalanx._run import one_run
 from phalanx._run.hostlist import MOST_HOSTS, hosts
-from phalanx._run.one_run import OneRun
+from phalanx._run.one_run import NameTakenError, OneRun
 from phalanx._run.scheduler import PORTS, Allocation, found
 
 if TYPE_CHECKING:
@@ -237,7 +236,7 @@ def test_a_worker_finds_the_step_of_its_launcher(monkeypatch: pytest.MonkeyPatch
 
 def test_one_run_of_a_name_at_a_time() -> None:
     with OneRun("slurm-2.0, node 1"):
-        with pytest.raises(click.UsageError, match=r"slurm-2\.0, node 1: .* --run-id"), OneRun("slurm-2.0, node 1"):
+        with pytest.raises(NameTakenError, match=r"slurm-2\.0, node 1: .* --run-id"), OneRun("slurm-2.0, node 1"):
             pass
         with OneRun("slurm-2.0, node 0"):
             pass
@@ -251,7 +250,7 @@ def test_who_has_the_name_is_told_of_another_run(is_early: bool) -> None:
     with OneRun("slurm-2.0, node 1") as held:
         if not is_early:
             held.when_met(told.set)
-        with pytest.raises(click.UsageError), OneRun("slurm-2.0, node 1"):
+        with pytest.raises(NameTakenError), OneRun("slurm-2.0, node 1"):
             pass
         if is_early:
             held.when_met(told.set)
@@ -267,7 +266,7 @@ def test_who_has_the_name_is_not_told_of_a_later_run_or_of_none(monkeypatch: pyt
         held.when_met(told.set)
         assert held._thread is not None
         held._thread.join()
-        with pytest.raises(click.UsageError), OneRun("slurm-2.0, node 1"):
+        with pytest.raises(NameTakenError), OneRun("slurm-2.0, node 1"):
             pass
     assert not told.is_set()
 

@@ -134,7 +134,7 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
         (["--role", "x" * 2001], ["--role", "expected 2000 characters or less, got 2001"]),
         (["--run-id", "x" * 1001], ["--run-id", "expected 1000 characters or less, got 1001"]),
         (["--node-rank=1"], ["--node-rank: 1: this is the only machine, see --nnodes; its rank is 0"]),
-        (["--nnodes=1:2"], ["--nnodes: 1:2: with the backend static, a fixed number of machines takes part"]),
+        (["--nnodes=1:2"], ["--nnodes: 1:2: with --rdzv-backend static, a fixed number of machines takes part"]),
         (["--nnodes=2", "--master-addr=192.0.2.1"], [*NO_SECRET, "192.0.2.1:29501"]),
         (["--nnodes=2", "--node-rank=1", "--master-addr=192.0.2.1"], [*NO_SECRET, "192.0.2.1:29501"]),
         (

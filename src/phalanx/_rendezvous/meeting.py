@@ -33,7 +33,7 @@ class Told(NamedTuple):
         address: By which the others reach this machine; "": see `entrance`.
         insecure: Whether an agent may have the store without a secret.
         keep: Whether what the job was is to be kept.
-        words: How a file with the secret, and ``insecure``, are given, for the error that there is no secret.
+        words: What the backend is called, and how a file with the secret, and ``insecure``, are given: for errors.
         more: Further fields of `Machines`.
     """
 
@@ -46,7 +46,7 @@ class Told(NamedTuple):
     address: str
     insecure: bool
     keep: bool
-    words: tuple[str, str]
+    words: tuple[str, str, str]
     more: Mapping[str, Any]
 
 
@@ -66,7 +66,7 @@ def _static(told: Told) -> dict[str, Any]:
     """Return the fields of machines whose ranks are given: they meet at the agent of rank 0."""
     least, most = told.nodes
     if least != most:
-        msg = f"max_nodes: {least}:{most}: with the backend static, a fixed number of machines takes part"
+        msg = f"max_nodes: {least}:{most}: with {told.words[0]} static, a fixed number of machines takes part"
         raise ValueError(msg)
     if told.rank is None or not 0 <= told.rank < most:
         msg = f"rank: expected the rank of this machine, 0 to {most - 1}, got {told.rank}"
@@ -118,7 +118,7 @@ def _secret(told: Told, host: str, endpoint: str) -> bytes:
     secret = settings.job_secret(told.conf, os.environ)
     if secret or told.insecure or is_loopback(host):
         return secret
-    file, insecure = told.words
+    _, file, insecure = told.words
     msg = (
         f"endpoint: the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each"
         f" (`openssl rand -hex 32` makes one), or let {file} name a file that holds it. {insecure} does without: "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from phalanx._agent.worker_args import with_local_rank
-from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
+from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT, with_local_rank
 from phalanx._group.arguments import VALUE
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm, path_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from phalanx._agent.scheduler_step import STEP, step_of
+from phalanx._agent.worker_env import STEP, step_of
 from phalanx._base.rank_ranges import how_many
 from phalanx._run.hostlist import hosts
 

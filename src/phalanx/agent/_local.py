@@ -11,8 +11,7 @@ from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.health import Health, address_of_environment
 from phalanx._agent.history import describe_attempts
-from phalanx._agent.worker_args import with_local_rank
-from phalanx._agent.worker_env import worker_env
+from phalanx._agent.worker_env import with_local_rank, worker_env
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._events import kinds
 from phalanx._group import observers

@@ -218,3 +218,19 @@ def _set_by_others(ctx: click.Context) -> dict[str, str]:
         if where:
             found.update(dict.fromkeys((opt for opt in param.opts if opt.startswith("--")), where))
     return found
+
+
+def put(text: str) -> None:
+    """Write text as it is to stdout, in UTF-8 where that takes bytes: for other programs to read.
+
+    Raises ClickException that says what is wrong with stdout.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    takes_bytes = sys.stdout is None or hasattr(sys.stdout, "buffer")  # an `io.StringIO` of who calls `main` does not
+    try:
+        click.echo(data if takes_bytes else data.decode(), nl=False)
+    except BrokenPipeError:  # | head
+        raise
+    except OSError as error:
+        msg = f"stdout: {error.strerror}"
+        raise click.ClickException(msg) from None

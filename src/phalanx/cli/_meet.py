@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx._run.scheduler import Allocation
     from phalanx.cli._machines import MachineOptions
 
-_WORDS = "--rdzv-conf secret_file=PATH", "--insecure"
+_WORDS = "--rdzv-backend", "--rdzv-conf secret_file=PATH", "--insecure"
 _LATER = "this is the only machine, see --nnodes"
 _SCHEDULED = {"SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 """Variables of which one is there, where a scheduler says anything; else what reads them is not loaded."""

@@ -71,8 +71,8 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
         return
     from click.shell_completion import get_completion_class
 
+    from phalanx.cli._command import put
     from phalanx.cli._commands import cli
-    from phalanx.cli._put import put
 
     kind = get_completion_class(shell)
     assert kind is not None
@@ -232,9 +232,9 @@ def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:
+    from phalanx.cli._command import put
     from phalanx.cli._dry_run import rehearse
     from phalanx.cli._print_config import as_job_file
-    from phalanx.cli._put import put
 
     rehearse(plan)
     put(as_job_file(ctx, plan.config))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BACKENDS = (STATIC, C10D, *ETCD)
 """Those that are built in."""
 
-_WORDS = "secret_file of the config", "insecure=True"
+_WORDS = "the backend", "secret_file of the config", "insecure=True"
 
 
 def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Machines:
