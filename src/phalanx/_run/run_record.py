@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from phalanx._base import clock
 from phalanx._events import agent_kinds, kinds
-from phalanx._events.stream import EventStream
+from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._runs.recorder import observe
 
 TYPE_CHECKING = False
@@ -73,5 +73,5 @@ class RunRecord:
         self._recorder.finish(self.stream)
 
     def close(self) -> None:
-        """End the threads, once they have taken all, or after 0.2 s."""
-        self.stream.close(_LAST)
+        """End the threads, once they have taken all, or after 0.2 s; after 5 s where somebody observes them."""
+        self.stream.close(PATIENCE if self._observers else _LAST)

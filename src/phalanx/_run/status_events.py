@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 NAME = "torchelastic.worker.status"
 _MS = 1000
-_FLUSH = 5.0  # seconds that the end of a run waits for a handler
 _ENDS = ("run_success_with_retries", "run_success_no_retries", "run_failed_with_retries", "run_failed_no_retries")
 
 
@@ -73,12 +72,6 @@ class StatusEvents:
             elif isinstance(event, agent_kinds.AgentEnded):
                 self._on_end(event)
 
-    def close(self) -> None:
-        """Wait until the destination has all of them, for 5 s at most."""
-        from phalanx.events import flush
-
-        flush(_FLUSH)
-
     def _on_status(self, event: agent_kinds.AgentStatus) -> None:
         self._restarts = event.restarts
         self._group_rank, self._group_world_size = event.group_rank, event.group_world_size
@@ -113,7 +106,7 @@ class StatusEvents:
     ) -> None:
         """Post one event: of a worker, or of the agent."""
         from phalanx.events import Event as Posted
-        from phalanx.events import EventSource, post
+        from phalanx.events import EventSource, record
 
         more: dict[str, Any] = {"group_world_size": self._group_world_size, "entry_point": self._entry_point}
         if worker is not None:
@@ -140,7 +133,7 @@ class StatusEvents:
             "duration_ms": None if duration is None else duration * _MS,
         }
         source = EventSource.AGENT if worker is None else EventSource.WORKER
-        post(Posted(f"{NAME}.{state}", source, metadata=told), self._destination)
+        record(Posted(f"{NAME}.{state}", source, metadata=told), self._destination)
 
 
 class StatusMetrics:

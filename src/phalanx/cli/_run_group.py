@@ -30,7 +30,6 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from contextlib import ExitStack
     from typing import Any, TypeVar
 
     from phalanx._agent.master_port import ReservedPort
@@ -45,14 +44,13 @@ if TYPE_CHECKING:
 GONE = "the workers have ended by such a signal, too"
 
 
-def observers_of(plan: RunPlan, services: Services | None, until_end: ExitStack) -> dict[str, Observer]:
+def observers_of(plan: RunPlan, services: Services | None) -> dict[str, Observer]:
     """Return who takes the events of a run, beside its record."""
     observers: dict[str, Observer] = {}
     if services is not None and plan.health_address is not None:
         observers["phalanx-health"] = services.observe
     if plan.events is not None:
         observers["phalanx-status"] = plan.events
-        until_end.callback(plan.events.close)
     return observers
 
 

@@ -176,7 +176,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
     team = RunTeam(
         groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-        observers=observers_of(plan, services, until_end),
+        observers=observers_of(plan, services),
         signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
