@@ -65,7 +65,6 @@ NO_SCRIPTS = {
     "# train.py": "fails: the transcript `session` is of it",
     "# same.py": "starts workers of its own: `test_the_programs_of_the_readme_run`",
     "# squares.py": "as above: `test_the_programs_of_the_readme_run`",
-    "# serve.py": "fails: the transcript `one-by-one` is of it",
     "# steps.sh": "the transcript `buffers` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""
