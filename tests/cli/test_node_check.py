@@ -20,7 +20,7 @@ from tests.support.helpers import PYTHON, wait_gone
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.helpers import Gate, Ready
+    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.slow
 
@@ -82,18 +82,6 @@ def test_it_is_tried_again_after_longer_and_longer_times(
     assert len(re.findall(r"exit code 1; this machine takes no part, and is checked again in \d+ms", said)) == 2
     with NodeCheck("exit 2") as check:
         assert pass_check(check, 0.0) == "this machine has failed its check once: exit code 2"
-
-
-def test_a_check_that_is_under_way_counts_for_who_asks_meanwhile(gate: Gate) -> None:
-    woken: list[int] = []
-    with NodeCheck(f"read -r _ < {gate.address}; exit 3") as check:
-        check.begin("attempt 1", lambda: woken.append(1))
-        check.begin("attempt 2", lambda: woken.append(2))
-        assert not check.has_passed()
-        gate.open()
-        os.write(gate._fd, b"\n")
-        assert check.wait() == "exit code 3"
-    assert woken == [2]  # who asked last
 
 
 def test_a_check_that_could_not_be_started_counts_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -516,17 +516,20 @@ def test_the_folders_of_the_first_attempt_and_of_the_last_ones_are_kept(place: P
         print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
         sys.exit(7)
         """)
-    done = place.run("--nproc-per-node", 2, "--max-restarts", 4, "--keep-attempts", 2, script)
+    done = place.run("--nproc-per-node", 2, "--max-restarts", 7, "--keep-attempts", 5, script)
     assert done.status == 7, done
     (run_dir,) = place.logs.iterdir()
-    assert sorted(path.name for path in run_dir.glob("attempt_*")) == ["attempt_0", "attempt_3", "attempt_4"]
-    assert len(list(run_dir.glob("attempt_*/*/stdout.log"))) == 6
+    assert sorted(path.name for path in run_dir.glob("attempt_*")) == [
+        f"attempt_{number}" for number in (0, 3, 4, 5, 6, 7)
+    ]
+    assert len(list(run_dir.glob("attempt_*/*/stdout.log"))) == 12
     phalanx, where = (sys.executable, "-m", "phalanx"), ("--log-dir", place.logs)
-    for attempt in (0, 3, 4):
+    for attempt in (0, 3, 7):
         shown = place.program(*phalanx, "logs", *where, "--attempt", attempt)
         assert sorted(shown.out.splitlines()) == [f"[{rank}] attempt {attempt}" for rank in range(2)], shown
-    gone = place.program(*phalanx, "logs", *where, "--attempt", 1)
-    assert gone.err.endswith("has no attempt 1; its attempts are 0, 3, 4\n"), gone
+    for more in ((), ("-f",)):
+        gone = place.program(*phalanx, "logs", *where, "--attempt", 1, *more)
+        assert gone.err.endswith("the logs of attempt 1 are not kept; there are those of 0, 3, 4, 5, 6, 7\n"), gone
     assert "exited with code 7" in place.program(*phalanx, "report", *where).out
 
 

@@ -426,7 +426,7 @@ SETTINGS = {
     "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
     "log_keep": Setting("3", "1", 3, 1),
     "log_mode": Setting("750", "2755", 0o750, 0o2755),
-    "keep_attempts": Setting("3", "1", 3, 1),
+    "keep_attempts": Setting("7", "5", 7, 5),
     "keep_runs": Setting("3", "1", 3, 1),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),

@@ -448,7 +448,7 @@ def test_the_log_of_the_program_is_as_before(place: Place, monkeypatch: pytest.M
 # --- plugins
 
 PLUGIN = """
-    import logging, os
+    import logging, os, time
     from phalanx.multiprocessing import LogsDest, LogsSpecs, Std
 
     class Mine(LogsSpecs):
@@ -492,6 +492,10 @@ PLUGIN = """
 
     number = 5
 
+    class Stuck(logging.Handler):  # holds no lock, which the exit would wait for
+        def handle(self, record):
+            time.sleep(600)
+
     class Handler(logging.StreamHandler):
         def emit(self, record):
             with open("told", "a") as file:
@@ -506,7 +510,7 @@ def install(place: Place) -> None:
     names = ("mine = plugin:Mine", "short = plugin:Short", "odd = plugin:Odd", "fails = plugin:Fails", "no = plugin:No",
              "narrow = plugin:Narrow", "empty = plugin:Empty", "number = plugin:number")  # fmt: skip
     points = "\n".join(["[torchrun.logs_specs]", *names, "[phalanx.logs_specs]", "foreign = plugin:Foreign"])
-    points += "\n[phalanx.event_handlers]\nmine = plugin:Handler\nno = plugin:No\n"
+    points += "\n[phalanx.event_handlers]\nmine = plugin:Handler\nno = plugin:No\nstuck = plugin:Stuck\n"
     place.write(points, "plugin-1.0.dist-info/entry_points.txt")
     place.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(place.folder), place.env.get("PYTHONPATH"))))
 
@@ -574,6 +578,14 @@ def test_events_go_to_a_plugin(place: Place) -> None:
 
 
 @pytest.mark.long
+def test_events_that_their_handler_does_not_take_are_said_to_be_lost(place: Place) -> None:
+    install(place)
+    done = place.run("--event-log-handler", "stuck", "--no-python", "true")
+    assert (done.status, done.err.count("\n")) == (0, 2), done
+    assert done.err.endswith("phalanx: phalanx-status has not taken all events of this run within 5 s of its end\n")
+
+
+@pytest.mark.long
 def test_events_of_a_failure_and_of_a_stop(place: Place, ready: Ready) -> None:
     install(place)
     script = place.write(f"""
@@ -600,6 +612,9 @@ def test_events_of_a_failure_and_of_a_stop(place: Place, ready: Ready) -> None:
         launcher.send(signal.SIGTERM)
         launcher.end()
     assert told()[-1] == ("FAILED", "stopped")
+    loses = place.write("import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()", "loses.py")
+    assert place.run("--event-log-handler", "mine", "--nproc-per-node", 2, loses).status == 1
+    assert [state for state, _ in told()][-3:] == ["TERMINATED", "TERMINATED", "SUCCEEDED"], "their keeper was lost"
     assert place.run("--event-log-handler", "mine", "--no-python", "no-such-program").status != 0
     assert told()[-1][0] == "FAILED"
 

@@ -103,13 +103,15 @@ def test_a_restart_stays_in_its_runs_folder(tmp_path: Path) -> None:
 
 
 def test_of_many_attempts_the_first_and_the_last_ones_are_kept(tmp_path: Path) -> None:
-    specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL, keep_attempts=1)
-    for attempt in (0, 2, 3, 7):  # on many machines a node is not in each
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL, keep_attempts=5)
+    for attempt in (0, 2, 3, 7, 8, 9, 11):  # on many machines a node is not in each
         run("echo", {0: (attempt,)}, envs={0: {"TORCHELASTIC_RESTART_COUNT": str(attempt)}}, logs_specs=specs)
     assert specs.run_log_dir is not None
-    assert sorted(path.name for path in Path(specs.run_log_dir).iterdir()) == ["attempt_0", "attempt_7"]
-    with pytest.raises(ValueError, match=r"keep_attempts: expected a number of attempts, 1 or more, got 0"):
-        DefaultLogsSpecs(keep_attempts=0)
+    assert sorted(path.name for path in Path(specs.run_log_dir).iterdir()) == [
+        f"attempt_{number}" for number in (0, 11, 3, 7, 8, 9)
+    ]
+    with pytest.raises(ValueError, match=r"keep_attempts: expected a number of attempts, 5 or more, got 4"):
+        DefaultLogsSpecs(keep_attempts=4)
 
 
 @pytest.mark.parametrize("gone", ["the run's", "all"])

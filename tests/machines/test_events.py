@@ -66,6 +66,16 @@ def test_a_failure_is_posted_by_its_machine_and_the_others_were_ended(any_job: C
     assert "bad batch" in failed["raw_error"]
 
 
+def test_a_spare_that_was_not_needed_posts_nothing(any_job: Callable[..., Job]) -> None:
+    one = any_job("2")
+    agents = one.start(2, 1)
+    everyone(agents, 0, 4)
+    [spare] = one.start(3, options=["--event-log-handler", "console"])
+    spare.wait_for("this node is a spare")
+    one.finish(*agents, spare)
+    assert posted(spare) == []
+
+
 def test_the_health_of_an_agent_follows_its_attempts(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     agents = one.start(2, 1, options=["--max-restarts", "1"], TORCHELASTIC_HEALTH_CHECK_PORT="29777")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._rendezvous import effects, stack_report
 from phalanx._rendezvous.effects import Found
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
@@ -71,3 +73,52 @@ def test_an_agent_that_shows_no_stacks_says_so() -> None:
         pass
     (told,) = found
     assert stack_report.read(told.answers["a"]).why == "its agent is a program that shows no stacks"
+
+
+class Starts(Told):
+    """A node that starts its workers at once, and ends them when it is asked to; and their team."""
+
+    state = "WAITING"
+    poll_seconds = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[Any] = []
+        self.gone: AttemptEnd | None = None
+
+    def ask_stop(self, *_: Any) -> list[Effect]:
+        return [effects.End(None)]
+
+    def workers_gone(self, *_: Any) -> list[Effect]:
+        return [effects.Finish("stopped", "", None)]
+
+    def assign(self, *_: Any) -> None:
+        self.done.append("assign")
+
+    def begin(self, *_: Any) -> None: ...
+
+    def start(self, *_: Any) -> None:
+        self.done.append("start")
+
+    def is_up(self) -> bool:
+        return True
+
+    def ended(self) -> AttemptEnd | None:
+        return self.gone
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        self.done.append((death_signal, grace))
+        self.gone = AttemptEnd("stopped")
+
+    def account(self, _end: AttemptEnd) -> tuple[None, None, bytes]:
+        return None, None, b""
+
+
+def test_a_stop_that_comes_as_a_start_is_decided_keeps_its_signal_and_its_grace() -> None:
+    it = Starts()
+    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
+    run._has_begun = True
+    run._decide([effects.Start(cast("Any", SimpleNamespace(generation=0)), 0)])
+    run.ask_stop(2, "SIGINT", 77.0)
+    assert run.run().state == "stopped"
+    assert it.done == ["assign", "start", (2, 77.0)]

@@ -119,7 +119,7 @@ def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
         expected = {"rank": number, "local_rank": number, "state": "succeeded", "exitcode": 0, "signal_sent": None}
         started = during["run"]["attempts"][0]["ranks"][number]["pid_started"]
         assert run["started"] <= rank.pop("ended") <= run["ended"]
-        assert rank == {**expected, "pid": rank["pid"], "pid_started": started, "early": 0.0, "cause": ""}
+        assert rank == {**expected, "pid": rank["pid"], "pid_started": started, "early": 0.0}
     # Nothing else is in the folder: the temporary name has gone.
     assert {path.name for path in record.parent.iterdir()} >= {"run.json"}
     assert not list(record.parent.glob(".run.json*"))

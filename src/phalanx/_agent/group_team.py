@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from phalanx._outcomes.failure import ProcessFailure
 
 MOST_SHOWN = 3
-"""How many groups may have ended whose lines a slow console has not taken, when another is started."""
+"""How many groups may have ended whose lines a slow console has not taken, when another is started.
+
+With the one that is made before these are closed, their files are needed: see `phalanx._logs.specs.LEAST_ATTEMPTS`."""
 
 
 class GroupTeam(Team):

@@ -33,7 +33,7 @@ class NoAttemptError(Exception):
 
 
 class Team(ABC):
-    """What is started anew in each attempt. Its methods are called by the thread that calls `Runner.run`.
+    """What is started anew in each attempt. Its methods are called by the thread that calls `Runner.carry`.
 
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Runner.wake` was called.
@@ -97,14 +97,14 @@ class Runner(ABC):
 
     Args:
         team: What is started, and ended.
-        signals: Whether signals to this process raise `SignalException` out of `run`, if it runs on the main thread.
+        signals: Whether signals to this process raise `SignalException` out of `carry`, if it runs on the main thread.
     """
 
     def __init__(self, team: Team, *, signals: bool = True) -> None:
         self._team = team
         self._signals = signals
         self._owner = os.getpid()
-        self._entered = False  # whether `run` has been called
+        self._entered = False  # whether `carry` has been called
         self._has_begun = False
         self._told: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()  # by any thread
         self._due: deque[Step] = deque()
@@ -117,11 +117,11 @@ class Runner(ABC):
     # --- any thread
 
     def wake(self) -> None:
-        """Have `run` look at once at what has become of the team."""
+        """Have `carry` look at once at what has become of the team."""
         self._bell.open()
 
     def _tell(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call`` called by the thread of `run`, before anything else is decided or done."""
+        """Have ``call`` called by the thread of `carry`, before anything else is decided or done."""
         self._told.append((call, args))
         self.wake()
 
@@ -216,6 +216,10 @@ class Runner(ABC):
         """Whether it matters that the workers run."""
         return True
 
+    def _acts_first(self) -> bool:
+        """Whether what is due is done before anything else is heard. By default it is not: it may not be wanted."""
+        return False
+
     # A signal may raise between any two lines of these. What belongs together is done with signals deferred; what may
     # take long (the team's start, stop and look, the waits) is not, and stays in `_due` until it is done.
 
@@ -237,7 +241,7 @@ class Runner(ABC):
             with interrupts.deferred():
                 self._has_begun = True
                 self._begin()
-        elif self._told:
+        elif self._told and not (self._due and self._acts_first()):
             with interrupts.deferred():
                 self._take_told()
         elif self._due:

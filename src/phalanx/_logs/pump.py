@@ -67,8 +67,6 @@ class Pump:
         self._message_view = message_view
         self._sinks: list[Sink] = list(dict.fromkeys(view.output.sink for view in self._views))
         self._timeline = timeline
-        for stream in self._streams:
-            stream.timeline = timeline
         self._drain = drain
         self._stuck = stuck
         self._buffer = bytearray(TURN)
@@ -195,7 +193,7 @@ class Pump:
         """Have a stream read, and note its size in the timeline."""
         if stream.wanted:
             self._dirty[stream] = None
-        timeline = stream.timeline
+        timeline = self._timeline
         if timeline is not None and stream.number >= 0:
             try:
                 sizes = stream.growth.look()

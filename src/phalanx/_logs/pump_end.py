@@ -51,7 +51,7 @@ class PumpEnd:
         self._drain = drain
         self._longest_rest = stuck
         self._progress = 0  # bytes that all sinks had written at the last look
-        self._shown: dict[Source, View] = {}  # by source, once all has been read
+        self._shown: set[Source] = set()  # once all has been read
 
     def begin(self, written: int) -> None:
         """Begin to wait. The sinks have ``written`` so many bytes."""
@@ -68,7 +68,7 @@ class PumpEnd:
         for view in self._views:
             if view.output.sink.path or not self.gave_up:
                 view.close()
-        self._shown = {source: view for stream in self._streams for view, source in stream.all_views}
+        self._shown = {source for stream in self._streams for _view, source in stream.all_views}
 
     def waits(self, sinks: Iterable[Sink]) -> bool:
         """Whether any of the lines waits to be written to one of the pump's ``sinks``."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from phalanx._logs.layout import LogsDest
 
+LEAST_ATTEMPTS = 5
+"""Attempts whose folders are kept at least: the console may be so many behind, see `phalanx._agent.group_team`."""
+
 _PRIVATE = 0o700
 _MOST_NAME = 240  # bytes of a run id in the name of its folder, which can have 255
 
@@ -142,8 +145,8 @@ class DefaultLogsSpecs(LogsSpecs):
         max_size: See `LogsSpecs`.
         keep: See `LogsSpecs`.
         compress: See `LogsSpecs`.
-        keep_attempts: The folders of the first attempt and of the last so many are kept, the one that begins among
-            them; those between are removed as an attempt begins. None: all are kept.
+        keep_attempts: The folders of the first attempt and of the last so many (5 or more) are kept, the one that
+            begins among them; those between are removed as an attempt begins. None: all are kept.
         run_id: The run's id if ``TORCHELASTIC_RUN_ID`` is not set; default "run".
         mode: Permissions of the run's folder and the folders in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files get 0o666 less the umask.
@@ -165,8 +168,8 @@ class DefaultLogsSpecs(LogsSpecs):
     ) -> None:
         log_dir = log_dir or None  # "" stands for a temporary folder, too
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
-        if keep_attempts is not None and keep_attempts < 1:
-            msg = f"keep_attempts: expected a number of attempts, 1 or more, got {keep_attempts!r}"
+        if keep_attempts is not None and keep_attempts < LEAST_ATTEMPTS:
+            msg = f"keep_attempts: expected a number of attempts, {LEAST_ATTEMPTS} or more, got {keep_attempts!r}"
             raise ValueError(msg)
         self._keep_attempts = keep_attempts
         self._mode = None if mode is None else checked_mode(mode)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from phalanx._logs.follower import Follower
     from phalanx._logs.line_state import Source
     from phalanx._logs.render import View
-    from phalanx._logs.timeline_writer import TimelineWriter
 
 
 class Stream:
@@ -38,8 +37,6 @@ class Stream:
         self.views = tuple(views)
         self.number = number
         self.hidden_in = hidden_in
-        self.timeline: TimelineWriter | None = None
-        """What notes when the file grows."""
         self.ends = False
         """Whether nothing is written any more: what is in the file is the rest."""
         self.given_up = False

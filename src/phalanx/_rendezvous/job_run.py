@@ -269,6 +269,9 @@ class JobRun(Runner):
             self._team.expect(self._away_timeout)
             self._expected = clock.now() + self._away_timeout / EXPECTS
 
+    def _acts_first(self) -> bool:
+        return True  # the store may tell without end, and each answer may make something due
+
     def _up(self) -> None:
         self._expect()
 

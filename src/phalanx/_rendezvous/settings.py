@@ -29,6 +29,9 @@ STATIC = "static"
 ETCD_PORT, C10D_PORT, STATIC_PORT = 2379, 29400, 29500
 """Where they are, if no port is given: torchrun's ports, where it has any. For `STATIC`, of rank 0 of the workers."""
 
+DEFAULT_PORTS = {C10D: C10D_PORT, STATIC: STATIC_PORT}
+"""By backend; of the others: `ETCD_PORT`."""
+
 RETURN = 5.0
 """Seconds within which all agents reach a store that answers again: those of a request that was lost, and a pause."""
 

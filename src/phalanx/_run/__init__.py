@@ -1,1 +1,1 @@
-"""What carries a run: the loop, its workers, and what it tells of itself."""
+"""What a run has beside the loop that carries it: its workers and their record, services, checks, torch's events."""

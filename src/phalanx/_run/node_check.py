@@ -68,14 +68,13 @@ class NodeCheck:
         self._kept: deque[str] = deque(maxlen=_MOST_KEPT)
 
     def begin(self, when: str, wake: Callable[[], None]) -> None:
-        """Start the command, and return; one that is under way counts. ``wake`` is called when it is over, by a thread.
+        """Start the command, and return. ``wake`` is called when it is over, by a thread.
 
         ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
         try:
             self._begin(when, wake)
         except OSError as error:
-            self._when = ""  # there was no check that could count
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
@@ -85,10 +84,6 @@ class NodeCheck:
 
         with interrupts.deferred():
             self._wake = wake
-            if self._group is not None:
-                if self._is_watched:
-                    self._group.when_gone(wake)
-                return
             self._is_watched, self._when = False, when
             self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
             self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)

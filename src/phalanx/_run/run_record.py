@@ -74,4 +74,6 @@ class RunRecord:
 
     def close(self) -> None:
         """End the threads, once they have taken all, or after 0.2 s; after 5 s where somebody observes them."""
-        self.stream.close(PATIENCE if self._observers else _LAST)
+        late = self.stream.close(PATIENCE if self._observers else _LAST)
+        for name in self._observers.keys() & set(late):
+            self._warn(f"{name} has not taken all events of this run within {PATIENCE:g} s of its end")

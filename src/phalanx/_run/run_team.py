@@ -105,18 +105,22 @@ class RunTeam(GroupTeam):
 
     def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
-        result = self.result
+        if self._number >= 0:  # else it has had no part in the run
+            self._emit_end(state, cause)
+        self.record.end(self._number, state, exitcode, cause, report)
+
+    def _emit_end(self, state: str, cause: str) -> None:
+        result, first = self.result, self._place.first_rank
         known = result is not None and state != "stopped"
         failures = result.failures if known and result is not None else {}
         outcomes = result.outcomes if known and result is not None else {}
-        fell = {rank for rank, outcome in outcomes.items() if failures or outcome.state != "succeeded"}
+        well = {rank for rank, outcome in outcomes.items() if outcome.state == "succeeded" and not failures}
         self.emit(
-            agent_kinds.AgentEnded, self._number, state=state.upper() if known else "RAISED",
-            restarts=max(0, self._number), error="" if known else "stopped" if state == "stopped" else cause,
-            failures={self._place.first_rank + rank: failure for rank, failure in failures.items()},
-            terminated={self._place.first_rank + rank for rank in fell - failures.keys()},
+            agent_kinds.AgentEnded, self._number, state=state.upper() if known else "RAISED", restarts=self._number,
+            error="" if known else "stopped" if state == "stopped" else cause,
+            failures={first + rank: failure for rank, failure in failures.items()},
+            terminated={first + rank for rank in self._groups.envs.keys() - failures.keys() - well},
         )  # fmt: skip
-        self.record.end(self._number, state, exitcode, cause, report)
 
     def emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
         """Emit an event of this agent that happens now."""
@@ -230,7 +234,7 @@ def see_through(
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
-        return undisturbed(lambda: conclude(ending, stopped))
+        return _undisturbed(lambda: conclude(ending, stopped))
     finally:
         try:
             with suppress(SignalException):
@@ -242,7 +246,7 @@ def see_through(
             team.record.close()
 
 
-def undisturbed(step: Callable[[], T]) -> T:
+def _undisturbed(step: Callable[[], T]) -> T:
     """Return what ``step`` returns. A signal that comes meanwhile has no effect."""
     done: list[T] = []
     while not done:  # one may have come just before the signals were deferred

@@ -132,7 +132,7 @@ class Recorder:
         if self._has_changed and self._run is not None:
             text = self._write_texts()
             try:
-                record_writer.write(self._folder, self._record())
+                record_writer.write(self._folder, self._run)
                 self._has_changed = False
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(error)
@@ -161,11 +161,11 @@ class Recorder:
 
     def _due_report(self) -> str:
         due, self._has_report = self._has_report, False
-        if not due:
+        if not due or self._run is None:
             return ""
         from phalanx._runs.run_report import describe_run  # for which no start is to wait
 
-        return self.report or describe_run(self._record(), self._folder)
+        return self.report or describe_run(self._run, self._folder)
 
     def _note(self, event: Event) -> None:
         note = _NOTES.get(type(event))
@@ -221,7 +221,7 @@ class Recorder:
             rank=int(self._envs[event.rank].get("RANK") or event.rank),
             local_rank=event.rank,
             pid=event.pid,
-            pid_started=start_of(event.pid),
+            pid_started=_start_of(event.pid),
             state="running",
         )
 
@@ -349,11 +349,6 @@ class Recorder:
             ranks.append(known | facts)
         return ranks
 
-    def _record(self) -> Record:
-        """Return what is to be written."""
-        assert self._run is not None
-        return self._run
-
     def _prune_once(self) -> None:
         if self._keep_runs is not None and not self._pruned:
             self._pruned = True
@@ -435,7 +430,7 @@ def _brief(attempt: Record) -> Record:
     return {**attempt, "ranks": [rank for rank in attempt["ranks"] if rank["state"] not in ("succeeded", "stopped")]}
 
 
-def start_of(pid: int) -> int:
+def _start_of(pid: int) -> int:
     """Return when a process started, in clock ticks since boot; 0 if that cannot be known."""
     try:
         return procfs.Stat(pid).start

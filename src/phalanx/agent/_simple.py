@@ -17,7 +17,7 @@ from phalanx._base import clock, stderr
 from phalanx._base.durations import seconds
 from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
-from phalanx._events.stream import EventStream
+from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._group.arguments import check_signal
 from phalanx._run.status_events import StatusEvents, StatusMetrics
 from phalanx.agent._hook_team import HookTeam
@@ -368,7 +368,9 @@ class SimpleElasticAgent(ElasticAgent):
                 )
             return result
         finally:
-            events.close()
+            late = events.close()
+            if late:
+                stderr.mention(f"phalanx: not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
 
     def _run(self) -> RunResult:
         def ask_restart(why: str) -> None:

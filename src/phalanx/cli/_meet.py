@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.cli._machines import MachineOptions
 
 _WORDS = "--rdzv-backend", "--rdzv-conf secret_file=PATH", "--insecure"
+_HINTS = {"keep": " (--rdzv-backend etcd)"}
 _LATER = "this is the only machine, see --nnodes"
 _SCHEDULED = {"SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 """Variables of which one is there, where a scheduler says anything; else what reads them is not loaded."""
@@ -215,7 +216,7 @@ def _machines(
             "endpoint": where, "rank": "--node-rank", "max_nodes": "--nnodes", "run_id": "--run-id", "keep": "--keep",
         }  # fmt: skip
         if name in options:
-            text = f"{options[name]}: {rest}"
+            text = f"{options[name]}: {rest}{_HINTS.get(name, '')}"
         else:
             text = str(error) if name == SECRET else f"--rdzv-conf: {error}"
         raise click.UsageError(text) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from phalanx._engine import host_signals
+from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import accelerators
 from phalanx._rendezvous.bounds import MOST_LINE, MOST_RUN_ID
 from phalanx.cli._console import ConsoleOptions
@@ -164,10 +165,10 @@ class LogOptions(Declared):
     keep_attempts = Maybe(
         int,
         section=LOGS,
-        kind=Whole(min=1),
+        kind=Whole(min=LEAST_ATTEMPTS),
         metavar="N",
         written=WHOLE,
-        sentence="Keep the folders of the first attempt and of the last N, no others. Default: 100.",
+        sentence="Keep the folders of the first attempt and of the last N (5 or more), no others. Default: 100.",
     )
     keep_runs = Maybe(
         int,

@@ -30,7 +30,7 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, TypeVar
+    from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
     from phalanx._run.run_record import Observer
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
 
-    T = TypeVar("T")
 
-
-GONE = "the workers have ended by such a signal, too"
+_GONE = "the workers have ended by such a signal, too"
 
 
 def observers_of(plan: RunPlan, services: Services | None) -> dict[str, Observer]:
@@ -54,6 +52,10 @@ def observers_of(plan: RunPlan, services: Services | None) -> dict[str, Observer
     return observers
 
 
+class _NotRunError(Exception):
+    """The workers could not be started: that was said, and recorded."""
+
+
 def see_attempts_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
     try:
@@ -62,19 +64,14 @@ def see_attempts_through(team: RunTeam, specs: RunLogs, grace: float, *, colour:
             lambda: _run_all(team, grace),
             lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
         )
-    except (PreloadError, NoAttemptError, KeeperLostError) as error:
-        say(f"Error: {error}")
+    except _NotRunError:
         return 1
-    except OSError as error:
-        raise click.ClickException(in_our_words(error, team.group)) from None
-    except ValueError as error:
-        raise click.UsageError(in_our_words(error, team.group)) from None
 
 
 def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
     """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
 
-    Signals raise SignalException from then on, until ``team`` is released.
+    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException.
     """
 
     def stop(death: signal.Signals) -> None:
@@ -89,11 +86,15 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
             first = attempts.carry_to_end(stop, team)
             return attempts.run(), None if first is None else first.sigval
     except (PreloadError, NoAttemptError, KeeperLostError) as error:
+        say(f"Error: {error}")
         team.record_end("failed", 1, str(error))
-        raise
-    except (OSError, ValueError) as error:
-        team.record_end("failed", 1 if isinstance(error, OSError) else 2, in_our_words(error, team.group))
-        raise
+        raise _NotRunError from error
+    except OSError as error:
+        team.record_end("failed", 1, text := in_our_words(error, team.group))
+        raise click.ClickException(text) from None
+    except ValueError as error:
+        team.record_end("failed", 2, text := in_our_words(error, team.group))
+        raise click.UsageError(text) from None
 
 
 def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, specs: RunLogs, *, colour: bool) -> int:
@@ -141,16 +142,16 @@ def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds:
     if attempts.state == "WAITING":
         mention(f"phalanx: {death.name}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
-        text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
+        text = f"phalanx: {death.name}: {_announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
     elif team.check is not None and team.check.is_under_way:
         mention(f"phalanx: {death.name}: ending --node-check; no attempt is started")
     elif team.is_put_off:
-        mention(f"phalanx: {death.name}: the run is stopped; {GONE}")
+        mention(f"phalanx: {death.name}: the run is stopped; {_GONE}")
 
 
-def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
+def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     """Return what is said of a stop of the workers."""
     if death == signal.SIGKILL:
         return "killing the workers"

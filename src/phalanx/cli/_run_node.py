@@ -180,15 +180,12 @@ def see_node_through(
     Once the node has left, a signal shortens waits, and changes nothing else. ``end`` ends the store, if it is here;
     ``on_sigterm``: see `_on_sigterm`.
     """
-    try:
-        return see_through(
-            team,
-            lambda: _run_all(run, team, grace, on_sigterm),
-            lambda finish, stopped: _conclude(finish, stopped, team, logs, colour=colour),
-            lambda: None if end is None else shortened(end, run.patience),
-        )
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+    return see_through(
+        team,
+        lambda: _run_all(run, team, grace, on_sigterm),
+        lambda finish, stopped: _conclude(finish, stopped, team, logs, colour=colour),
+        lambda: None if end is None else shortened(end, run.patience),
+    )
 
 
 def _run_all(run: JobRun, team: MachineTeam, grace: float, on_sigterm: str) -> tuple[Finish, signal.Signals | None]:
@@ -221,7 +218,7 @@ def _run_all(run: JobRun, team: MachineTeam, grace: float, on_sigterm: str) -> t
             return run.run(), None if first is None else first.sigval
     except (OSError, ValueError) as error:
         team.record_end("failed", 1, str(error))
-        raise
+        raise click.ClickException(str(error)) from None
 
 
 def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:

@@ -105,8 +105,11 @@ def logs(
             msg = f"{found.name} has no logs: its workers were never started"
             raise click.ClickException(msg)
         number = attempt if attempt is not None else max(attempts, default=0)
+        known = ", ".join(map(str, sorted(attempts)))
+        if number not in attempts and number < max(attempts, default=0):
+            msg = f"--attempt: {found.name}: the logs of attempt {number} are not kept; there are those of {known}"
+            raise click.UsageError(msg)
         if number not in attempts and not starting:
-            known = ", ".join(map(str, sorted(attempts)))
             msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
             raise click.UsageError(msg)
         folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")

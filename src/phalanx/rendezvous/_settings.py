@@ -6,7 +6,7 @@ from phalanx._agent.endpoint import split_endpoint
 from phalanx._base.host_names import is_no_machine
 from phalanx._rendezvous import bounds, meeting
 from phalanx._rendezvous import conf as settings
-from phalanx._rendezvous.settings import C10D, ETCD, STATIC
+from phalanx._rendezvous.settings import C10D, DEFAULT_PORTS, ETCD, ETCD_PORT, STATIC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     bounds.number(params.max_nodes, 1, bounds.MOST_NODES, "max_nodes")
     conf = {name: str(value) for name, value in params.config.items() if value is not None}
     params.get_as_bool("is_host")  # that it is yes or no
+    if params.backend == STATIC and "rank" not in conf:
+        msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, in the config; it is not there"
+        raise ValueError(msg)
     more: dict[str, Any] = {"exclude_after": params.get_as_int("exclude_after", 0) or 0}
     if more["exclude_after"] < 0:
         msg = f"exclude_after: expected a whole number, 0 or more, got {more['exclude_after']}"
@@ -42,7 +45,7 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
         meeting.Told(
             params.backend,
             (params.min_nodes, params.max_nodes),
-            tuple(_endpoint(part) for part in params.endpoint.split(",") if part.strip()),
+            tuple(_endpoint(part, params.backend) for part in params.endpoint.split(",") if part.strip()),
             params.run_id,
             conf,
             params.get_as_int("rank") if params.backend == STATIC else None,
@@ -55,13 +58,14 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     )
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def _endpoint(text: str, backend: str) -> tuple[str, int]:
     try:
         host, port = split_endpoint(text)
     except ValueError as error:
         msg = f"endpoint: {error}"
         raise ValueError(msg) from None
     if not host or set(host) & set(" \t/@") or is_no_machine(host):
-        msg = f"endpoint: expected the name or the address of a machine and a port, like host:29400, got {text!r}"
+        like = f"host:{DEFAULT_PORTS.get(backend, ETCD_PORT)}"
+        msg = f"endpoint: expected the name or the address of a machine and a port, like {like}, got {text!r}"
         raise ValueError(msg)
     return host, port
