@@ -121,7 +121,7 @@ class Runner(ABC):
         self._bell.open()
 
     def _tell(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call`` called by the thread of `carry`, before anything else is decided or done."""
+        """Have ``call`` called by the thread of `carry`, see `_acts_first`."""
         self._told.append((call, args))
         self.wake()
 
