@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -299,7 +300,7 @@ def test_many_commands_are_runs_of_their_own(place: Place) -> None:
     found = re.search(r"```sh\n(xargs .*)\n", guide)
     assert found is not None
     place.write("echo one\nexit 7\necho 'th  ree'\n", "commands.txt")
-    line = found[1].replace("phalanx", " ".join(PHALANX), 1).replace(" run ", f" run --log-dir {place.logs} ", 1)
+    line = found[1].replace("phalanx run", shlex.join([*map(str, PHALANX), "run", "--log-dir", str(place.logs)]), 1)
     done = place.program("sh", "-c", line)
     assert (done.status, sorted(done.out.splitlines())) == (123, ["[0] one", "[0] th  ree"]), done
     assert done.err.count("attempt 2 ") > 0, "each is tried again"

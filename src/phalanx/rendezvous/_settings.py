@@ -31,7 +31,7 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     bounds.number(params.max_nodes, 1, bounds.MOST_NODES, "max_nodes")
     conf = {name: str(value) for name, value in params.config.items() if value is not None}
     params.get_as_bool("is_host")  # that it is yes or no
-    if params.backend == STATIC and "rank" not in conf:
+    if params.backend == STATIC and params.min_nodes == params.max_nodes and "rank" not in conf:
         msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, in the config; it is not there"
         raise ValueError(msg)
     more: dict[str, Any] = {"exclude_after": params.get_as_int("exclude_after", 0) or 0}
