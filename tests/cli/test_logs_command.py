@@ -354,7 +354,8 @@ def test_attempts(place: Place) -> None:
     assert lines(place) == ["[0] attempt 10"]
     assert lines(place, "--attempt", 1) == ["[0] attempt 1"]
     assert lines(place, "--attempt", 0) == ["[0] attempt 0"]
-    refused(logs(place, "--attempt", 2), "--attempt:", "has no attempt 2; its attempts are 0, 1, 10")
+    refused(logs(place, "--attempt", 2), "--attempt:", "logs of attempt 2 are not kept; there are those of 0, 1, 10")
+    refused(logs(place, "--attempt", 11), "--attempt:", "has no attempt 11; its attempts are 0, 1, 10")
     refused(logs(place, "--attempt", "last"), "--attempt")
 
 
