@@ -44,6 +44,7 @@ from phalanx._store.store import (
     Transaction,
 )
 from tests.support import leaks
+from tests.support.disks import until
 from tests.support.etcd import Etcd
 from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
 
@@ -600,6 +601,7 @@ def test_a_token_that_has_expired_interrupts_nothing(prefix: str) -> None:
                         lambda: one.watch("").entries):  # fmt: skip
                 age()
                 assert ask()
+                until(lambda: own.watches() >= 2)  # the one of its lease's key is asked for meanwhile
             age()
             one.store.close(5.0)
             other.next(Changed)

@@ -158,6 +158,15 @@ class Etcd:
                 return member
         raise AssertionError("no member leads")
 
+    def watches(self) -> int:
+        """Return how many watches its only member serves."""
+        import urllib.request
+
+        (member,) = self.members
+        with urllib.request.urlopen(f"http://{member.endpoint}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("etcd_debugging_mvcc_watcher_total "))
+
     def _leads(self, member: Member) -> bool:
         import json
         import urllib.request
