@@ -110,8 +110,18 @@ def test_of_many_attempts_the_first_and_the_last_ones_are_kept(tmp_path: Path) -
     assert sorted(path.name for path in Path(specs.run_log_dir).iterdir()) == [
         f"attempt_{number}" for number in (0, 11, 3, 7, 8, 9)
     ]
-    with pytest.raises(ValueError, match=r"keep_attempts: expected a number of attempts, 5 or more, got 4"):
-        DefaultLogsSpecs(keep_attempts=4)
+
+
+@pytest.mark.parametrize("number,error", [(4, ValueError), (True, ValueError), (7.5, TypeError), ("100", TypeError)])
+def test_a_number_of_attempts_that_cannot_be_kept_is_refused(number: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"^keep_attempts: expected a number of attempts, 5 or more, got {number!r}$"):
+        DefaultLogsSpecs(keep_attempts=number)
+
+
+@pytest.mark.parametrize("given", [{"max_size": 2.5}, {"max_size": "9"}, {"max_size": 9, "keep": 2.5}])
+def test_a_bound_of_logs_that_is_no_whole_number_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^(max_size|keep): expected a number of (bytes|files), 1 or more, got "):
+        DefaultLogsSpecs(**given)
 
 
 @pytest.mark.parametrize("gone", ["the run's", "all"])
@@ -236,7 +246,7 @@ def test_where_streams_go_without_logs() -> None:
     assert not os.path.exists(os.path.dirname(logs.error_files[0]))
 
 
-@pytest.mark.parametrize("name,value", [("max_size", 1 << 20), ("mode", 0o755)])
+@pytest.mark.parametrize("name,value", [("max_size", 1 << 20), ("mode", 0o755), ("keep_attempts", 7)])
 def test_what_bounds_logs_is_not_for_none(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^log_dir: /dev/null keeps no logs that {name} could be about$"):
         DefaultLogsSpecs(os.devnull, **{name: value})

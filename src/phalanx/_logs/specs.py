@@ -52,6 +52,14 @@ def _streams(name: str, given: Any) -> Std | dict[int, Std]:
     return streams if by_rank else streams[0]
 
 
+def _check_number(name: str, given: Any, what: str, least: int = 1) -> None:
+    """Refuse what is no number of so many or more; None is none. Raises TypeError, ValueError."""
+    is_whole = hasattr(given, "__index__")
+    if given is not None and not (is_whole and given >= least):
+        msg = f"{name}: expected a number of {what}, {least} or more, got {given!r}"
+        raise (ValueError if is_whole else TypeError)(msg)
+
+
 def _name_of(run_id: str) -> str:
     """Turn a run id into the beginning of a folder's name: without slashes, and not too long."""
     name = run_id.replace("/", "_")[:_MOST_NAME]
@@ -95,12 +103,8 @@ class LogsSpecs(ABC):
         keep: int | None = None,
         compress: bool = False,
     ) -> None:
-        if max_size is not None and max_size < 1:
-            msg = f"max_size: expected a number of bytes, 1 or more, got {max_size!r}"
-            raise ValueError(msg)
-        if keep is not None and keep < 1:
-            msg = f"keep: expected a number of files, 1 or more, got {keep!r}"
-            raise ValueError(msg)
+        _check_number("max_size", max_size, "bytes")
+        _check_number("keep", keep, "files")
         for name, given in (("keep", keep is not None), ("compress", compress)):
             if given and max_size is None:
                 msg = f"{name}: without max_size no file is set aside that this could be about; give that, too"
@@ -168,14 +172,15 @@ class DefaultLogsSpecs(LogsSpecs):
     ) -> None:
         log_dir = log_dir or None  # "" stands for a temporary folder, too
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
-        if keep_attempts is not None and keep_attempts < LEAST_ATTEMPTS:
-            msg = f"keep_attempts: expected a number of attempts, {LEAST_ATTEMPTS} or more, got {keep_attempts!r}"
-            raise ValueError(msg)
+        _check_number("keep_attempts", keep_attempts, "attempts", LEAST_ATTEMPTS)
         self._keep_attempts = keep_attempts
         self._mode = None if mode is None else checked_mode(mode)
-        if not self.is_kept and (max_size or mode is not None):
-            msg = f"log_dir: {os.devnull} keeps no logs that {'max_size' if max_size else 'mode'} could be about"
-            raise ValueError(msg)
+        for name, is_given in (
+            ("max_size", max_size), ("mode", mode is not None), ("keep_attempts", keep_attempts is not None)
+        ):  # fmt: skip
+            if is_given and not self.is_kept:
+                msg = f"log_dir: {os.devnull} keeps no logs that {name} could be about"
+                raise ValueError(msg)
         if self.is_kept and log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
             raise NotADirectoryError(msg)

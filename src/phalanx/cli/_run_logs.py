@@ -101,7 +101,8 @@ def run_logs(
 ) -> RunLogs:
     """Logs in ``log_dir``, or in the default place."""
     moved = ""
-    bounds = {**bounds, "keep_attempts": bounds["keep_attempts"] or KEPT_ATTEMPTS}
+    if log_dir != os.devnull and bounds["keep_attempts"] is None:
+        bounds = {**bounds, "keep_attempts": KEPT_ATTEMPTS}
     if log_dir is None:
         log_dir, why = folder_for_new_runs(bounds["mode"], make=makes_folder)
         if why:
