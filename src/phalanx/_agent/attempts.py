@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 from phalanx._agent import life
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.history import describe_failure
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
-from phalanx._agent.runner import NoAttemptError, Runner, Step
+from phalanx._agent.runner import NoAttemptError, Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.durations import seconds
 from phalanx._base.one_line import one_line
 from phalanx._events import agent_kinds, kinds
+from phalanx._events.stream import EventStream
 from phalanx._group.arguments import check_signal
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._agent.runner import Team
-    from phalanx._events.stream import EventStream
 
 
 class Attempts(Runner):

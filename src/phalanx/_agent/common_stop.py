@@ -7,11 +7,9 @@ is to stop. So the launcher waits a moment before it calls such a death a failur
 
 from __future__ import annotations
 
-from phalanx._base import clock
+from collections.abc import Iterable
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from phalanx._base import clock
 
 WITHIN = 0.5
 """Seconds between the two, at most. Who sends a signal to many processes does so in some milliseconds."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Literal
 
 from phalanx._base import durations
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Literal
 
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 """The rendezvous backends of torchrun. On one machine they are all the same: nothing is connected to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.runner import Team
@@ -10,14 +12,9 @@ from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
+from phalanx._group.context import PContext
+from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, verdict
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._group.context import PContext
-    from phalanx._outcomes.failure import ProcessFailure
 
 MOST_SHOWN = 3
 """How many groups may have ended whose lines a slow console has not taken, when another is started.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._outcomes import earlier
 from phalanx._outcomes.earlier import Earlier
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx._agent.attempt_end import AttemptEnd
 
 
 def describe_failure(end: AttemptEnd) -> str:

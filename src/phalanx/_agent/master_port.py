@@ -17,15 +17,12 @@ from __future__ import annotations
 import _socket  # the C module: `socket` itself costs 7 ms to import
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Self
 from weakref import WeakSet
 
 from phalanx._base import procfs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Self
 
 EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 """First and last port that the kernel chooses by itself, of both IPv4 and IPv6."""

@@ -10,22 +10,16 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from signal import SIGKILL
-from typing import NamedTuple
+from collections.abc import Callable
+from signal import SIGKILL, Signals
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.history import describe_restart
 from phalanx._base import clock, interrupts
 from phalanx._base.latch import Latch
 from phalanx._engine import host_signals
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from signal import Signals
-    from types import TracebackType
-    from typing import Any, Self
-
-    from phalanx._agent.attempt_end import AttemptEnd
 
 
 class NoAttemptError(Exception):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx._events.kinds import Event
+from collections.abc import Collection, Mapping
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from typing import Any
+from phalanx._events.kinds import Event
 
 
 class AgentState(Event):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from phalanx._base import disk, files
-from phalanx._events.kinds import GroupStarting
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx._events.kinds import Event
+from phalanx._events.kinds import Event, GroupStarting
 
 EVENTS = "events.jsonl"
 """The name of the file, in a run's folder."""

@@ -10,13 +10,10 @@ late is ``timer.expired``, and one that comes after all ``timer.left``.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from phalanx._base import clock
 from phalanx._base.frozen import Value
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ClassVar
-
 
 _COMMON = 3  # fields of all events
 

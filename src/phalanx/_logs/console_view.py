@@ -8,22 +8,18 @@ from __future__ import annotations
 import io
 import os
 from functools import lru_cache, partial
+from typing import Any
 
 from phalanx._base import tty
 from phalanx._logs import display
+from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.formats import Json, Text
+from phalanx._logs.line_state import Source
+from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.render import View
 from phalanx._logs.sink import Sink
 from phalanx._logs.terminal import PlainOutput, TerminalOutput
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._logs.console import ConsoleSpecs
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.prefixes import Prefixes
 
 _CACHED = 64  # sets of ranks whose shared prefix is kept
 

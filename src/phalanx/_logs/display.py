@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 from _thread import RLock
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from phalanx._base import clock, unpatched
+from phalanx._base.deadlines import Deadline
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, Loop
 from phalanx._base.stderr import mention
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx._base.deadlines import Deadline
-    from phalanx._logs.pump import Pump
-    from phalanx._logs.terminal import PlainOutput
+from phalanx._logs.pump import Pump
+from phalanx._logs.terminal import PlainOutput
 
 PATIENCE = 5.0
 """Seconds in which the display has to react, from the end of a group on. After that it is abandoned: a write to a

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phalanx._base.control_chars import escape_json
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._logs.line_state import Source
+from phalanx._logs.line_state import Source
 
 
 class Text:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.follower import Follower
+from phalanx._logs.layout import LogsDest
+from phalanx._logs.line_state import Source
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.pump import Pump
+from phalanx._logs.render import View
+from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.timeline_writer import TimelineWriter
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from phalanx._logs.console import ConsoleSpecs
-    from phalanx._logs.layout import LogsDest
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.render import View
-    from phalanx._logs.sink import Sink
 
 
 def make_pump(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import re
+import re
 
 _ESCAPE = 0x1B
 _UP = b"\033[A"

@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import MODULO, NEWEST
 from phalanx._logs.timeline_format import GREW, ROTATED
 from phalanx._logs.timeline_reader import TimelineReader
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from phalanx._logs.follower import Follower
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew

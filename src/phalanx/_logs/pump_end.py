@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
 from phalanx._base import clock
 from phalanx._logs import unshown
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.render import View
-    from phalanx._logs.sink import Sink
-    from phalanx._logs.stream import Stream
+from phalanx._logs.line_state import Source
+from phalanx._logs.render import View
+from phalanx._logs.sink import Sink
+from phalanx._logs.stream import Stream
 
 STUCK = 5.0
 """Seconds without any progress after which the end of a group stops waiting for a console that does not read."""

@@ -12,20 +12,15 @@ import os
 import select
 from _thread import allocate_lock
 from collections import deque
+from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from phalanx._base import clock, linux
 from phalanx._base.background import SerialExecutor
 from phalanx._base.files import opened_log
-from phalanx._base.loop import WRITE
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-    from typing import Any
-
-    from phalanx._base.loop import Loop
+from phalanx._base.loop import WRITE, Loop
 
 TURN = 256 * 1024
 """Bytes of one file that a sink takes at a time, at most."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from phalanx._base.files import UnfitError
+from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx._logs.follower import Follower
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.render import View
+from phalanx._logs.line_state import Source
+from phalanx._logs.render import View
 
 
 class Stream:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from phalanx._logs.sink import Sink
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MOST_OF_A_LINE = 16 << 20
 """Bytes of a line that are kept. A sparse file of terabytes is one line of zeros, and takes no space on disk."""

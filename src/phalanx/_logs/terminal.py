@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections.abc import Callable, Container
 
 from phalanx._base import clock, tty
 from phalanx._base.control_chars import RESET, Colours
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable, Container
-
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.sink import Sink
+from phalanx._logs.line_state import Source
+from phalanx._logs.sink import Sink
 
 FRAME = 0.05
 """Seconds between two drawings of a terminal's live lines, at least."""

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from phalanx._base import clock, files
 from phalanx._logs.rotated import MOST_NUMBER
-from phalanx._logs.timeline_format import CLOCK, CUT, GREW, HEAD, KINDS, MAGIC, ROTATED, unpack
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx._logs.timeline_format import Record
+from phalanx._logs.timeline_format import CLOCK, CUT, GREW, HEAD, KINDS, MAGIC, ROTATED, Record, unpack
 
 MOST_PARTS = 1 << 18
 """Cuts and rotations, all of which a reader keeps in memory. Records after so many are ignored."""

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections.abc import Callable
 
 from phalanx._base import clock
-from phalanx._logs.dedup import unmarked
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable
-
-    from phalanx._logs.dedup import Dedup
-    from phalanx._logs.line_state import Source
+from phalanx._logs.dedup import Dedup, unmarked
+from phalanx._logs.line_state import Source
 
 HEAD = b"Traceback (most recent call last):"
 _CHAIN = (

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from phalanx._base.files import UnfitError
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx._base.files import UnfitError
-    from phalanx._logs.follower import Follower
-    from phalanx._logs.sink import Sink
-    from phalanx._logs.stream import Stream
+from phalanx._logs.follower import Follower
+from phalanx._logs.sink import Sink
+from phalanx._logs.stream import Stream
 
 _MOST_NAMED = 16  # files
 _MOST_COUNTED = 64 << 20  # bytes of unread lines that are counted; those beyond are reported as more

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Callable
 
 from phalanx._base import linux
+from phalanx._base.loop import Loop
 from phalanx._base.stderr import tell
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._base.loop import Loop
-    from phalanx._logs.stream import Stream
+from phalanx._logs.stream import Stream
 
 _POLL = 0.1  # seconds between two looks at the files where inotify is not available, at least;
 _POLL_SHARE = 0.0005  # and for each file: one look takes some microseconds

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from phalanx._base.clock import format_duration
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MOST = 20  # lines; those in the middle are left out
 

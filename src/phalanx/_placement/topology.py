@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterable, Sequence
 
 from phalanx._base import procfs
 from phalanx._base.frozen import Value
 from phalanx._base.rank_ranges import how_many
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SYSTEM = "/sys/devices/system"
 WAYS = ("none", "core", "numa")

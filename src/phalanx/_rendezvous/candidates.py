@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from phalanx._base.rank_ranges import how_many
-from phalanx._rendezvous.records import VERSION
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx._rendezvous.records import Job, Node
-    from phalanx._rendezvous.rules import Notes, Rules, Seen
+from phalanx._rendezvous.records import VERSION, Job, Node
+from phalanx._rendezvous.rules import Notes, Rules, Seen
 
 
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:

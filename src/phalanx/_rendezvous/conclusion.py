@@ -6,12 +6,9 @@ import signal
 from typing import NamedTuple
 
 from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._rendezvous.effects import Finish
 from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.words import told
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._rendezvous.effects import Finish
 
 UNKNOWN = 69
 """The exit code of a node that cannot learn how its job has ended: EX_UNAVAILABLE of sysexits(3head)."""

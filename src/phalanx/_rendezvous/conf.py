@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from phalanx._agent.endpoint import FALSE, split_endpoint, where_is
 from phalanx._base import durations
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable
 """The environment variable that holds the secret of a job."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from phalanx._base.clock import format_duration
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from phalanx._rendezvous.records import Job, Stop
-    from phalanx._store.store import Entry, Transaction
+from phalanx._rendezvous.records import Job, Stop
+from phalanx._store.store import Entry, Transaction
 
 
 class Watch(NamedTuple):

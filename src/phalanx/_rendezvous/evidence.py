@@ -13,6 +13,7 @@ wait for: it is the root cause, whichever node was the first to say so.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,20 +23,14 @@ from phalanx._evidence.describe import cut_middle
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
-from phalanx._outcomes.result import is_cut_off
+from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records
 from phalanx._rendezvous.job_ranks import JobRanks
+from phalanx._rendezvous.records import Member, Stop
 from phalanx._stacks import dump
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from phalanx._outcomes.result import RunProcsResult
-    from phalanx._rendezvous.records import Member, Stop
-    from phalanx._stacks.dump import Location
-    from phalanx._store.store import Entry
-    from phalanx._timers.hang_reporter import HangReporter
+from phalanx._stacks.dump import Location
+from phalanx._store.store import Entry
+from phalanx._timers.hang_reporter import HangReporter
 
 MOST_BYTES = 128 << 10
 """Of the evidence of one node."""

@@ -10,31 +10,23 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
-from phalanx._rendezvous.entrance import come
-from phalanx._rendezvous.guest_team import Calls, GuestTeam
+from phalanx._rendezvous.effects import Finish
+from phalanx._rendezvous.entrance import Entrance, come
+from phalanx._rendezvous.guest_team import Calls, GuestTeam, Left, Part
 from phalanx._rendezvous.job_run import CLOSE, JobRun
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Node
-from phalanx._rendezvous.settings import agent_id
+from phalanx._rendezvous.records import Job, Node, Verdict
+from phalanx._rendezvous.settings import Machines, agent_id
 from phalanx._rendezvous.words import told
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.entrance import Entrance
-    from phalanx._rendezvous.guest_team import Left, Part
-    from phalanx._rendezvous.records import Job, Verdict
-    from phalanx._rendezvous.settings import Machines
 
 LONGEST_END = 60.0
 """Seconds that the end of a guest may take: the waits of the node, of the store, and of what it hosts are shorter."""

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Iterable, Sequence
 
 from phalanx._base.rank_ranges import name_ranks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from phalanx._rendezvous.records import Job, Member
+from phalanx._rendezvous.records import Job, Member
 
 _MOST = 1 << 20  # ranks: of more, nothing is told
 _MOST_HOSTS = 4  # that a name has

@@ -9,24 +9,19 @@ import math
 import os
 import signal
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from functools import partial
 
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
 from phalanx._rendezvous import effects
-from phalanx._store.store import Away, Back
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
-    from phalanx._rendezvous.node import Participant
-    from phalanx._rendezvous.records import Job, Node, Stop
-    from phalanx._store.store import Store, StoreEvent
+from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.records import Job, Node, Stop
+from phalanx._store.store import Away, Back, Store, StoreEvent
 
 CLOSE, HURRIED = 3.0, 0.5
 """Seconds for which the end waits for the store; and where somebody does not want to wait."""

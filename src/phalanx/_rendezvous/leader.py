@@ -8,22 +8,14 @@ that was stopped or cut off, and does not know that another one leads, changes n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 from phalanx._rendezvous import candidates, membership, records
 from phalanx._rendezvous.evidence import JobEvidence
-from phalanx._rendezvous.records import Job, Refusal
-from phalanx._rendezvous.rules import Notes
-from phalanx._store.store import JOB, Absent, Created, Delete, Put, Transaction, Unchanged
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx._rendezvous.records import Node, Stop
-    from phalanx._rendezvous.rules import Rules
-    from phalanx._rendezvous.store_view import StoreView
-    from phalanx._store.store import Entry
-
+from phalanx._rendezvous.records import Job, Node, Refusal, Stop
+from phalanx._rendezvous.rules import Notes, Rules
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.store import JOB, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
 
 MOST_REFUSED = 64
 """Nodes that are refused in one transaction: etcd takes 128 operations at most."""

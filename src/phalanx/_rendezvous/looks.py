@@ -12,21 +12,26 @@ apart, whoever asks, and answers by one look all who have asked by then.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import records
-from phalanx._rendezvous.effects import Fetch, Found, Look, Looked, Submit, Unwatch, Watch
-from phalanx._rendezvous.records import DamagedError
-from phalanx._store.store import OWN, Changed, Created, Delete, Done, Fetched, Put, Snapshot, Transaction
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx._rendezvous.effects import Effect
-    from phalanx._rendezvous.records import Job
-    from phalanx._rendezvous.store_view import StoreView
-    from phalanx._store.store import Entry, StoreEvent
+from phalanx._rendezvous.effects import Effect, Fetch, Found, Look, Looked, Submit, Unwatch, Watch
+from phalanx._rendezvous.records import DamagedError, Job
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.store import (
+    OWN,
+    Changed,
+    Created,
+    Delete,
+    Done,
+    Entry,
+    Fetched,
+    Put,
+    Snapshot,
+    StoreEvent,
+    Transaction,
+)
 
 PATIENCE = 5.0
 """Seconds for which answers are waited for."""

@@ -7,17 +7,13 @@ of a setting of `conf`, or with that of a variable. Who has asked puts the name 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from phalanx._base.host_names import address_text, is_loopback, is_no_machine
 from phalanx._rendezvous import conf as settings
 from phalanx._rendezvous.conf import CANNOT_KEEP, SECRET
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 
 class Told(NamedTuple):

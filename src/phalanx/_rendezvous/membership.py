@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx._agent import restart_policy
@@ -30,18 +31,13 @@ from phalanx._rendezvous.records import (
     MOST_RESTARTS,
     End,
     Job,
+    Node,
     Stop,
     Verdict,
     one_line,
     replace,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx._rendezvous.records import Node
-    from phalanx._rendezvous.rules import Notes, Rules, Seen
+from phalanx._rendezvous.rules import Notes, Rules, Seen
 
 
 class Decision(NamedTuple):

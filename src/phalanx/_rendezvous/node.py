@@ -8,24 +8,18 @@ of `node_writes`; what it waits for, and how it leaves, of `node_waits`; where t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from signal import SIGKILL
 
 from phalanx._rendezvous import records
-from phalanx._rendezvous.effects import Earlier, Finish, Heard, Watch
+from phalanx._rendezvous.effects import Earlier, Effect, Finish, Found, Heard, Watch
 from phalanx._rendezvous.looks import Looks
 from phalanx._rendezvous.node_waits import HURRY, PATIENCE, NodeWaits
-from phalanx._rendezvous.records import DamagedError, Stop, replace
+from phalanx._rendezvous.records import DamagedError, Job, Node, Stop, replace
+from phalanx._rendezvous.rules import Rules
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store import store
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx._rendezvous.effects import Effect, Found
-    from phalanx._rendezvous.records import Job, Node
-    from phalanx._rendezvous.rules import Rules
-    from phalanx._store.store import StoreEvent
+from phalanx._store.store import StoreEvent
 
 
 class Participant(NodeWaits):

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import candidates, life, records, roll_call
 from phalanx._rendezvous.effects import End, Finish, Heard, Missing, Start
+from phalanx._rendezvous.leader import Leader
 from phalanx._rendezvous.node_writes import NodeWrites
-from phalanx._rendezvous.records import DamagedError, OtherVersionError, Stop, Verdict, Waiting, replace
+from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, Waiting, replace
 from phalanx._rendezvous.roll_call import RollCall
+from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import JOB, Entry, Put, Transaction, Unchanged
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._rendezvous.leader import Leader
-    from phalanx._rendezvous.records import Job, Node
-    from phalanx._rendezvous.rules import Rules
 
 PATIENCE = 5.0
 """Seconds for which a node that leaves waits for the store, and the leader for the others."""

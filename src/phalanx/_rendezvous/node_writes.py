@@ -7,26 +7,18 @@ have been made or not: no answer has to arrive.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from phalanx._rendezvous import records
-from phalanx._rendezvous.effects import Fetch, Submit, Unwatch, Watch
+from phalanx._rendezvous.effects import Effect, Fetch, Submit, Unwatch, Watch
 from phalanx._rendezvous.leader import Leader
-from phalanx._rendezvous.records import replace
+from phalanx._rendezvous.records import Job, Node, Stop, replace
+from phalanx._rendezvous.rules import Rules
 from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
-from phalanx._store.store import JOB, KEPT, OWN, Absent, Delete, Put, Transaction, Unchanged
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._rendezvous.effects import Effect
-    from phalanx._rendezvous.records import Job, Node, Stop
-    from phalanx._rendezvous.rules import Rules
-    from phalanx._store import store
-    from phalanx._store.store import Entry
-
+from phalanx._store import store
+from phalanx._store.store import JOB, KEPT, OWN, Absent, Delete, Entry, Put, Transaction, Unchanged
 
 CONCEDED = 1.0
 """Seconds for which a node that has just come leaves it to the others to lead: they know whether the job lives."""

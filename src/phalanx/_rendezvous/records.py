@@ -22,19 +22,14 @@ Anybody who reaches the store may have written it: what is read is checked for i
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from phalanx._rendezvous.bounds import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._store.store import Entry
+from phalanx._store.store import Entry
 
 __all__ = ["replace"]  # with all that is defined here; nobody else loads msgspec
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from phalanx._base.control_chars import sanitise
 from phalanx._base.rank_ranges import format_ranks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx._rendezvous.records import Node
+from phalanx._rendezvous.records import Node
 
 FIRST = 3.0
 """Seconds that a node waits before it says for whom."""

@@ -6,11 +6,8 @@ import copy
 import math
 from typing import NamedTuple
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.records import Job, Node
-
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous.records import Job, Node
 
 PATIENCE = 30.0
 """Seconds after which a node is refused whose rank another one has, see `Rules`."""

@@ -9,6 +9,7 @@ much, ranks are left out: last those of the place where most are, and those that
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,16 +18,11 @@ from msgspec import Meta, Struct
 from phalanx._evidence.describe import cut_middle
 from phalanx._rendezvous import records
 from phalanx._rendezvous.bounds import MOST_LINE
+from phalanx._rendezvous.effects import Found
 from phalanx._rendezvous.job_ranks import JobRanks
 from phalanx._rendezvous.looks import MOST_ANSWER
 from phalanx._rendezvous.records import DamagedError, Member
 from phalanx._stacks import dump
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx._rendezvous.effects import Found
 
 ALL_BYTES = 8 << 20
 """Of the answers of all nodes, unless there are so many that `_LEAST_BYTES` of each are more."""

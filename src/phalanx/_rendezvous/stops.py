@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from phalanx._rendezvous import records
-from phalanx._rendezvous.records import replace
+from phalanx._rendezvous.records import Stop, replace
+from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import JOB, Absent, Put, Transaction, Unchanged
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._rendezvous.records import Stop
-    from phalanx._rendezvous.store_view import StoreView
 
 
 class Stops:

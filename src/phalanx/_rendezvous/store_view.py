@@ -9,11 +9,7 @@ from __future__ import annotations
 from phalanx._rendezvous import records
 from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop, Waiting
 from phalanx._rendezvous.rules import Seen
-from phalanx._store.store import Changed
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._store.store import Entry, Snapshot
+from phalanx._store.store import Changed, Entry, Snapshot
 
 
 class StoreView:

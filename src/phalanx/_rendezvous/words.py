@@ -6,16 +6,12 @@ It knows no console: `phalanx run` says these words, and the errors of agents ha
 from __future__ import annotations
 
 from phalanx._agent.history import describe_restart
+from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.control_chars import sanitise
 from phalanx._base.host_names import is_loopback
 from phalanx._base.one_line import one_line
 from phalanx._outcomes.earlier import Earlier, describe
-from phalanx._rendezvous.records import replace
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.records import End, Job, Stop
+from phalanx._rendezvous.records import End, Job, Stop, replace
 
 
 def told(stop: Stop | End) -> str:

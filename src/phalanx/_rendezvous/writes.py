@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._store.store import Done
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._store.store import Fetched
+from phalanx._store.store import Done, Fetched
 
 AGAIN = 1.0
 """Seconds after which a write is tried again that was not made, if nothing has told why by then."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
+from phalanx._agent.master_port import ReservedPort
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT, with_local_rank
+from phalanx._events.stream import EventStream
 from phalanx._group.arguments import VALUE
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm, path_of
-from phalanx.multiprocessing import PContext, ScriptContext, SubprocessContext
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from phalanx._agent.master_port import ReservedPort
-    from phalanx._events.stream import EventStream
-    from phalanx.multiprocessing import DefaultLogsSpecs
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, SubprocessContext
 
 
 class AttemptGroups:

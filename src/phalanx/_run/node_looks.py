@@ -5,17 +5,14 @@ What is asked and answered is `phalanx._rendezvous.looks`' business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
+from phalanx._group.context import PContext
 from phalanx._rendezvous import stack_report
 from phalanx._stacks.dump import EXITED, NO_STACK
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._group.context import PContext
 
 LOOK = 3.0
 """Seconds by which the end of the workers is put off, at the most, as a rank of another node hangs."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _NODE_RANK, _LOCAL_ADDR, _CONF = "--node-rank", "--local-addr", "--rdzv-conf"
 _CONF_OF_ONE_MACHINE = ("is_host", "bind")

@@ -5,15 +5,12 @@ Owns the wait for that import, on a thread of its own. The process that imports 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phalanx._base import interrupts
 from phalanx._base.background import SerialExecutor
+from phalanx._group.warm import Warm
 from phalanx.multiprocessing import PreloadError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._group.warm import Warm
 
 _MOST = 1e6  # seconds that poll(2) can wait
 _END = 5.0  # seconds for the thread to end once the process has, which takes none

@@ -8,15 +8,12 @@ many there are: its manifest sets the options' variables (``PHALANX_NNODES``).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx._agent.worker_env import STEP, step_of
 from phalanx._base.rank_ranges import how_many
 from phalanx._run.hostlist import hosts
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PORTS = range(63002, 65535, 2)
 """Where rank 0 of a job listens; its agent does one port further. They are above those that Linux hands out by itself

@@ -13,17 +13,13 @@ import socket
 import stat
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from phalanx._base import files, interrupts
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._rendezvous import stack_report
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous.effects import Found
 
 NAME = "stack.sock"
 """Of the socket, in the run's folder."""

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx._base import clock
 from phalanx._events import agent_kinds
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._events.kinds import Event
+from phalanx._events.kinds import Event
 
 NAME = "torchelastic.worker.status"
 _MS = 1000

@@ -12,14 +12,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+from collections.abc import Iterable, Sequence
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
 from phalanx._runs import record, record_writer
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 REMOVED = ".phalanx-removed-"
 """What a folder's name begins with once its removal has begun. It is no run any more."""

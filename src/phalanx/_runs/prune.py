@@ -13,16 +13,13 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterable, Iterator
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
 from phalanx._logs import temporary
 from phalanx._runs import record
 from phalanx._runs.catalog import REMOVED, RunDir, find, look
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _TAIL = 48
 """Characters of the run's name after `REMOVED`, so that no name gets too long. They are its last, which are unique."""

@@ -9,14 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from phalanx._base import files, procfs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
 
 FILE = "run.json"
 """The name of the record in a run's folder."""

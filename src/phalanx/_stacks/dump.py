@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from phalanx._base.frozen import Value
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.describe import OWN_FOLDERS, is_own_file
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NO_STACK = "# no Python stack: "
 """How the text of a process begins that has shown no stack. The reason follows on the same line."""

@@ -10,11 +10,8 @@ for the clocks of its machines are never compared. See https://etcd.io/docs/v3.5
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OWN, JOB, KEPT = "own", "job", "kept"
 """Leases: a key of ``OWN`` goes with the agent that wrote it, one of ``JOB`` with the last agent of the job.

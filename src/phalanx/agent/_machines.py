@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from _thread import allocate_lock
+from collections.abc import Callable
 
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.history import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import interrupts
+from phalanx._group.context import PContext
+from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.conf import NOT_FOR_WORKERS
+from phalanx.agent._spec import WorkerSpec
 from phalanx.agent._types import Worker
+from phalanx.errors import ChildFailedError
 from phalanx.rendezvous import ManyMachinesRendezvous
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._group.context import PContext
-    from phalanx._outcomes.result import RunProcsResult
-    from phalanx.agent._spec import WorkerSpec
-    from phalanx.errors import ChildFailedError
 
 _ASKS_OTHERS = RestartPolicy(2**31 - 1, window=1e9)
 """Of an agent that does not decide alone: if no other attempt follows, the next rendezvous says so."""

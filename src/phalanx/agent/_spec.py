@@ -5,17 +5,14 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
 from phalanx._group.arguments import is_sequence
 from phalanx._placement.placement import Placement
 from phalanx.rendezvous import OneMachineRendezvous, RendezvousHandler
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 _MOST_PORT = 65535
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._base.rank_ranges import how_many
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._outcomes.failure import ProcessFailure
-    from phalanx.agent._spec import WorkerSpec
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx.agent._spec import WorkerSpec
 
 
 class WorkerState(str, Enum):  # noqa: UP042 - its text is that of torch's: WorkerState.HEALTHY

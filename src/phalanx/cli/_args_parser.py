@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from phalanx.cli.run import main
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 _TEXTS = {
     "nnodes": "1:1", "nproc_per_node": "1", "rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none",

@@ -6,17 +6,14 @@ import contextlib
 import re
 import signal
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import click
 
 from phalanx._base.sigpipe import reader_is_gone
 from phalanx._base.tty import printable
 from phalanx.cli._declare import origin
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Any
 
 SETTINGS = {
     "help_option_names": ["-h", "--help"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -11,11 +13,6 @@ from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
 from phalanx.cli._declare import CONSOLE, WHOLE, Declared, Flag, Many, Maybe, Option
 from phalanx.cli._options import Whole, read_ranks
 from phalanx.multiprocessing import ConsoleSpecs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 
 class ConsoleOptions(Declared):

@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 
 from phalanx._base import linux
+from phalanx._base.loop import Loop
 from phalanx._base.stderr import tell
-from phalanx._runs.catalog import look
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._base.loop import Loop
-    from phalanx._runs.catalog import RunDir
+from phalanx._runs.catalog import RunDir, look
 
 GOES_ON = ("running", "unreadable", "unknown")
 """States of a run that has not ended, as far as is known. Without a record nobody will say: but of a run that is just

@@ -6,11 +6,8 @@ import os
 import signal
 import stat
 import threading
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
+from collections.abc import Callable
+from typing import Self
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
 

@@ -10,23 +10,18 @@ import functools
 import os
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from string import Template
 from types import MappingProxyType
+from typing import Any, NoReturn
 
 import click
 
 from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
 from phalanx.cli._command import meant
-from phalanx.cli._declare import declarations
+from phalanx.cli._declare import Declared, Option, declarations
 from phalanx.cli._print_config import LEFT_OUT
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import Any, NoReturn
-
-    from phalanx.cli._declare import Declared, Option
 
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""

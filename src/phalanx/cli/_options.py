@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from phalanx._base import byte_size, durations
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import bounds
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 _MOST_RANKS = 1 << 20
 

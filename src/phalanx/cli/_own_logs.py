@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -10,11 +12,6 @@ from phalanx._logs.layout import checked_dest, name_nothing
 from phalanx.cli._run_logs import RunLogs
 from phalanx.cli._streams import BOUNDS
 from phalanx.multiprocessing import LogsDest, Std
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 ENTRY_POINTS = ("torchrun.logs_specs", "phalanx.logs_specs")
 """The groups in which plugins are looked for: that of torchrun, and our own."""

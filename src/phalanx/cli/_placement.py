@@ -6,6 +6,7 @@ Owns their reading. What they mean is the business of `phalanx.multiprocessing.P
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import click
 
@@ -15,10 +16,6 @@ from phalanx._placement.placement import divide
 from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, Option
 from phalanx.cli._options import Whole
 from phalanx.multiprocessing import Placement
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 THREADS = "OMP_NUM_THREADS"
 

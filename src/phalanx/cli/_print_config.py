@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
+from phalanx.cli._declare import SECTIONS, WHOLE, Flag, Option, declarations, given, job_of, origin
 from phalanx.cli._run_config import RunConfig
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from typing import Any
-
-    from phalanx.cli._declare import Option
 
 LEFT_OUT = "# left out, a secret: "
 """What stands before the name of a variable in a job file that was made without its value."""

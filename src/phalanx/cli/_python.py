@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 CHOICE = "PYTHON_EXEC"
 """The variable that chooses, as for torchrun."""

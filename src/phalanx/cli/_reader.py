@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import sys
+from collections.abc import Iterator
 
 import click
 
@@ -26,14 +27,9 @@ from phalanx._logs.tail_sink import TailSink
 from phalanx._logs.timeline_format import NAME
 from phalanx._logs.timeline_reader import is_foreign
 from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._runs.catalog import RunDir
 from phalanx.cli._following import Following
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx._runs.catalog import RunDir
-    from phalanx.multiprocessing import ConsoleSpecs
+from phalanx.multiprocessing import ConsoleSpecs
 
 STREAMS = ("stdout", "stderr")
 _MOST_NAMED = 16  # files

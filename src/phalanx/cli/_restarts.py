@@ -6,22 +6,17 @@ import atexit
 import re
 import signal
 import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
+from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import durations
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Whole, time_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-    from typing import Any
-
-    from phalanx._agent.group_team import GroupTeam
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""

@@ -7,17 +7,14 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import click
 
 from phalanx._group.warm import check_preload as check_names
 from phalanx._timers.specs import TimerSpecs
 from phalanx.cli._options import GONE, is_here_gone
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any
 
 _LOOKED_AT = 1 << 16  # bytes of a file that is asked what it is
 _NO_PYTHONS = re.compile(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from phalanx._engine import host_signals
@@ -32,11 +35,6 @@ from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handle
 from phalanx.cli._run_options import LogDir, read_notice, steps
 from phalanx.cli._stdin import read_rank
 from phalanx.multiprocessing import Std
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
 
 
 class WorkerOptions(Declared):

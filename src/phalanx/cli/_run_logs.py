@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -13,12 +15,6 @@ from phalanx._base.stderr import say
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
 from phalanx.cli._runs_folders import MANY
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
-
 
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import click
 from click.core import ParameterSource
 
 from phalanx._base import durations
@@ -13,13 +16,6 @@ from phalanx._group.arguments import checked_notice
 from phalanx._timers.specs import read_steps
 from phalanx.cli._command import meant
 from phalanx.cli._options import Folder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import Any
-
-    import click
 
 
 class LogDir(Folder):

@@ -18,16 +18,13 @@ import stat
 import sys
 import termios
 import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import click
 
 from phalanx._base import clock, interrupts, procfs
 from phalanx._base.stderr import say
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 NONE = -1
 """The value of ``--stdin none``."""

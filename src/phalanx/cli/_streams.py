@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import click
 
 from phalanx._base.rank_ranges import name_ranks
-from phalanx.multiprocessing import Std, to_map
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from phalanx.multiprocessing import ConsoleSpecs
+from phalanx.multiprocessing import ConsoleSpecs, Std, to_map
 
 BOUNDS = {
     "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",

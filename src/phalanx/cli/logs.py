@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from datetime import datetime
+from typing import Any
 
 import click
 
@@ -22,10 +23,6 @@ from phalanx.cli._interrupts import Interrupts
 from phalanx.cli._options import Whole, reading
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 from phalanx.cli._runs_folders import refusal, resolved, run_argument
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def read_since(text: str) -> float:

@@ -24,7 +24,7 @@ if not TYPE_CHECKING:
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from types import TracebackType
-    from typing import Any, ParamSpec, Protocol, TypeVar, overload  # noqa: TC004 (the one above is what runs)
+    from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
     P = ParamSpec("P")
     R = TypeVar("R")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.agent import LocalElasticAgent
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.agent import RunResult
-    from phalanx.errors import ChildFailedError
+from phalanx.agent import LocalElasticAgent, RunResult
+from phalanx.errors import ChildFailedError
 
 
 class LaunchedAgent(LocalElasticAgent):

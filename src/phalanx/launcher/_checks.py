@@ -5,18 +5,18 @@ from __future__ import annotations
 import operator
 import signal
 from dataclasses import fields, replace
+from typing import Any
 
 from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx._logs.std import Std
 from phalanx.launcher._config import LaunchConfig
-from phalanx.rendezvous import OneMachineRendezvous, RendezvousParameters, rendezvous_handler_registry
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx.rendezvous import RendezvousHandler
+from phalanx.rendezvous import (
+    OneMachineRendezvous,
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 
 _TEXTS = ("run_id", "rdzv_endpoint", "rdzv_backend", "signals_to_handle")
 _OWN = ("backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr")

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
-from phalanx._logs.specs import DefaultLogsSpecs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._logs.specs import LogsSpecs
-    from phalanx._placement.placement import Placement
+from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
+from phalanx._placement.placement import Placement
 
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SHUTDOWN_TIMEOUT = 30

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from phalanx import metrics
 from phalanx._engine.host_signals import SIGNALS_ENV, SignalException
 from phalanx.agent import WorkerSpec
 from phalanx.launcher._agent import LaunchedAgent
 from phalanx.launcher._checks import checked, rendezvous_of
+from phalanx.launcher._config import LaunchConfig
 from phalanx.rendezvous import ManyMachinesRendezvous, OneMachineRendezvous, RendezvousClosedError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
-
-    from phalanx.launcher._config import LaunchConfig
 
 
 class elastic_launch:  # noqa: N801 - torch's name

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.metrics._handlers import MetricHandler
+from phalanx.metrics._handlers import MetricData, MetricHandler
 from phalanx.metrics._streams import GUARD, checked
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.metrics._handlers import MetricData
 
 
 class BackgroundMetricHandler(MetricHandler):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from typing import Any, ClassVar
 
 from phalanx._agent import master_port
 from phalanx._base.frozen import Value
 from phalanx.rendezvous._errors import RendezvousStateError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ClassVar
 
 
 class RendezvousStoreInfo(Value):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 
 from phalanx._agent import master_port as master_ports
+from phalanx._agent.master_port import ReservedPort
 from phalanx.rendezvous._errors import RendezvousClosedError
 from phalanx.rendezvous._handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._agent.master_port import ReservedPort
 
 
 class OneMachineRendezvous(RendezvousHandler):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from phalanx._agent.endpoint import FALSE, TRUE
 from phalanx._base.frozen import Value
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 class RendezvousParameters(Value):

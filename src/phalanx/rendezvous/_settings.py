@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from phalanx._agent.endpoint import split_endpoint
 from phalanx._base.host_names import is_no_machine
 from phalanx._rendezvous import bounds, meeting
 from phalanx._rendezvous import conf as settings
-from phalanx._rendezvous.settings import C10D, DEFAULT_PORTS, ETCD, ETCD_PORT, STATIC
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._rendezvous.settings import Machines
-    from phalanx.rendezvous._parameters import RendezvousParameters
+from phalanx._rendezvous.settings import C10D, DEFAULT_PORTS, ETCD, ETCD_PORT, STATIC, Machines
+from phalanx.rendezvous._parameters import RendezvousParameters
 
 BACKENDS = (STATIC, C10D, *ETCD)
 """Those that are built in."""

@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import signal
+from collections.abc import Iterator, Sequence
 
 from phalanx._base import clock, procfs
 from phalanx._base.process import Process, descends_from, lineage
@@ -23,10 +24,6 @@ from phalanx._stacks import collect, dump, request
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
 from phalanx._timers.timer import Timer
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger("phalanx.timer")
 

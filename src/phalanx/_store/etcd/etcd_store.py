@@ -16,14 +16,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.history import History
 from phalanx._store.etcd.reach import reach, together
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
-from phalanx._store.etcd.settings import USERS_HOLD, users_hold
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
+from phalanx._store.etcd.settings import USERS_HOLD, EtcdSettings, users_hold
 from phalanx._store.etcd.transactions import message_of
 from phalanx._store.etcd.watches import Keys, Watched
 from phalanx._store.store import (
@@ -38,17 +41,9 @@ from phalanx._store.store import (
     Put,
     Refused,
     Store,
+    StoreEvent,
+    Transaction,
 )  # fmt: skip
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-    from typing import Any
-
-    from phalanx._store.etcd.session import Session
-    from phalanx._store.etcd.settings import EtcdSettings
-    from phalanx._store.store import StoreEvent, Transaction
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest

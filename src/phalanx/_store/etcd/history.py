@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._store.etcd.session import BrokenError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._store.etcd.session import Session
+from phalanx._store.etcd.session import BrokenError, Session
 
 
 class History:

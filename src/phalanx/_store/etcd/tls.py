@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import re
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _CODE = re.compile(r"OPENSSL_internal:(\w+)")
 

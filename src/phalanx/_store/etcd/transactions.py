@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from phalanx._store.etcd import api
-from phalanx._store.store import Absent, Created, Put
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from phalanx._store.store import Transaction
+from phalanx._store.store import Absent, Created, Put, Transaction
 
 
 def message_of(transaction: Transaction, prefix: bytes, leases: Mapping[str, int]) -> Any:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 NEEDS = "Python 3.13 or later"
 

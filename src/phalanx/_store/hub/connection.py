@@ -6,24 +6,19 @@ Used by the thread of its loop.
 from __future__ import annotations
 
 import random
+import socket
+from collections.abc import Callable
 
 from phalanx._base import clock
+from phalanx._base.deadlines import Deadline
+from phalanx._base.loop import Loop
 from phalanx._store.hub import messages, words
 from phalanx._store.hub.cipher import Cipher
 from phalanx._store.hub.dialer import Dialer
 from phalanx._store.hub.handshake import AgentSide, RefusedError
 from phalanx._store.hub.link import Link
-from phalanx._store.hub.messages import Beat, DamagedError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
-    from phalanx._store.hub.messages import Welcome
-    from phalanx._store.hub.settings import HubSettings
+from phalanx._store.hub.messages import Beat, DamagedError, Welcome
+from phalanx._store.hub.settings import HubSettings
 
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
 _BEATS = 3  # within a ttl

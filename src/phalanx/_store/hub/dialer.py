@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from phalanx._base.background import SerialExecutor
-from phalanx._base.loop import WRITE
+from phalanx._base.deadlines import Deadline
+from phalanx._base.loop import WRITE, Loop
 from phalanx._store.hub import words
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
 
 
 class Dialer:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from phalanx._base.deadlines import Deadline
+from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.cipher import Cipher
-from phalanx._store.hub.handshake import TurnedAwayError
+from phalanx._store.hub.handshake import StoreSide, TurnedAwayError
 from phalanx._store.hub.link import Link
+from phalanx._store.hub.wire import Keys
 from phalanx._store.hub.words import protocol_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Sequence
-
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
-    from phalanx._store.hub.handshake import StoreSide
-    from phalanx._store.hub.wire import Keys
 
 WITHIN = 5.0
 """Seconds within which an agent is to have entered."""

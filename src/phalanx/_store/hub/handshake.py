@@ -6,18 +6,13 @@ See `wire` for what is said, and what it proves.
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.cipher import NEEDS, can_encrypt
-from phalanx._store.hub.messages import NONCE, VERSION, Challenge, Enter, Hello, Refusal
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from phalanx._store.hub.messages import Welcome
-    from phalanx._store.hub.settings import Encryption, HubSettings
-    from phalanx._store.hub.wire import Keys
+from phalanx._store.hub.messages import NONCE, VERSION, Challenge, Enter, Hello, Refusal, Welcome
+from phalanx._store.hub.settings import Encryption, HubSettings
+from phalanx._store.hub.wire import Keys
 
 
 class RefusedError(Exception):

@@ -7,6 +7,8 @@ is told all of its keys anew. A request that was lost on its way may have been m
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from phalanx._base import unpatched
@@ -15,15 +17,21 @@ from phalanx._store.hub import messages
 from phalanx._store.hub.cipher import NEEDS, can_encrypt
 from phalanx._store.hub.connection import Connection
 from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Told, Unwatch, Watch
-from phalanx._store.store import Away, Back, Changed, Done, Entry, Fetched, LeaseLost, Refused, Snapshot, Store
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-
-    from phalanx._store.hub.settings import HubSettings
-    from phalanx._store.store import StoreEvent, Transaction
+from phalanx._store.hub.settings import HubSettings
+from phalanx._store.store import (
+    Away,
+    Back,
+    Changed,
+    Done,
+    Entry,
+    Fetched,
+    LeaseLost,
+    Refused,
+    Snapshot,
+    Store,
+    StoreEvent,
+    Transaction,
+)
 
 _PATIENCE = 1.0
 

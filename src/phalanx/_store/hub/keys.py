@@ -6,15 +6,10 @@ connections or of the clock: the server passes moments in (seconds, monotonic), 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from phalanx._store.store import OWN, Absent, Created, Entry, Put
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx._store.store import Transaction, Unchanged
+from phalanx._store.store import OWN, Absent, Created, Entry, Put, Transaction, Unchanged
 
 JOB_LEASE = b""
 """The lease of the keys that go with the job. Those of agents are not empty."""

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from phalanx._base.loop import READ, WRITE
+from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._store.hub import wire
-from phalanx._store.hub.cipher import PIECE, CipherError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from phalanx._base.loop import Loop
-    from phalanx._store.hub.cipher import Cipher
+from phalanx._store.hub.cipher import PIECE, Cipher, CipherError
 
 MOST_QUEUED = 64 << 20
 """Bytes that may wait for the other end."""

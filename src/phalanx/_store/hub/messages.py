@@ -11,16 +11,13 @@ This module loads msgspec, and is the only one here that does.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 VERSION = 3
 """Of the protocol. Agents of another one are refused: `Hello` and `Refusal` begin the same in all versions."""

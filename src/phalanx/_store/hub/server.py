@@ -9,25 +9,20 @@ authenticated, and encrypted where both can, see `wire`. An agent that is not he
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Self
 
 from phalanx._base import unpatched
 from phalanx._base.host_names import address_text
 from phalanx._base.loop import Loop
 from phalanx._store.hub.door import Door
 from phalanx._store.hub.handshake import StoreSide
-from phalanx._store.hub.listening import listen
+from phalanx._store.hub.link import Link
+from phalanx._store.hub.listening import Place, listen
 from phalanx._store.hub.service import Service
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
-    from typing import Self
-
-    from phalanx._store.hub.link import Link
-    from phalanx._store.hub.listening import Place
-    from phalanx._store.hub.settings import Encryption
+from phalanx._store.hub.settings import Encryption
 
 _PATIENCE = 1.0
 

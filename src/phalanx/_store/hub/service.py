@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 from phalanx._base import clock
+from phalanx._base.deadlines import Deadline
+from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
-from phalanx._store.hub.keys import JOB_LEASE, Keys, Leases, Watches
+from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
+from phalanx._store.hub.link import Link
 from phalanx._store.hub.messages import (
     MOST_REQUEST,
     SESSION,
@@ -24,16 +28,7 @@ from phalanx._store.hub.messages import (
     Watch,
     Welcome,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
-    from phalanx._store.hub.keys import Change
-    from phalanx._store.hub.link import Link
-    from phalanx._store.store import Entry
+from phalanx._store.store import Entry
 
 _FAREWELL = 5.0  # seconds within which an agent that has left is to read so
 _ENTRY = 100  # bytes that a key takes that waits to be sent; its value is the store's own
