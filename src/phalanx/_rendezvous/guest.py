@@ -21,7 +21,8 @@ from phalanx._base import interrupts, unpatched
 from phalanx._base.latch import Latch
 from phalanx._rendezvous.effects import Finish
 from phalanx._rendezvous.entrance import Entrance, come
-from phalanx._rendezvous.guest_team import Calls, GuestTeam, Left, Part
+from phalanx._rendezvous.evidence import Left
+from phalanx._rendezvous.guest_team import Calls, GuestTeam, Owner, Part
 from phalanx._rendezvous.job_run import CLOSE, JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Verdict
@@ -66,15 +67,14 @@ class Guest:
     Attributes:
         finish: How it has ended; None: it has not, or by `error`.
         error: What it has ended by, before it could take part; None: it has not.
-        expect: Called with seconds while workers run: they are to end, unless it is called again within them. Whoever
-            has it may change it until it has entered.
+        owner: Whoever has the workers. It may be changed until it has entered.
         was_spare: Whether it had no part in the generation that ran last.
     """
 
     def __init__(self, run_id: str, terms: Terms, warn: Callable[[str], None]) -> None:
         self._run_id = run_id
         self.terms = terms
-        self.expect: Callable[[float], object] = lambda _seconds: None
+        self.owner = Owner()
         self._warn = warn
         self._owner = 0  # the process that has entered
         self._lock = threading.Lock()  # of the next two
@@ -174,10 +174,10 @@ class Guest:
                 self._conclude(part, AttemptEnd("stopped"))  # it had ended before anybody asked
             news.wait()
 
-    def tell_failure(self, error: str, rank: int | None, exitcode: int | None) -> None:
-        """Say that a worker has failed. Nothing happens where none can run."""
+    def tell_failure(self, error: str, rank: int | None, exitcode: int | None, *, is_hang: bool = False) -> None:
+        """Say that a worker has failed. Nothing happens where none can run. ``is_hang``: a timer has found it."""
         if self._taken is not None and self._team is not None:
-            self._team.tell_failure(self._taken, error, rank, exitcode)
+            self._team.tell_failure(self._taken, error, rank, exitcode, is_hang=is_hang)
 
     def tell_left(self, left: Left) -> None:
         """Say what the workers have left, before their end is told. What is told last counts."""
@@ -279,13 +279,14 @@ class Guest:
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
             policy="" if terms.policy.max_restarts >= ENDLESS else terms.policy.describe(),
         )  # fmt: skip
-        team = GuestTeam(me, port, self._see, self._warn, machines.where, self.expect)
+        team = GuestTeam(me, port, self._see, self._warn, machines, self.owner)
         node = Participant(
             me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
             hosts=entrance.hosts,
             away_timeout=machines.away_timeout, chance=random.random,
         )  # fmt: skip
         run = held.enter_context(JobRun(node, entrance.store, team, signals=False, away_timeout=machines.away_timeout))
+        team.run = run
         with self._lock:
             self._team, self._run = team, run
             wishes, self._wishes = self._wishes, []

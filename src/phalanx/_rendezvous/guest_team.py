@@ -7,18 +7,18 @@ thread.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import clock
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
-from phalanx._outcomes.result import RunProcsResult, is_cut_off
-from phalanx._rendezvous import evidence, records
-from phalanx._rendezvous.job_ranks import first_rank
-from phalanx._rendezvous.job_run import NodeTeam
-from phalanx._rendezvous.records import Job, Stop, replace
-from phalanx._rendezvous.words import told, unreachable
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import stack_report
+from phalanx._rendezvous.evidence import Left, account, stop_of
+from phalanx._rendezvous.job_run import JobRun, NodeTeam
+from phalanx._rendezvous.records import Job, Stop
+from phalanx._rendezvous.words import told as in_words
+from phalanx._rendezvous.words import unreachable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,32 +27,33 @@ if TYPE_CHECKING:
     from phalanx._agent.master_port import ReservedPort
     from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Node
-    from phalanx._timers.hang_reporter import HangReporter
+    from phalanx._rendezvous.settings import Machines
 
 
-class Left(NamedTuple):
-    """What the workers of a part have left.
+class Owner:
+    """Whoever has the workers of a guest, as the node sees it. The node's thread calls all of this, and waits for none.
 
-    Attributes:
-        result: What became of them, by local rank.
-        log_dir: Where their logs are; "": nowhere.
-        hangs: Knows where they were, if one was found to hang; None: nothing does.
+    By default, the workers show no stacks, and go on while the process is stopped.
     """
 
-    result: RunProcsResult
-    log_dir: str = ""
-    hangs: HangReporter | None = None
+    def come(self, run: JobRun, later: Callable[[Callable[[], str]], None], patience: float) -> None:
+        """Begin what the workers need and what asks for no part in the job, see `NodeTeam.come`.
 
-    @property
-    def survivors(self) -> int:
-        """How many have outlived SIGKILL."""
-        return sum(outcome.state == "abandoned" for outcome in self.result.outcomes.values())
+        Args:
+            run: What carries the node: any thread may ask it.
+            later: See `NodeTeam.come`.
+            patience: Seconds after which an import has failed.
+        """
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the first failure is a lost connection, whose cause is elsewhere as a rule."""
-        root = self.result.root_cause
-        return root is not None and is_cut_off(root)
+    def expect(self, seconds: float) -> None:
+        """Have the workers ended, unless this is called again within so many seconds."""
+
+    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
+        """Take the stacks of the workers of a generation, see `NodeTeam.look`."""
+        then(stack_report.write({}, 0, why=stack_report.NONE_SHOWN))
+
+    def hangs_elsewhere(self) -> None:
+        """Have the stacks of the workers written, for a rank of another node hangs. Their end follows."""
 
 
 class Part:
@@ -91,8 +92,8 @@ class GuestTeam(NodeTeam):
         port: What is reserved for rank 0.
         changed: Called, by the node's thread, when there is a new `part`, or the generation has ended.
         warn: Called with a line that the user should see, by the same thread. It must not wait.
-        where: Where the nodes meet, in words.
-        expect: Called with seconds: see `NodeTeam.expect`. By the same thread.
+        machines: What the node is told of its job.
+        owner: Whoever has the workers.
 
     Attributes:
         part: The part of this node in the latest generation that it takes part in; None: there was none.
@@ -102,19 +103,21 @@ class GuestTeam(NodeTeam):
     """
 
     def __init__(
-        self, me: Node, port: ReservedPort, changed: Callable[[], None], warn: Callable[[str], None], where: str,
-        expect: Callable[[float], object],
+        self, me: Node, port: ReservedPort, changed: Callable[[], None], warn: Callable[[str], None],
+        machines: Machines, owner: Owner,
     ) -> None:  # fmt: skip
         self._me = me
         self._port = port
         self._changed = changed
-        self._warn, self._where, self._expect = warn, where, expect
+        self._warn, self._machines, self._owner = warn, machines, owner
         self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._wake: Callable[[], None] = lambda: None
         self._fail: Callable[[int, Stop], None] = lambda _, __: None
         self.part: Part | None = None
         self.is_closing = self.is_spare = False
         self.away = ""
+        self.run: JobRun | None = None
+        """What carries the node: set before it begins."""
 
     # --- any thread
 
@@ -124,19 +127,27 @@ class GuestTeam(NodeTeam):
             part.end = end
             self._wake()
 
-    def tell_failure(self, part: Part, error: str, rank: int | None, exitcode: int | None) -> None:
+    def tell_failure(
+        self, part: Part, error: str, rank: int | None, exitcode: int | None, *, is_hang: bool = False
+    ) -> None:
         """Say that a worker has failed: the other nodes hear of it at once, in the words that are told first.
 
-        The part ends with those that are told last.
+        The part ends with those that are told last. ``is_hang``: a timer has found it.
         """
         is_first = part.failure is None
         if part.end is not None or (is_first and part.ended):
             return
         part.failure = AttemptEnd("failed", rank, exitcode, one_line(error))
         if is_first:
-            self._fail(part.job.generation, self._stop(part, part.failure))
+            generation = part.job.generation
+            self._fail(generation, stop_of(self._me, generation, error, rank, exitcode, is_hang=is_hang))
 
     # --- the node's thread
+
+    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+        """See `NodeTeam`."""
+        assert self.run is not None
+        self._ask(self._owner.come, self.run, later, self._machines.join_timeout)
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
@@ -164,8 +175,11 @@ class GuestTeam(NodeTeam):
 
     def expect(self, seconds: float) -> None:
         """See `NodeTeam`."""
-        with suppress(Exception):  # the caller's: the node goes on
-            self._expect(seconds)
+        self._ask(self._owner.expect, seconds)
+
+    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """See `NodeTeam`."""
+        self._ask(self._owner.take_stacks, generation, nodes, then)
 
     def say(self, text: str) -> None:
         """See `Team`. Nothing is shown: the console is the owner's."""
@@ -178,30 +192,10 @@ class GuestTeam(NodeTeam):
         """See `NodeTeam`."""
         part = self.part
         assert part is not None
-        self._me = replace(
-            self._me,
-            outcome=end.state,
-            uptime=clock.now() - part.began,
-            step=end.step,
-            survivors=0 if part.left is None else part.left.survivors,
-            port=self._port.renew(),
-            error=records.one_line(end.error) if end.failed else "",
-            rank=end.rank,
-            exitcode=end.exitcode,
-            is_cut_off=end.failed and part.left is not None and part.left.is_cut_off,
-        )
-        return self._me, self._stop(part, end) if end.failed else None, self._evidence(part, end)
-
-    def _evidence(self, part: Part, end: AttemptEnd) -> bytes:
-        """Return what is told of the workers; b"": nothing, where none has failed and nobody has said more."""
-        if part.left is None and not end.failed:
-            return b""
-        me, job, left = self._me, part.job, part.left or Left(RunProcsResult())
-        error = end.error if end.failed and not left.result.failures else ""
-        return evidence.write(
-            me.id, me.host, left.log_dir, left.result, first_rank(job, part.rank), error, left.hangs, len(job.members),
-            me.machine,
-        )  # fmt: skip
+        left, uptime = part.left or Left(RunProcsResult()), clock.now() - part.began
+        self._me, stop, told = account(self._me, part.job, part.rank, end, uptime, self._port.renew(), left)
+        is_said = part.left is not None or end.failed
+        return self._me, stop, told if is_said else b""
 
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
@@ -209,7 +203,9 @@ class GuestTeam(NodeTeam):
         if isinstance(what, Stop):
             self.is_closing = self.is_closing or what.kind == "signal"
             if part is not None and what.generation == part.job.generation:
-                part.why = told(what)
+                part.why = in_words(what)
+            if what.kind == "hang" and what.node != self._me.id:
+                self._ask(self._owner.hangs_elsewhere)  # before their end, which follows
         elif job is not None:
             self.is_closing = self.is_closing or job.phase == "over"
             if job.phase == "running":
@@ -229,20 +225,19 @@ class GuestTeam(NodeTeam):
             self._whys.clear()
         elif why not in self._whys:
             self._whys.add(why)
-            self._warn(f"{self._where} does not answer ({one_line(why)}); it is tried again")
+            self._warn(f"{self._machines.where} does not answer ({one_line(why)}); it is tried again")
 
     def _is_past(self, part: Part, job: Job) -> bool:
         return job.phase == "over" or job.generation > part.job.generation
+
+    def _ask(self, call: Callable[..., object], *args: object) -> None:
+        with suppress(Exception):  # the owner's: the node goes on
+            call(*args)
 
     def _end_part(self) -> None:
         if self.part is not None:
             self.part.ended.open()
         self._changed()
-
-    def _stop(self, part: Part, end: AttemptEnd) -> Stop:
-        error = records.one_line(end.error)
-        me = self._me
-        return Stop(part.job.generation, "failure", me.id, me.host, error, end.rank, end.exitcode)
 
 
 class Calls:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._rendezvous.effects import Finish
     from phalanx._rendezvous.guest import Guest, Terms
-    from phalanx._rendezvous.guest_team import Part
+    from phalanx._rendezvous.guest_team import Owner, Part
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -198,7 +198,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
         part = self._part()
         return part is not None and part.failure is not None
 
-    def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
+    def tell_failure(
+        self, error: str, *, rank: int | None = None, exitcode: int | None = None, is_hang: bool = False
+    ) -> None:
         """Say that a worker here has failed: the other machines hear of it at once, and end theirs.
 
         Call `next_rendezvous` when no worker is left here. Nothing happens where none can run. It may be told again:
@@ -208,6 +210,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             error: What has happened; of several lines, the first.
             rank: The worker's global rank, 0 and up; None: it is about none.
             exitcode: Its exit code, negative for a signal; None: not known.
+            is_hang: Whether a timer has found it: the other machines write where their workers are, before these end.
 
         Raises:
             ValueError: The rank or the exit code has more than 31 bits.
@@ -217,7 +220,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         bounds.number(exitcode or 0, -most, most, "exitcode")
         guest = self._made
         if guest is not None and not guest.is_elsewhere:
-            guest.tell_failure(error, rank, exitcode)
+            guest.tell_failure(error, rank, exitcode, is_hang=is_hang)
 
     def tell_outcomes(self, result: RunProcsResult, *, log_dir: str = "", hangs: HangReporter | None = None) -> None:
         """Say what became of the workers here, none of which is left: the `report` of all machines has it.
@@ -231,7 +234,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         """
         guest = self._made
         if guest is not None and not guest.is_elsewhere:
-            from phalanx._rendezvous.guest_team import Left
+            from phalanx._rendezvous.evidence import Left
 
             guest.tell_left(Left(result, log_dir, hangs))
 
@@ -285,7 +288,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         policy: RestartPolicy | None = None,
         grace: float | None = None,
         barrier: float | None = None,
-        expect: Callable[[float], object] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
 
@@ -295,9 +298,10 @@ class ManyMachinesRendezvous(RendezvousHandler):
             policy: Likewise.
             grace: Likewise.
             barrier: Seconds (>= 0) that this machine waits at its end for the others.
-            expect: Called with a time in seconds, now and then while workers may run here: they are to end, unless it
-                is called again within that time, for this process is stopped then, and the job goes on without it. By
-                any thread; it must not wait.
+            owner: What the job asks of whoever has the workers. Its ``expect(seconds)`` is called now and then while
+                some may run here: they are to end, unless it is called again within that time, for this process is
+                stopped then, and the job goes on without it. Its ``take_stacks(...)`` says where they are, for
+                ``phalanx stack`` on any machine. By any thread; none of it may wait, or raise.
 
         Raises:
             RuntimeError: The job has been entered.
@@ -316,7 +320,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             if barrier is not None:
                 self._machines = self._machines._replace(barrier=barrier)
             guest.terms = self._terms()
-            guest.expect = expect or guest.expect
+            guest.owner = owner or guest.owner
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
