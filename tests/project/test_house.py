@@ -61,7 +61,7 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "guest_team", "job_run", "leader")),
+            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "job_run", "leader")),
             *(f"_rendezvous/{name}" for name in ("effects", "job_ranks", "membership", "node", "roll_call", "rules")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
             *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),

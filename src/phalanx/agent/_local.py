@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
     from phalanx._outcomes.outcome import Outcome
-    from phalanx._rendezvous.guest_team import Owner
+    from phalanx._rendezvous.guest import Owner
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._node import NodeWorkers
     from phalanx.agent._spec import WorkerSpec

@@ -13,7 +13,7 @@ from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
 from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous.guest_team import Owner
+from phalanx._rendezvous.guest import Owner
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._run.node_looks import LastLook, NodeLooks
 from phalanx._run.preloading import Preloading

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeVar
 
     from phalanx._agent.attempt_end import Ending
-    from phalanx._rendezvous.guest_team import Owner
+    from phalanx._rendezvous.guest import Owner
 
     F = TypeVar("F", bound=Callable[..., Any])
 
