@@ -262,26 +262,31 @@ while not os.path.exists("end"):
 """
 
 
+def start_in_step(hosts: Hosts, node: int, folder: Path, script: str, said: Path) -> subprocess.Popen[bytes]:
+    """Start `phalanx run` in a folder on one of the two hosts of a step."""
+    told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    command = [sys.executable, "-P", "-m", "phalanx", "run", "--nproc-per-node", "1", script]
+    with said.open("wb") as out:
+        return subprocess.Popen(
+            [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
+            env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(folder)},
+        )  # fmt: skip
+
+
 def test_of_two_scripts_in_one_step_one_runs_on_all_machines_and_the_other_on_none(tmp_path: Path) -> None:
     """Both have the step's name and port. Which of them runs is chance."""
     hosts_of.check()
-
-    def start(hosts: Hosts, node: int, script: str) -> subprocess.Popen[bytes]:
-        told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
-        rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        command = [sys.executable, "-P", "-m", "phalanx", "run", "--nproc-per-node", "1", script]
-        with (tmp_path / f"{script}.{node}").open("wb") as out:
-            return subprocess.Popen(
-                [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=tmp_path,
-                env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(tmp_path)},
-            )  # fmt: skip
-
     scripts = ["train.py", "evaluate.py"]
     for script in scripts:
         (tmp_path / script).write_text(WAITS)
     with Hosts(2) as hosts, ExitStack() as left:
-        started = {(script, node): start(hosts, node, script) for script in scripts for node in (1, 2)}
+        started = {
+            (script, node): start_in_step(hosts, node, tmp_path, script, tmp_path / f"{script}.{node}")
+            for script in scripts
+            for node in (1, 2)
+        }
         for one in started.values():
             left.callback(one.kill)
         until = time.monotonic() + SOON
@@ -296,3 +301,20 @@ def test_of_two_scripts_in_one_step_one_runs_on_all_machines_and_the_other_on_no
     assert all(f"begins {won} 2\n" in said[won, node] for node in (1, 2))
     assert "slurm-7.0 (several `phalanx run` in one step need a --run-id each): " in said[lost[0], 1]
     assert f"the job of this id runs {won}, and this node was told {lost[0]}: another job needs" in said[lost[0], 2]
+
+
+def test_scripts_of_one_name_in_two_folders_are_told_apart_in_a_step(tmp_path: Path) -> None:
+    hosts_of.check()
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text("")
+    with Hosts(2) as hosts, ExitStack() as left:
+        started = [
+            start_in_step(hosts, node, folder, "train.py", folder / "said") for node, folder in enumerate(folders, 1)
+        ]
+        for one in started:
+            left.callback(one.kill)
+        assert [one.wait(SOON) for one in started] == [0, 0]
+    for folder in folders:
+        assert "nodes of this job run train.py with different arguments" in (folder / "said").read_text()

@@ -80,10 +80,12 @@ def run_node(
     until_end.callback(groups.close)
     config = plan.config
     host = os.uname().nodename
+    # A scheduler starts one command on all machines: there, scripts of one name in two folders are two scripts.
+    folder = [os.path.abspath(config.script)] if plan.meeting.is_scheduled else []
     me = Node(
         agent_id(host), host, entrance.address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
-        program=one_line(os.path.basename(groups.script)), args=digest(config.args),
+        program=one_line(os.path.basename(groups.script)), args=digest([*folder, *config.args]),
         policy=one_line(plan.policy.describe()),
     )  # fmt: skip
 
