@@ -487,7 +487,7 @@ def test_one_hosts_the_store_and_machines_come_and_go() -> None:
         hear(ended)
         assert [first.next_rendezvous().world_size, waits.result(SOON).rank] == [2, 1]
         waits = threads.submit(late.next_rendezvous)
-        until(lambda: late._made and late._made.was_spare)
+        until(lambda: late._guest.is_spare)
         assert at_once(first.tell_success, spare.tell_success) == [True, True]
         with pytest.raises(RendezvousGracefulExitError, match="the job has succeeded without this machine"):
             waits.result(SOON)
