@@ -390,7 +390,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
         end = self._group_end
-        return super()._end_of(state, result) if end is None else end.replace(state=state)
+        return super()._end_of(state, result) if end is None else end._replace(state=state)
 
     def _global_rank(self, local_rank: int) -> int:
         return self._worker_group.workers[local_rank].global_rank
