@@ -260,8 +260,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
             self._warn(f"no report can be made of this run's end: {error!r}")
 
-    def _emit_end(self, result: RunResult | None, error: BaseException | None) -> None:
-        super()._emit_end(result, error)
+    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
         if self._recorder is None:
             return
         report, known = self._report_of_all(), self._groups.result or RunProcsResult()

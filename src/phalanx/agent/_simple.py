@@ -373,6 +373,7 @@ class SimpleElasticAgent(ElasticAgent):
                     seconds=clock.now() - began,
                     failed=result is None,
                 )
+                self._emit_run_end(result, error)
             return result
         finally:
             late = events.close()
@@ -393,6 +394,9 @@ class SimpleElasticAgent(ElasticAgent):
             failures=failures, restarts=self._policy.max_restarts - self._remaining_restarts,
             terminated=ranks - failures.keys() if result is not None and result.is_failed() else (),
         )  # fmt: skip
+
+    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
+        """Emit how the run has ended for its record, if it has one."""
 
     def _run(self) -> RunResult:
         def ask_restart(why: str) -> None:
