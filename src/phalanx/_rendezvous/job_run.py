@@ -269,8 +269,6 @@ class JobRun(Runner):
         self._expect()
 
     def _not_started(self, error: Exception) -> None:
-        from phalanx._agent.attempt_end import AttemptEnd
-
         with interrupts.deferred():  # whatever it is, the other nodes hear of it
             self._under_way = False
             self._gone(AttemptEnd("not started", error=one_line(error)))
