@@ -224,11 +224,11 @@ class Attempts(Runner):
             return
         if decision.retries:
             self._started += [now] * decision.counted
-            cause = f"attempt {self._number}: {end.describe()}"
-            self._emit(
-                agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted, cause=cause,
-                step=end.step, why=decision.why,
-            )  # fmt: skip
+            if self._team.decides:
+                self._emit(
+                    agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted,
+                    cause=f"attempt {self._number}: {end.describe()}", step=end.step, why=decision.why,
+                )  # fmt: skip
             self._see("RETRY")
             ages = [now - moment for moment in self._started]
             count = self._policy.describe_count(ages, counted=decision.counted)

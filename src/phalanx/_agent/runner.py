@@ -32,10 +32,12 @@ class Team(ABC):
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Runner.wake` was called.
         describe: Returns what is said of the attempt that follows, see `describe_restart`.
+        decides: Whether the restart policy alone decides what follows; False: it asks other machines.
     """
 
     poll_seconds: float | None = None
     describe: Callable[[int, float, str], str] = staticmethod(describe_restart)
+    decides = True
 
     def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.

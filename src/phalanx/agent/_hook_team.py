@@ -7,6 +7,7 @@ from __future__ import annotations
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.history import describe_restart
 from phalanx._agent.runner import Team
+from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx.agent._spec import check_type
 from phalanx.agent._types import RunResult, WorkerState
@@ -52,6 +53,7 @@ class HookTeam(Team):
         result: What the last attempt has led to; None: it has not ended, or was stopped.
         start_error: Why the last attempt could not be started; None if it was.
         failed: What the attempt before the last has led to, if it has failed.
+        failed_start: Why the attempt before the last could not be started; None if it was.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class HookTeam(Team):
         self.result: RunResult | None = None
         self.start_error: Exception | None = None
         self.failed: RunResult | None = None
+        self.failed_start: Exception | None = None
         self._handler = handler = agent._handler
+        self.decides = handler is None
         self.describe = describe_restart if handler is None else lambda *_: "the machines decide what follows"
         self._agent = agent
         self._machines_may_come = machines_may_come
@@ -79,7 +83,7 @@ class HookTeam(Team):
     def begin(self, attempt: int) -> None:  # noqa: ARG002 - `start` is told as well
         """See `Team`."""
         self._after_failure = self.result is not None or self.start_error is not None
-        self.failed = self.result
+        self.failed, self.failed_start = self.result, self.start_error
         self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
@@ -93,6 +97,7 @@ class HookTeam(Team):
             wake()
         except Exception as error:
             self.start_error = error
+            self._agent._report_failure(AttemptEnd("failed", error=one_line(error)))
             raise
 
     def ended(self) -> AttemptEnd | None:

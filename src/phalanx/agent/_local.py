@@ -200,22 +200,22 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._held.close()
 
     def _run(self) -> RunResult:
-        """Run, with the services that the environment asks for. What the machines have ended has their report."""
+        """Run, with the services that the environment asks for."""
         run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
         with Services(address, run_id, self._policy.max_restarts) as self._services:
             if address is not None and self._events is not None:
                 self._events.subscribe("phalanx-health", self._services.observe)
             self._node = self._node_workers()
-            try:
-                result = super()._run()
-            except RendezvousClosedError as error:
-                self._keep_report(None)
-                raise error from self._report_of_all()
-            finally:
-                if self._node is not None:
-                    self._node.close()
-            self._keep_report(result)
-            return result
+            return super()._run()
+
+    def _conclude(self, events: EventStream, result: RunResult | None, error: BaseException | None) -> None:
+        if self._node is not None:
+            self._node.close()
+        if isinstance(error, RendezvousClosedError) and (report := self._report_of_all()) is not None:
+            error.__cause__ = report
+        if self._recorder is not None and (result is not None or isinstance(error, RendezvousClosedError)):
+            self._keep_report(self._recorder, result)
+        super()._conclude(events, result, error)
 
     def _node_workers(self) -> NodeWorkers | None:
         """Return what the node of this agent asks for its workers; None: it has no other machines."""
@@ -251,28 +251,38 @@ class LocalElasticAgent(SimpleElasticAgent):
             if groups.ended() is not None:
                 self._tell_outcomes()
 
-    def _keep_report(self, result: RunResult | None) -> None:
+    def _keep_report(self, recorder: Recorder, result: RunResult | None) -> None:
         """Have the report written into the run's folder. None: the machines have ended the job. Never raises."""
-        if self._recorder is None:
-            return
         try:
-            self._recorder.report = self._final_report(result)
+            recorder.report = self._final_report(result)
         except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
             self._warn(f"no report can be made of this run's end: {error!r}")
 
-    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
-        if self._recorder is None:
-            return
-        report, known = self._report_of_all(), self._groups.result or RunProcsResult()
-        if report is not None:
-            known = RunProcsResult(failures=dict(report.failures), outcomes=dict(report.outcomes))
-        code, cause = verdict(known)
-        state = "failed" if result is None else result.state.value.lower()
+    def _emit_end(self, result: RunResult | None, error: BaseException | None) -> None:
+        super()._emit_end(result, error)
+        if self._recorder is not None:
+            state, code, cause = self._how_it_ended(result, error)
+            self._emit(agent_kinds.RunEnded, state=state, exitcode=code, cause=cause)
+
+    def _how_it_ended(self, result: RunResult | None, error: BaseException | None) -> tuple[str, int, str]:
+        """Return how the run has ended, as `phalanx run` records it: the state, the exit code, the cause."""
         if isinstance(error, SignalException):
-            state, code, cause = "stopped", 128 + error.sigval, error.sigval.name
-        elif error is not None and report is None:
-            code, cause = code or 1, one_line(error)
-        self._emit(agent_kinds.RunEnded, state=state, exitcode=code, cause=cause)
+            return "stopped", 128 + error.sigval, error.sigval.name
+        if result is not None and result.state == WorkerState.SUCCEEDED:
+            return "succeeded", 0, ""
+        ending = None if self._handler is None else self._handler.ending()
+        if ending is not None:
+            return ending
+        if result is None:
+            return "failed", 1, one_line(error or "")
+        if result.state == WorkerState.STOPPED:
+            return "stopped", *verdict(RunProcsResult(outcomes=self._outcomes()))
+        end = super()._end_of("failed", result)
+        code = end.exitcode or 1
+        cause = end.error if end.rank is None else f"rank {end.rank}: {end.error}"
+        if self._ending is not None and len(self._ending.ends) > 1:
+            cause = f"attempt {self._ending.ends[-1].number}: {cause}"
+        return "failed", 128 - code if code < 0 else code, cause
 
     def _final_report(self, result: RunResult | None) -> str:
         """Return the report; "": there is nothing to be said."""

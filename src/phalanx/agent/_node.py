@@ -47,6 +47,7 @@ class NodeWorkers(Owner):
         self._expected = 0.0  # what `expect` was told last
         self._lock = allocate_lock()
         self._early = -1  # the attempt whose failures may be reported before it has ended; -1: none
+        self._is_closed = False
         self._looks, self._last_look = NodeLooks(), LastLook()
         self._door: StackDoor | None = None
         self._preloading: Preloading | None = None
@@ -56,10 +57,13 @@ class NodeWorkers(Owner):
 
     def come(self, run: JobRun, later: Callable[[Callable[[], str]], None], patience: float) -> None:
         """See `Owner`."""
-        self._door = StackDoor(run.ask_look, self._warn)
-        if self._warm is not None:
-            self._preloading = Preloading(self._warm, patience)
-            self._preloading.begin(lambda: self._see_imported(later))
+        with self._lock:
+            if self._is_closed:  # the agent's run has ended before the node came
+                return
+            self._door = StackDoor(run.ask_look, self._warn)
+            if self._warm is not None:
+                self._preloading = Preloading(self._warm, patience)
+                self._preloading.begin(lambda: self._see_imported(later))
 
     def _see_imported(self, later: Callable[[Callable[[], str]], None]) -> None:
         imported, self._imported = self._imported, Latch()
@@ -86,6 +90,9 @@ class NodeWorkers(Owner):
     def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `Owner`."""
         own, first = self._part
+        if self._is_closed:
+            super().take_stacks(generation, nodes, then)
+            return
         self._looks.look(self._groups.group if own == generation else None, first, self._nproc, nodes, then)
 
     def hangs_elsewhere(self) -> None:
@@ -117,7 +124,7 @@ class NodeWorkers(Owner):
         with interrupts.deferred(), self._lock:
             if attempt is None:
                 self._early = -1
-            if attempt in (None, self._early):
+            if attempt is None or (attempt == self._early and self._part[0] == self._handler.generation):
                 self._handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode, is_hang=is_hang)
 
     def report_outcomes(self, result: RunProcsResult, log_dir: str, hangs: HangReporter | None) -> None:
@@ -152,6 +159,8 @@ class NodeWorkers(Owner):
 
     def close(self) -> None:
         """Give back what is held; no worker is left."""
+        with self._lock:
+            self._is_closed = True
         if self._door is not None:
             self._door.close()
         self._looks.close()

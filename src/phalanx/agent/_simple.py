@@ -13,8 +13,9 @@ from functools import wraps
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base import clock, stderr
+from phalanx._base import clock, interrupts, stderr
 from phalanx._base.durations import seconds
+from phalanx._engine import host_signals
 from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
@@ -139,6 +140,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._events: EventStream | None = None  # of the run that is under way
         self._run_lock = allocate_lock()
         self._stopping = self._is_shut_down = False
+        self._run_began = 0.0
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:  # noqa: ARG002 - there is one
         """Return the workers, as of the latest attempt. There is one group, whatever the role."""
@@ -216,6 +218,8 @@ class SimpleElasticAgent(ElasticAgent):
         spec = worker_group.spec
         began = clock.now()
         info = spec.rdzv_handler.next_rendezvous()
+        if self._handler is not None and self._attempt:  # the machines have decided on it
+            self._emit_restart(self._handler)
         where = info.bootstrap_store_info
         met = clock.now()
         self._emit_status("RENDEZVOUS", met - began)
@@ -345,6 +349,15 @@ class SimpleElasticAgent(ElasticAgent):
         if self._events is not None:
             self._events.emit(kind, self._attempt, clock.now_ns(), **fields)
 
+    def _emit_restart(self, handler: ManyMachinesRendezvous) -> None:
+        why, delay, counted = handler.why_restarted
+        if self._events is not None:
+            before = self._attempt - 1
+            self._events.emit(
+                agent_kinds.RestartDecided, before, clock.now_ns(), delay=delay, counted=counted, cause=why, step=None,
+                why="",
+            )  # fmt: skip
+
     def _emit_status(self, status: str, seconds: float, workers: tuple[Worker, ...] = ()) -> None:
         group, restarts = self._worker_group, self._policy.max_restarts - self._remaining_restarts
         self._emit(
@@ -353,32 +366,36 @@ class SimpleElasticAgent(ElasticAgent):
         )  # fmt: skip
 
     def _observed_run(self) -> RunResult:
-        """Run, with a stream of events that all hear to whom this agent tells something."""
+        """Run, with a stream of events that all hear to whom this agent tells something.
+
+        A signal that comes when no worker is left raises SignalException once all is written and given back.
+        """
         events = EventStream(is_held=self._forks)
+        host_signals.acquire(self)
+        error: BaseException | None = None
+        result = None
         try:
-            self._observe(events)
-            self._events, self._attempt, began = events, 0, clock.now()
-            error: BaseException | None = None
-            result = None
             try:
+                self._observe(events)
+                self._events, self._attempt, self._run_began = events, 0, clock.now()
                 result = self._run()
             except BaseException as raised:
                 error = raised
                 raise
             finally:
-                self._emit_end(result, error)
-                self._emit(
-                    agent_kinds.AgentStep,
-                    step="SimpleElasticAgent.run",
-                    seconds=clock.now() - began,
-                    failed=result is None,
-                )
-                self._emit_run_end(result, error)
+                with interrupts.deferred():
+                    self._conclude(events, result, error)
             return result
         finally:
-            late = events.close()
-            if late:
-                stderr.mention(f"phalanx: not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
+            host_signals.release(self)
+
+    def _conclude(self, events: EventStream, result: RunResult | None, error: BaseException | None) -> None:
+        """Give back what the run has held, and have all observers take how it has ended."""
+        if self._events is not None:
+            self._emit_end(result, error)
+        late = events.close()
+        if late:
+            stderr.mention(f"phalanx: not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
 
     def _emit_end(self, result: RunResult | None, error: BaseException | None) -> None:
         """Emit how the run has ended: with a result, or with an exception."""
@@ -394,9 +411,8 @@ class SimpleElasticAgent(ElasticAgent):
             failures=failures, restarts=self._policy.max_restarts - self._remaining_restarts,
             terminated=ranks - failures.keys() if result is not None and result.is_failed() else (),
         )  # fmt: skip
-
-    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
-        """Emit how the run has ended for its record, if it has one."""
+        took = clock.now() - self._run_began
+        self._emit(agent_kinds.AgentStep, step="SimpleElasticAgent.run", seconds=took, failed=result is None)
 
     def _run(self) -> RunResult:
         def ask_restart(why: str) -> None:
@@ -423,10 +439,10 @@ class SimpleElasticAgent(ElasticAgent):
                 ending = self._ending = self._carry_out(attempts)
             except RendezvousGracefulExitError:
                 ending = None
-            except RendezvousClosedError:  # the machines have decided that no other attempt follows this failure
+            except RendezvousClosedError as closed:  # the machines have decided that no other attempt follows this one
                 ending, lost = None, team.failed
                 if self._handler is None or lost is None:
-                    raise
+                    raise closed from team.failed_start
             finally:
                 try:
                     self._finish()

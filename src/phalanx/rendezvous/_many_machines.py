@@ -190,6 +190,29 @@ class ManyMachinesRendezvous(RendezvousHandler):
         return "" if part is None else part.why
 
     @property
+    def why_restarted(self) -> tuple[str, float, bool]:
+        """Why this generation follows another one, in one line; after how many seconds; whether that is counted."""
+        part = self._part()
+        if part is None or not part.job.ends:
+            return "", 0.0, False
+        from phalanx._rendezvous.words import told
+
+        return told(part.job.ends[-1]), part.job.delay, part.job.ends[-1].failed
+
+    def ending(self) -> tuple[str, int, str] | None:
+        """Return how this machine's part in the job has ended, as ``phalanx run`` records it; None: it has not.
+
+        That is "succeeded", "failed" or "stopped", the exit code, and the cause in one line.
+        """
+        finish = None if self._guest.is_elsewhere else self._guest.finish
+        if finish is None:
+            return None
+        from phalanx._rendezvous.conclusion import conclude
+
+        end = conclude(finish)
+        return end.state if end.state in ("succeeded", "stopped") else "failed", end.code, end.cause
+
+    @property
     def failed_here(self) -> bool:
         """Whether `tell_failure` has told of a worker of the generation that runs here, or ran last."""
         part = self._part()
