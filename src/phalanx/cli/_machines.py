@@ -10,8 +10,8 @@ import click
 from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
 from phalanx._rendezvous.conf import FILES
-from phalanx.cli._declare import LIST, MACHINES, NUMBER, TEXT, WHOLE, Declared, Flag, Maybe, Option
-from phalanx.cli._options import Whole, text_of, time_of
+from phalanx.cli._declare import LIST, MACHINES, TEXT, WHOLE, Declared, Flag, Maybe, Option
+from phalanx.cli._options import Count, Time, Whole, text_of
 
 MASTER_ADDR = "127.0.0.1"
 """Where workers meet, if nobody says otherwise."""
@@ -98,15 +98,12 @@ def read_address(text: str) -> str:
     return text
 
 
-class MachineOptions(Declared):
+class MachineOptions(Declared, section=MACHINES):
     """Where workers meet, and what torchrun's users say of machines."""
 
-    master_addr = Option(
-        str, section=MACHINES, default=MASTER_ADDR, torchrun="--master-addr", sentence="MASTER_ADDR of the workers."
-    )
+    master_addr = Option(str, default=MASTER_ADDR, torchrun="--master-addr", sentence="MASTER_ADDR of the workers.")
     master_port = Option(
         int,
-        section=MACHINES,
         kind=Whole(0, 65535),
         default="0",
         metavar="PORT",
@@ -117,14 +114,12 @@ class MachineOptions(Declared):
     )
     local_addr = Maybe(
         read_address,
-        section=MACHINES,
         metavar="HOST",
         torchrun="--local-addr",
         sentence="An address of this machine: MASTER_ADDR, unless that is given.",
     )
     rdzv_id = Maybe(
         text_of(MOST_RUN_ID),
-        section=MACHINES,
         metavar="NAME",
         torchrun="--rdzv-id",
         written=TEXT + WHOLE,
@@ -132,7 +127,6 @@ class MachineOptions(Declared):
     )
     rdzv_backend = Option(
         read_backend,
-        section=MACHINES,
         default=BACKENDS[0],
         metavar="NAME",
         torchrun="--rdzv-backend",
@@ -140,68 +134,44 @@ class MachineOptions(Declared):
     )
     rdzv_endpoint = Option(
         read_endpoints,
-        section=MACHINES,
         default="",
         metavar="HOST[:PORT],...",
         written=LIST,
-        shows_default=False,
         torchrun="--rdzv-endpoint",
         sentence="Where the etcd is, or the machine that has the store. Of one machine: localhost:0.",
     )
-    insecure = Flag(
-        section=MACHINES, sentence="Let a machine have the store without a secret, for all who reach its port."
-    )
+    insecure = Flag(sentence="Let a machine have the store without a secret, for all who reach its port.")
     rdzv_conf = Option(
         read_conf,
-        section=MACHINES,
         default="",
         paths=FILES,
         metavar="KEY=VALUE,...",
         written=LIST,
-        shows_default=False,
         torchrun="--rdzv-conf",
         sentence="Settings of the rendezvous: join_timeout=600,last_call_timeout=30,lease_ttl=5, and files of TLS.",
     )
-    rejoin_delay = Option(
-        time_of(endless=False),
-        section=MACHINES,
-        default="30",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time between the coming of a machine and the restart with it.",
+    rejoin_delay = Time(
+        endless=False, default="30", sentence="Time between the coming of a machine and the restart with it."
     )
     on_sigterm = Maybe(
         str,
-        section=MACHINES,
         kind=click.Choice(["leave", "stop"]),
         sentence="What SIGTERM does: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
     )
-    exclude_after = Maybe(
-        int,
-        section=MACHINES,
-        kind=Whole(min=1),
+    exclude_after = Count(
+        least=1,
         metavar="K",
-        written=WHOLE,
         sentence="Leave a machine out whose workers were the root cause K times in a row. Default: none is.",
     )
     node_check = Maybe(
         str,
-        section=MACHINES,
         metavar="COMMAND",
         sentence="What a machine runs before each attempt: no worker starts there unless it ends with exit code 0.",
     )
-    exit_barrier_timeout = Option(
-        time_of(),
-        section=MACHINES,
-        default="300",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time that a machine waits at its end for the workers of the others.",
+    exit_barrier_timeout = Time(
+        default="300", sentence="Time that a machine waits at its end for the workers of the others."
     )
-    keep = Flag(
-        section=MACHINES,
-        sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.",
-    )
+    keep = Flag(sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.")
     standalone = Flag(
         section="",
         torchrun="--standalone",
@@ -209,7 +179,6 @@ class MachineOptions(Declared):
     )
     nnodes = Maybe(
         read_nodes,
-        section=MACHINES,
         metavar="N|MIN:MAX",
         written=TEXT + WHOLE,
         torchrun="--nnodes",
@@ -217,7 +186,6 @@ class MachineOptions(Declared):
     )
     node_rank = Maybe(
         read_node_rank,
-        section=MACHINES,
         metavar="N",
         written=TEXT + WHOLE,
         torchrun="--node-rank",

@@ -12,20 +12,9 @@ import click
 from phalanx._base import byte_size, durations
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import bounds
+from phalanx.cli._declare import NUMBER, TEXT, WHOLE, Maybe, Option
 
 _MOST_RANKS = 1 << 20
-
-
-def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A callback that reads an option's text, and says in click's way what is wrong with it."""
-
-    def callback(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Any:
-        try:
-            return None if value is None else read(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return callback
 
 
 class Whole(click.IntRange):
@@ -73,13 +62,23 @@ def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float
     return functools.partial(durations.parse, zero=zero, endless=endless)
 
 
+class Time(Option[float]):
+    """The declaration of an option that is a time in seconds, with a default."""
+
+    def __init__(self, *names: str, zero: bool = True, endless: bool = True, **settings: Any) -> None:
+        super().__init__(time_of(zero=zero, endless=endless), *names, metavar="TIME", written=TEXT + NUMBER, **settings)
+
+
+class Count(Maybe[int]):
+    """The declaration of an option that is a whole number, ``least`` or more, without a default."""
+
+    def __init__(self, *names: str, least: int, metavar: str = "N", **settings: Any) -> None:
+        super().__init__(int, *names, kind=Whole(min=least), metavar=metavar, written=WHOLE, **settings)
+
+
 def text_of(most: int) -> Callable[[str], str]:
     """Return a function that reads a text, and refuses one of more than so many characters."""
-
-    def read(text: str) -> str:
-        return bounds.text(text, most)
-
-    return read
+    return functools.partial(bounds.text, most=most)
 
 
 def read_ranks(text: str) -> set[int]:

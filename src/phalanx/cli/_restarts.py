@@ -16,7 +16,7 @@ from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import durations
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
-from phalanx.cli._options import Whole, time_of
+from phalanx.cli._options import Count, time_of
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
@@ -158,12 +158,11 @@ def _fraction(text: str) -> float:
     return number
 
 
-class RestartOptions(Declared):
+class RestartOptions(Declared, section=RESTARTS):
     """When a group is started again."""
 
     max_restarts = Option(
         read_budget,
-        section=RESTARTS,
         default="0",
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
@@ -172,7 +171,6 @@ class RestartOptions(Declared):
     )
     backoff = Option(
         read_pair,
-        section=RESTARTS,
         default="0",
         metavar="TIME[:MOST]",
         written=TEXT + NUMBER,
@@ -180,7 +178,6 @@ class RestartOptions(Declared):
     )
     backoff_jitter = Option(
         _fraction,
-        section=RESTARTS,
         default="0.1",
         metavar="PART",
         written=NUMBER,
@@ -188,29 +185,22 @@ class RestartOptions(Declared):
     )
     min_uptime = Maybe(
         read_starts,
-        section=RESTARTS,
         metavar="TIME[:TIMES]",
         written=TEXT + NUMBER,
         sentence="Give up when so many attempts in a row (3) have failed earlier than this after their start.",
     )
-    max_no_progress = Maybe(
-        int,
-        section=RESTARTS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
+    max_no_progress = Count(
+        least=1,
         sentence="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress().",
     )
     never_restart_on = Maybe(
         read_codes,
-        section=RESTARTS,
         metavar="CODE,...",
         written=LIST,
         sentence="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL.",
     )
     always_restart_on = Maybe(
         read_codes,
-        section=RESTARTS,
         metavar="CODE,...",
         written=LIST,
         sentence="Those after which all are restarted, whatever --max-restarts says: 75.",

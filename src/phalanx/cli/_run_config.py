@@ -29,7 +29,7 @@ from phalanx.cli._declare import (
     Option,
 )  # fmt: skip
 from phalanx.cli._machines import MachineOptions
-from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, text_of, time_of
+from phalanx.cli._options import Count, Time, read_mode, read_ranks, read_size, read_strings, text_of, time_of
 from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
 from phalanx.cli._run_options import LogDir, read_notice, steps
@@ -37,48 +37,33 @@ from phalanx.cli._stdin import read_rank
 from phalanx.multiprocessing import Std
 
 
-class WorkerOptions(Declared):
+class WorkerOptions(Declared, section=WORKERS):
     """What is started, how often, and what it is called."""
 
     nproc_per_node = Option(
         accelerators.count,
-        section=WORKERS,
         default="1",
         metavar="N|auto|cpu|gpu",
         written=TEXT + WHOLE,
         torchrun="--nproc-per-node",
         sentence="Workers on this machine.",
     )
-    module = Flag("-m", section=WORKERS, torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
-    no_python = Flag(section=WORKERS, torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
+    module = Flag("-m", torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
+    no_python = Flag(torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
     run_path = Flag(
-        section=WORKERS,
         torchrun="--run-path",
         sentence="Run SCRIPT by runpy.run_path, in workers that are started as --start-method says.",
     )
-    run_id = Maybe(
-        text_of(MOST_RUN_ID),
-        section=WORKERS,
-        metavar="NAME",
-        sentence="What the run is called. Default: the date and time.",
-    )
-    role = Option(
-        text_of(MOST_LINE),
-        section=WORKERS,
-        default="default",
-        torchrun="--role",
-        sentence="ROLE_NAME of the workers.",
-    )
+    run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="What the run is called. Default: the date and time.")
+    role = Option(text_of(MOST_LINE), default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
         read_strings,
-        section=WORKERS,
         metavar="MODULE,...",
         written=LIST,
         sentence="Modules to import once: the workers are forks that have them already.",
     )
     start_method = Option(
         str,
-        section=WORKERS,
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
         torchrun="--start-method",
@@ -86,20 +71,18 @@ class WorkerOptions(Declared):
     )
     stdin = Maybe(
         read_rank,
-        section=WORKERS,
         metavar="RANK|none",
         written=TEXT + WHOLE,
         sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
     )
 
 
-class LogOptions(Declared):
+class LogOptions(Declared, section=LOGS):
     """Where output goes, and what is kept of it."""
 
     redirects = Maybe(
         Std.from_str,
         "-r",
-        section=LOGS,
         metavar="STREAMS",
         written=TEXT + WHOLE,
         torchrun="--redirects",
@@ -108,7 +91,6 @@ class LogOptions(Declared):
     tee = Maybe(
         Std.from_str,
         "-t",
-        section=LOGS,
         metavar="STREAMS",
         written=TEXT + WHOLE,
         torchrun="--tee",
@@ -116,7 +98,6 @@ class LogOptions(Declared):
     )
     log_dir = Maybe(
         str,
-        section=LOGS,
         kind=LogDir(),
         paths=("",),
         metavar="FOLDER",
@@ -125,70 +106,45 @@ class LogOptions(Declared):
     )
     logs_specs = Maybe(
         str,
-        section=LOGS,
         metavar="NAME",
         torchrun="--logs-specs",
         sentence="A plugin that says which files there are: an entry point of torchrun.logs_specs.",
     )
     log_max_size = Maybe(
         read_size,
-        section=LOGS,
         metavar="SIZE",
         written=TEXT + WHOLE,
         sentence="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.",
     )
-    log_keep = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
-        sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept.",
+    log_keep = Count(
+        least=1, sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept."
     )
-    log_compress = Flag(section=LOGS, sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
+    log_compress = Flag(sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
     event_log_handler = Option(
         str,
-        section=LOGS,
         default="null",
         metavar="NAME",
         torchrun="--event-log-handler",
         sentence="Where the events of torchrun's agent go: console, or an entry point of phalanx.event_handlers.",
     )
     log_mode = Maybe(
-        read_mode,
-        section=LOGS,
-        metavar="MODE",
-        sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.",
+        read_mode, metavar="MODE", sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700."
     )
-    keep_attempts = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=LEAST_ATTEMPTS),
-        metavar="N",
-        written=WHOLE,
+    keep_attempts = Count(
+        least=LEAST_ATTEMPTS,
         sentence="Keep the folders of the first attempt and of the last N (5 or more), no others. Default: 100.",
     )
-    keep_runs = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
-        sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept.",
+    keep_runs = Count(
+        least=1, sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept."
     )
     duplicate_stdout_filters = Many(
         read_strings,
-        section=LOGS,
         metavar="TEXT,...",
         torchrun="--duplicate-stdout-filters",
         sentence="Write lines that hold one of these also to filtered_stdout.log, for all ranks.",
     )
     duplicate_stderr_filters = Many(
-        read_strings,
-        section=LOGS,
-        metavar="TEXT,...",
-        torchrun="--duplicate-stderr-filters",
-        sentence="The same for stderr.",
+        read_strings, metavar="TEXT,...", torchrun="--duplicate-stderr-filters", sentence="The same for stderr."
     )
     local_ranks_filter = Many(
         read_ranks,
@@ -199,7 +155,7 @@ class LogOptions(Declared):
     )
 
 
-class EndOptions(Declared):
+class EndOptions(Declared, section=END):
     """What ends a run, and how long each step of that takes."""
 
     hang_timeout = Maybe(
@@ -217,62 +173,35 @@ class EndOptions(Declared):
         written=LIST,
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
-    grace = Option(
-        time_of(),
+    grace = Time(
         "--shutdown-timeout",
-        section=END,
         default="30",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
         torchrun="--shutdown-timeout",
         sentence="Time between SIGTERM and SIGKILL.",
     )
-    settle = Option(
-        time_of(),
-        section=END,
+    settle = Time(
         default="0.1",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
     )
-    linger = Option(
-        time_of(),
-        section=END,
+    linger = Time(
         default="10",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Time for what workers that have all succeeded left behind (an upload), before it is ended.",
     )
     notice = Maybe(
         read_notice,
-        section=END,
         metavar="SIGNAL:TIME",
         sentence="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.",
     )
-    orphan_grace = Option(
-        time_of(endless=False),
-        section=END,
-        default="0",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed.",
+    orphan_grace = Time(
+        endless=False, default="0", sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed."
     )
     no_force_color = Flag(
-        section=CONSOLE,
-        sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours.",
+        section=CONSOLE, sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours."
     )
-    drain = Option(
-        time_of(),
-        section=END,
-        default="10",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time that the end waits, at most, for a console that reads slowly.",
-    )
+    drain = Time(default="10", sentence="Time that the end waits, at most, for a console that reads slowly.")
     signals_to_handle = Option(
         read_handled,
-        section=END,
         default=host_signals.DEFAULT,
         metavar="NAME,...",
         written=LIST,
@@ -282,7 +211,6 @@ class EndOptions(Declared):
     )
     signals_forward = Option(
         read_signals,
-        section=END,
         default=",".join(number.name.removeprefix("SIG") for number in DEFAULT_FORWARDED),
         metavar="NAME,...",
         written=LIST,

@@ -18,9 +18,9 @@ import click
 from phalanx._base import durations
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
-from phalanx.cli._declare import click_options
+from phalanx.cli._declare import click_options, reading
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import Whole, reading
+from phalanx.cli._options import Whole
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 from phalanx.cli._runs_folders import refusal, resolved, run_argument
 
