@@ -28,7 +28,7 @@ from phalanx.cli._declare import (
     Maybe,
     Option,
 )  # fmt: skip
-from phalanx.cli._machines import MachineOptions
+from phalanx.cli._meet import MachineOptions
 from phalanx.cli._options import Count, Time, read_mode, read_ranks, read_size, read_strings, text_of, time_of
 from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
