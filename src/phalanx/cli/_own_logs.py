@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from phalanx._logs.layout import checked_dest, name_nothing
-from phalanx.cli._run_logs import RunLogs
-from phalanx.cli._streams import BOUNDS
+from phalanx.cli._run_logs import BOUNDS, RunLogs
 from phalanx.multiprocessing import LogsDest, Std
 
 ENTRY_POINTS = ("torchrun.logs_specs", "phalanx.logs_specs")

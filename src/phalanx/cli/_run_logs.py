@@ -19,6 +19,12 @@ from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""
 
+BOUNDS = {
+    "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
+    "keep_attempts": "--keep-attempts", "keep_runs": "--keep-runs",
+}  # fmt: skip
+"""What is said of log files, and the options that say it."""
+
 _INODES, _INODES_EACH = 8, 6  # files and folders of a run with one attempt, and of each of its ranks
 
 
