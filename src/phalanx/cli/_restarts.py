@@ -1,12 +1,11 @@
-"""The options of `phalanx run` about restarts, and what they say."""
+"""The options of `phalanx run` about restarts and signals, and what they say."""
 
 from __future__ import annotations
 
 import atexit
-import re
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -22,7 +21,10 @@ DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
 
 _UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
-
+_UNHANDLED = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "cannot be handled by any process"),
+    signal.SIGCHLD: "tells of children that end, and would stop every run",
+}
 
 _MOST = 1 << 63  # of what a job file can hold
 
@@ -82,37 +84,27 @@ def read_codes(text: str) -> list[int]:
     >>> read_codes("2,64"), read_codes("SIGKILL,term")
     ([2, 64], [-9, -15])
     """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    right = "expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL"
     codes = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in parts:
         if part.isdecimal() and 0 < int(part) < 256:  # noqa: PLR2004 - exit codes have eight bits
             codes.append(int(part))
         else:
-            codes.append(
-                -_signal(part, f"{part!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL")
-            )
+            codes.append(-signal_of(part, f"{part!r}: {right}"))
     if not codes:
-        msg = f"{text!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL"
+        msg = f"{text!r}: {right}"
         raise ValueError(msg)
     return codes
 
 
 def read_signals(text: str) -> list[signal.Signals]:
-    """Read names of signals; "none" is none. Raises ValueError.
+    """Read names of signals that are passed on; "none" is none. Raises ValueError.
 
     >>> [number.name for number in read_signals("USR1,SIGUSR2")], read_signals("none")
     (['SIGUSR1', 'SIGUSR2'], [])
     """
-    if text.strip().lower() == "none":
-        return []
-    wrong = f"{text!r}: expected names of signals, like USR1,WINCH, or none"
-    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
-    if not numbers:
-        raise ValueError(wrong)
-    for number in numbers:
-        if number in _UNFORWARDED:
-            msg = f"{text!r}: {number.name} cannot be passed on"
-            raise ValueError(msg)
-    return numbers
+    return _signals(text, "USR1,WINCH", dict.fromkeys(_UNFORWARDED, "cannot be passed on"))
 
 
 def read_handled(text: str) -> list[signal.Signals]:
@@ -121,30 +113,30 @@ def read_handled(text: str) -> list[signal.Signals]:
     >>> [number.name for number in read_handled("SIGTERM,INT")], read_handled("none")
     (['SIGTERM', 'SIGINT'], [])
     """
+    return _signals(text, "SIGTERM,SIGINT", _UNHANDLED)
+
+
+def _signals(text: str, like: str, refused: Mapping[signal.Signals, str]) -> list[signal.Signals]:
+    """Read names of signals, each once. ``refused``: those that cannot be, and why. Raises ValueError."""
     if text.strip().lower() == "none":
         return []
-    wrong = f"{text!r}: expected names of signals, like SIGTERM,SIGINT, or none"
-    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
+    wrong = f"{text!r}: expected names of signals, like {like}, or none"
+    numbers = dict.fromkeys(signal_of(part, wrong) for part in text.split(",") if part.strip())
     if not numbers:
         raise ValueError(wrong)
     for number in numbers:
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            msg = f"{text!r}: {number.name} cannot be handled by any process"
+        if number in refused:
+            msg = f"{text!r}: {number.name} {refused[number]}"
             raise ValueError(msg)
-        if number == signal.SIGCHLD:
-            msg = f"{text!r}: SIGCHLD tells of children that end, and would stop every run"
-            raise ValueError(msg)
-    return list(dict.fromkeys(numbers))
+    return list(numbers)
 
 
-def _signal(name: str, wrong: str) -> signal.Signals:
-    if re.fullmatch(r"[A-Za-z]\w*", name):
-        upper = name.upper()
-        try:
-            return signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
-        except KeyError:
-            pass
-    raise ValueError(wrong)
+def signal_of(name: str, wrong: str) -> signal.Signals:
+    """Return the signal of this name, in any case, with SIG or without. Raises ValueError: ``wrong``."""
+    try:
+        return signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise ValueError(wrong) from None
 
 
 def _fraction(text: str) -> float:

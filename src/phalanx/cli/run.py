@@ -20,9 +20,8 @@ from phalanx.cli._command import SETTINGS, Command, argv_of
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import ELSEWHERE, RunConfig, notes_on_args, notes_on_variables
 from phalanx.cli._run_group import observers_of, reserve_port, see_attempts_through
-from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
 from phalanx.multiprocessing import SignalException
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
-_ABSENT = {**ELSEWHERE, **ABSENT}
 _ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
 _SHELL = ("The shell", ["--print-completion"])
 _SHELLS = ("bash", "zsh", "fish")
@@ -57,7 +55,7 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
         raise click.BadParameter(msg)
     from phalanx.cli import _job_file
 
-    set_job(ctx, _job_file.read(paths[0], RunConfig, _ABSENT))
+    set_job(ctx, _job_file.read(paths[0], RunConfig, ELSEWHERE))
 
 
 def _complete_file(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -81,7 +79,7 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
 
 
 @click.command(
-    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=_ABSENT
+    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=ELSEWHERE
 )
 @click_options(RunConfig)
 @click.option(
