@@ -1,6 +1,6 @@
 """``phalanx logs``: what the ranks of a run wrote, merged in the order of time, and followed while the run goes on.
 
-Owns the options and which files they mean. Merging, following and showing are the library's.
+Owns the options, which files they mean, and Ctrl-C while lines are shown. Merging and following are `_reader`'s.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
 import click
 
@@ -19,10 +22,11 @@ from phalanx._base import durations
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._interrupts import Interrupts
 from phalanx.cli._options import Whole
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 from phalanx.cli._runs_folders import refusal, resolved, run_argument
+
+_SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
 
 
 def read_since(text: str) -> float:
@@ -136,3 +140,49 @@ def _leave(reader: Reader) -> None:
         raise click.ClickException(msg)
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
+
+
+class Interrupts:
+    """Calls ``stop`` when SIGINT comes, in a thread of its own. A context manager, of the main thread.
+
+    A Ctrl-C goes to all processes of a pipeline. Where stdout is a pipe its reader decides: most end by it, and then
+    nobody reads any more; a pager does not, and goes on to show what there is, and what comes. So a SIGINT of the
+    terminal's does nothing there; one that a process has sent always counts.
+
+    SIGINT that is ignored (a shell's background) stays so.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def __enter__(self) -> Self:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads that start from now on inherit that
+            self._thread = threading.Thread(target=self._wait, name="phalanx-interrupts", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.ident is not None:
+            self._over = True
+            signal.pthread_kill(thread.ident, signal.SIGINT)
+            thread.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _wait(self) -> None:
+        while True:
+            found = signal.sigwaitinfo({signal.SIGINT})
+            if self._over:
+                return
+            if not (found.si_code == _SI_KERNEL and _piped()):
+                self._stop()
+
+
+def _piped() -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(1).st_mode)
+    except OSError:  # closed
+        return False
