@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli._command import meant
-from phalanx.cli._commands import cli
+from phalanx.cli._commands import cli, meant
 from phalanx.cli._declare import sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run

@@ -19,7 +19,7 @@ import click
 
 from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
-from phalanx.cli._command import meant
+from phalanx.cli._commands import meant
 from phalanx.cli._declare import Declared, Option, declarations
 from phalanx.cli._print_config import LEFT_OUT
 

@@ -20,7 +20,7 @@ from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import accelerators
 from phalanx._rendezvous.bounds import MOST_LINE, MOST_RUN_ID
 from phalanx._timers.specs import read_steps
-from phalanx.cli._command import meant
+from phalanx.cli._commands import meant
 from phalanx.cli._console import ConsoleOptions
 from phalanx.cli._declare import (
     CONSOLE,

@@ -19,7 +19,7 @@ from typing import Any, Self
 import click
 
 from phalanx._base import durations
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options, reading
 from phalanx.cli._options import Whole

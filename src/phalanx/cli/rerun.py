@@ -10,7 +10,7 @@ import click
 from phalanx._base import files
 from phalanx._base.stderr import say
 from phalanx._runs.record_writer import CONFIG
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import ignore_environment
 from phalanx.cli._runs_folders import refusal, resolved, run_argument
 

@@ -16,7 +16,7 @@ from phalanx._base.stderr import say
 from phalanx._base.tty import use_colour
 from phalanx._engine.host_signals import choosing
 from phalanx._run.run_team import RunTeam
-from phalanx.cli._command import SETTINGS, Command, argv_of
+from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
@@ -68,9 +68,6 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
     if shell is None or ctx.resilient_parsing:
         return
     from click.shell_completion import get_completion_class
-
-    from phalanx.cli._command import put
-    from phalanx.cli._commands import cli
 
     kind = get_completion_class(shell)
     assert kind is not None
@@ -230,7 +227,6 @@ def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:
-    from phalanx.cli._command import put
     from phalanx.cli._dry_run import rehearse
     from phalanx.cli._print_config import as_job_file
 

@@ -20,7 +20,7 @@ from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import printable, use_colour
-from phalanx.cli._command import SETTINGS, Command, Group, meant
+from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import reading
 from phalanx.cli._options import Folder, Whole
 from phalanx.cli._runs_folders import MANY, places

@@ -31,7 +31,7 @@ from phalanx._stacks.dump import (
     program_frames,
     sum_up_locations,
 )
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
 from phalanx.cli._runs_folders import places
 
