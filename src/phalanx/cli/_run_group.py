@@ -18,7 +18,7 @@ from phalanx._engine import host_signals
 from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._run.run_team import RunTeam, see_through
-from phalanx.cli._run_plan import PYTHON_CHOICE
+from phalanx.cli._run_plan import PYTHON_EXEC_ENV
 from phalanx.multiprocessing import (
     KeeperLostError,
     PContext,
@@ -133,8 +133,8 @@ def in_our_words(error: Exception, group: PContext | None) -> str:
     head, text = "entrypoint: ", str(error)
     if not text.startswith(head):
         return text
-    chosen = isinstance(group, ScriptContext) and os.environ.get(PYTHON_CHOICE)
-    return f"{PYTHON_CHOICE if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
+    chosen = isinstance(group, ScriptContext) and os.environ.get(PYTHON_EXEC_ENV)
+    return f"{PYTHON_EXEC_ENV if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from phalanx._run.status_events import StatusEvents
     from phalanx.cli._run_config import RunConfig
 
-PYTHON_CHOICE = "PYTHON_EXEC"
+PYTHON_EXEC_ENV = "PYTHON_EXEC"
 """The variable that chooses the interpreter of the workers, as for torchrun."""
 
 _ENVIRONMENTS = (".venv", "venv")
@@ -72,7 +72,7 @@ class RunPlan:
         # As with torchrun, --run-path goes before these.
         self._run_path = config.start_method if config.run_path else ""
         self._module, self._no_python = (given and not self._run_path for given in (config.module, config.no_python))
-        self.python = sys.executable if self._run_path else os.environ.get(PYTHON_CHOICE) or sys.executable
+        self.python = sys.executable if self._run_path else os.environ.get(PYTHON_EXEC_ENV) or sys.executable
         for script in [config.script] if self._no_python else scripts_of(config.script, nprocs):
             _check_command(script, module=self._module, no_python=self._no_python)
         _check_preload(config.preload, no_python=self._no_python, python=self.python, run_path=self._run_path)
@@ -401,13 +401,13 @@ def _doubts(script: str) -> list[str]:
 
     A tool install (``pipx``, ``uv tool``) has an environment of its own, without what the script imports.
     """
-    if os.environ.get(PYTHON_CHOICE):
+    if os.environ.get(PYTHON_EXEC_ENV):
         return []
     ours = os.path.realpath(sys.prefix)
     for where, folder in _others(script):
         python = os.path.join(folder, "bin", "python")
         if os.path.realpath(folder) != ours and os.access(python, os.X_OK):
-            choice = f"set {PYTHON_CHOICE}={python}, or install phalanx there"
+            choice = f"set {PYTHON_EXEC_ENV}={python}, or install phalanx there"
             return [f"workers run {sys.executable}, and {where} {folder}: if they are to run that, {choice}"]
     return []
 

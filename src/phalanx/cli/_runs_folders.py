@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
     from phalanx._runs.catalog import RunDir
 
+LOG_DIR: dict[str, Any] = {
+    "type": Folder(),
+    "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
+    "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
+}
+"""The settings of the option ``--log-dir`` of commands that look for runs."""
+
 MANY = 1000
 """Runs in a folder of which a person is told."""
 
@@ -29,33 +36,34 @@ def places(log_dir: str | None) -> tuple[str, ...]:
         raise click.UsageError(msg) from None
 
 
-def names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a run."""
-    from phalanx._runs.catalog import find
+def run_argument(state: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the argument RUN, and ``--log-dir``. ``state``: that of the runs whose names complete it."""
 
-    try:
-        return [run.name for run in find(places(ctx.params.get("log_dir"))) if run.name.startswith(incomplete)]
-    except (OSError, click.UsageError):
-        return []
+    def names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+        from phalanx._runs.catalog import find
 
+        try:
+            runs = find(places(ctx.params.get("log_dir")))
+        except (OSError, click.UsageError):
+            return []
+        return [run.name for run in runs if state in ("", run.state) and run.name.startswith(incomplete)]
 
-def run_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the argument RUN, and ``--log-dir``."""
-    folder = click.option(
-        "--log-dir",
-        type=Folder(),
-        envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-        help="Folder of the runs. Default: as of phalanx run.",
-    )
-    return click.argument("run", required=False, shell_complete=names)(folder(command))
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        folder = click.option("--log-dir", **LOG_DIR)
+        return click.argument("run", required=False, shell_complete=names)(folder(command))
+
+    return decorate
 
 
-def resolved(log_dir: str | None, text: str | None) -> RunDir:
-    """Find the run that a user means, see `catalog.resolve`. Raises ClickException."""
+def resolved(
+    log_dir: str | None, text: str | None, latest: Callable[[tuple[str, ...]], RunDir] | None = None
+) -> RunDir:
+    """Find the run that a user means, see `catalog.resolve`; or the ``latest``. Raises ClickException."""
     from phalanx._runs.catalog import UnknownRunError, resolve
 
+    where = places(log_dir)
     try:
-        return resolve(places(log_dir), text)
+        return latest(where) if latest is not None and text is None else resolve(where, text)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

@@ -45,7 +45,7 @@ def read_since(text: str) -> float:
 
 
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--tail": "it is --lines here, or -n"})
-@run_argument
+@run_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
 @click.option(
     "-n",

@@ -37,7 +37,7 @@ _LATEST = 1 << 37  # seconds of Unix time: a moment that `time.localtime` takes
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@run_argument
+@run_argument()
 def report(run: str | None, *, log_dir: str | None) -> None:
     """Show what became of RUN: the report that it has printed at its end, with all attempts.
 

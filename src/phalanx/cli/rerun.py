@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@run_argument
+@run_argument()
 @click.option("--here", is_flag=True, help="In the current folder, though the run was started in another one.")
 @click.pass_context
 def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: bool) -> None:

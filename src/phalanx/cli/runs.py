@@ -22,8 +22,8 @@ from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import printable, use_colour
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import reading
-from phalanx.cli._options import Folder, Whole
-from phalanx.cli._runs_folders import MANY, places
+from phalanx.cli._options import Whole
+from phalanx.cli._runs_folders import LOG_DIR, MANY, places, refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,13 +43,6 @@ _COLOURS = {
     "lost": "bold magenta",
     "unreadable": "magenta",
     "unknown": "dim",
-}
-
-
-_LOG_DIR: dict[str, Any] = {
-    "type": Folder(),
-    "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-    "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
 }
 
 
@@ -97,7 +90,7 @@ _LOOKED_AT = 20_000
 
 
 @click.group(cls=_Runs, context_settings=SETTINGS, invoke_without_command=True, elsewhere=_ELSEWHERE)
-@click.option("--log-dir", **_LOG_DIR)
+@click.option("--log-dir", **LOG_DIR)
 @click.option("-n", "--number", "--limit", type=Whole(min=1), metavar="N",
               help="No more than N runs, the newest.")  # fmt: skip
 @click.option("--state", "states", callback=reading(_states), metavar="STATE,...",
@@ -141,7 +134,7 @@ def runs(
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--log-dir", **{**_LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
+@click.option("--log-dir", **{**LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
 @click.pass_context
 def prune(
     ctx: click.Context,
@@ -216,8 +209,7 @@ def _find(where: tuple[str, ...]) -> list[RunDir]:
     try:
         return find(where)
     except OSError as error:
-        msg = f"{error.filename}: {error.strerror}"
-        raise click.ClickException(msg) from None
+        raise refusal(error) from None
 
 
 def _hint(found: list[RunDir]) -> None:
