@@ -244,8 +244,7 @@ def put(text: str) -> None:
     except BrokenPipeError:  # | head
         raise
     except OSError as error:
-        msg = f"stdout: {error.strerror}"
-        raise click.ClickException(msg) from None
+        raise click.ClickException(f"stdout: {error.strerror}") from None
 
 
 class _Commands(Group):

@@ -216,13 +216,11 @@ class Declared:
     def __init__(self, **values: object) -> None:
         names = [declared.name for declared in declarations(type(self))]
         if sorted(values) != sorted(names):
-            msg = f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}"
-            raise TypeError(msg)
+            raise TypeError(f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}")
         vars(self).update((name, values[name]) for name in names)
 
     def __setattr__(self, name: str, value: object) -> None:
-        msg = f"{type(self).__name__} is frozen: {name!r} cannot be set"
-        raise AttributeError(msg)
+        raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be set")
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)

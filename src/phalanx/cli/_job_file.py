@@ -179,12 +179,10 @@ class JobFile:
         return self.path if line is None else f"{self.path}, line {line}"
 
     def _fail(self, path: tuple[str, ...], why: str) -> NoReturn:
-        msg = f"{self._at(*path)}: {'.'.join(path)}: {why}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"{self._at(*path)}: {'.'.join(path)}: {why}")
 
     def _refuse(self, why: str) -> NoReturn:
-        msg = f"{self.path}{why if why.startswith(', line') else f': {why}'}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{self.path}{why if why.startswith(', line') else f': {why}'}") from None
 
     @functools.cached_property
     def _lines(self) -> dict[tuple[str, ...], int]:
@@ -208,14 +206,11 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
     try:
         data = files.read(path, MOST_BYTES + 1, links=files.ANY_LINK)
     except files.UnfitError as error:
-        msg = f"{path}: {error.strerror}; a job file is a regular file"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{path}: {error.strerror}; a job file is a regular file") from None
     except (OSError, ValueError) as error:
-        msg = f"{path or repr(path)}: {getattr(error, 'strerror', None) or error}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{path or repr(path)}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MOST_BYTES:
-        msg = f"{path}: a job file has {MOST_BYTES:,} bytes at most"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"{path}: a job file has {MOST_BYTES:,} bytes at most")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -52,8 +52,7 @@ def read_nodes(text: str) -> tuple[int, int]:
         raise ValueError(msg)
     first, last = map(int, numbers)
     if not 1 <= first <= last <= MOST_NODES:
-        msg = f"{text!r}: expected 1 to {MOST_NODES} machines, and no more at least than at most"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected 1 to {MOST_NODES} machines, and no more at least than at most")
     return first, last
 
 
@@ -242,8 +241,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     if nodes != (1, 1):
         return _meet_others(chosen, *nodes, run_id or rdzv_id)
     if chosen.node_rank:
-        msg = f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0")
     others = asks_for_others(chosen.rdzv_conf)
     if others or chosen.keep:
         msg = f"--rdzv-conf: {others}: {_LATER}" if others else f"--keep: {_LATER}; it has no store"
@@ -296,8 +294,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
     """Return how this machine meets the others. Raises UsageError."""
     rank = chosen.node_rank or 0
     if rank >= most:
-        msg = f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {rank}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {rank}")
     if rank and least != most:
         raise click.UsageError(
             "--node-rank: ranks are given by hand to a fixed number of machines; --nnodes is a range"

@@ -91,15 +91,12 @@ def read_ranks(text: str) -> set[int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}")
         if int(last or first) >= _MOST_RANKS:  # a slip of the finger would fill the memory
-            msg = f"{text!r}: there can be no rank {int(last or first)}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: there can be no rank {int(last or first)}")
         ranks.update(range(int(first), int(last or first) + 1))
     if not ranks:  # a variable of a shell that is not set: nobody wants to see nothing
-        msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected ranks, like 0,1 or 0,4-7")
     return ranks
 
 
@@ -111,8 +108,7 @@ def read_size(text: str) -> int:
     """
     number = byte_size.parse(text)
     if number < 1:
-        msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a size, like 500000, 100MB or 1GiB")
     return number
 
 
@@ -137,6 +133,5 @@ def read_strings(text: str) -> list[str]:
     """
     parts = [part for part in text.split(",") if part]
     if not parts:
-        msg = f"{text!r}: expected one or more, between commas"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected one or more, between commas")
     return parts

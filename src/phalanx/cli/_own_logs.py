@@ -94,8 +94,7 @@ def own_logs(
     try:
         made = kind(log_dir=log_dir, local_ranks_filter=ranks, **values)
     except Exception as error:
-        msg = f"--logs-specs {name}: {type(error).__name__}: {error}"
-        raise click.UsageError(msg) from error
+        raise click.UsageError(f"--logs-specs {name}: {type(error).__name__}: {error}") from error
     if not callable(getattr(made, "reify", None)):
         msg = f"--logs-specs {name}: expected a subclass of phalanx.multiprocessing.LogsSpecs, got {kind!r}"
         raise click.UsageError(msg)
@@ -116,8 +115,7 @@ def _load(name: str) -> Any:
         msg = f"--logs-specs {name}: {points[name].value}: {type(error).__name__}: {error}"
         raise click.UsageError(msg) from error
     if not callable(kind):
-        msg = f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}")
     return kind
 
 

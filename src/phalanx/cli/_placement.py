@@ -110,8 +110,7 @@ def _near_gpus(mode: str, nprocs: int) -> list[tuple[int, ...]]:
     try:
         return numa.bind(mode, nprocs, os.sched_getaffinity(0))
     except ValueError as error:
-        msg = f"numa_binding: {error}"
-        raise ValueError(msg) from None
+        raise ValueError(f"numa_binding: {error}") from None
 
 
 def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:

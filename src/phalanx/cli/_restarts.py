@@ -73,8 +73,7 @@ def read_starts(text: str) -> tuple[float, int]:
     """
     first, colon, second = text.partition(":")
     if colon and not (second.strip().isdecimal() and int(second)):
-        msg = f"{text!r}: expected a time, and how many times in a row, like 30s:3"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a time, and how many times in a row, like 30s:3")
     return durations.parse(first), int(second) if colon else 3
 
 
@@ -93,8 +92,7 @@ def read_codes(text: str) -> list[int]:
         else:
             codes.append(-signal_of(part, f"{part!r}: {right}"))
     if not codes:
-        msg = f"{text!r}: {right}"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: {right}")
     return codes
 
 
@@ -126,8 +124,7 @@ def _signals(text: str, like: str, refused: Mapping[signal.Signals, str]) -> lis
         raise ValueError(wrong)
     for number in numbers:
         if number in refused:
-            msg = f"{text!r}: {number.name} {refused[number]}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: {number.name} {refused[number]}")
     return list(numbers)
 
 
@@ -145,8 +142,7 @@ def _fraction(text: str) -> float:
     except ValueError:
         number = -1
     if not 0 <= number <= 1:
-        msg = f"{text!r}: expected a part, 0 to 1"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a part, 0 to 1")
     return number
 
 
@@ -259,8 +255,7 @@ def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> li
         return [number for number in chosen if number not in handled]
     for number in chosen:
         if number in handled:
-            msg = f"--signals-forward: {number.name} stops the run, see --signals-to-handle"
-            raise click.UsageError(msg)
+            raise click.UsageError(f"--signals-forward: {number.name} stops the run, see --signals-to-handle")
     return chosen
 
 

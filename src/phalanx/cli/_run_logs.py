@@ -66,8 +66,7 @@ class RunLogs(DefaultLogsSpecs):
         try:
             logs = self.name_files(envs)
         except OSError as error:
-            msg = f"--log-dir: {error}"
-            raise click.ClickException(msg) from None
+            raise click.ClickException(f"--log-dir: {error}") from None
         if self._said:
             return logs
         self._said = True
@@ -112,8 +111,7 @@ def run_logs(
     try:
         specs = RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
-        msg = f"--log-dir: {str(error).removeprefix('log_dir: ')}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"--log-dir: {str(error).removeprefix('log_dir: ')}") from None
     specs.moved = moved
     return specs
 

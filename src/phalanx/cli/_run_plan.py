@@ -217,8 +217,7 @@ def _check_preload(preload: list[str] | None, *, no_python: bool, python: str, r
     try:
         check_names(preload)
     except ValueError as error:
-        msg = f"--{error}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"--{error}") from None
 
 
 def _check_command(script: str, *, module: bool, no_python: bool) -> None:
@@ -239,13 +238,10 @@ def _check_command(script: str, *, module: bool, no_python: bool) -> None:
         mode = os.stat(script).st_mode
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            msg = f"script {script!r}: {error.strerror}"
-            raise click.UsageError(msg) from None
-        msg = f"script {script!r} does not exist{_meant(script)}"
-        raise click.UsageError(msg) from None
+            raise click.UsageError(f"script {script!r}: {error.strerror}") from None
+        raise click.UsageError(f"script {script!r} does not exist{_meant(script)}") from None
     if stat.S_ISDIR(mode) and not os.path.exists(os.path.join(script, "__main__.py")):
-        msg = f"script {script!r} is a folder without a __main__.py"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"script {script!r} is a folder without a __main__.py")
     if stat.S_ISREG(mode) and (kind := _other_program(script)):
         msg = f"script {script!r} is {kind}, and no Python: give --no-python to start it as it is"
         raise click.UsageError(msg)
@@ -291,11 +287,9 @@ def _check_destination(name: str) -> None:
     try:
         get_logging_handler(name)
     except (UnknownDestinationError, TypeError) as error:
-        msg = f"--event-log-handler: {error}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"--event-log-handler: {error}") from None
     except Exception as error:
-        msg = f"--event-log-handler: {name!r}: {type(error).__name__}: {error}"
-        raise click.UsageError(msg) from error
+        raise click.UsageError(f"--event-log-handler: {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _check_ranks(option: str, chosen: Std | Iterable[int] | None, count: int, what: str = "rank") -> None:
@@ -367,8 +361,7 @@ def _check_streams(
         option = f"--duplicate-{name}-filters"
         text = f"{name} of {name_ranks(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
         if len(bare) == nproc:
-            msg = f"{option}: {text}"
-            raise click.UsageError(msg)
+            raise click.UsageError(f"{option}: {text}")
         notes.append(f"{option}: {text}")
     return notes
 

@@ -32,8 +32,7 @@ def places(log_dir: str | None) -> tuple[str, ...]:
     try:
         return paths.search_folders()
     except paths.NoHomeError as error:
-        msg = f"--log-dir: {error}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"--log-dir: {error}") from None
 
 
 def run_argument(state: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

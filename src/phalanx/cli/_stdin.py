@@ -43,8 +43,7 @@ def read_rank(text: str) -> int:
     if word == "none":
         return NONE
     if not (word.isascii() and word.isdecimal()):
-        msg = f"{text!r}: expected a global rank, like 0, or none"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a global rank, like 0, or none")
     return int(word)
 
 
@@ -65,12 +64,10 @@ class Stdin:
         self._is_chosen = given is not None
         self._rank = given if given is not None else 0 if is_alone else NONE
         if not machines and self._rank >= nprocs:
-            msg = f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}"
-            raise click.UsageError(msg)
+            raise click.UsageError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")
         if self._rank != NONE and not self._is_open:
             if self._is_chosen:
-                msg = f"--stdin {self._rank}: the stdin of phalanx run is closed"
-                raise click.UsageError(msg)
+                raise click.UsageError(f"--stdin {self._rank}: the stdin of phalanx run is closed")
             self._rank = NONE
         self._reads_terminal = False
         self.is_terminal = self._rank != NONE and os.isatty(0)

@@ -103,8 +103,7 @@ def logs(
         starting = follow and found.state == "running"  # what is not there yet may come
         attempts = attempt_folders(found.path)
         if not attempts and not starting:
-            msg = f"{found.name} has no logs: its workers were never started"
-            raise click.ClickException(msg)
+            raise click.ClickException(f"{found.name} has no logs: its workers were never started")
         number = attempt if attempt is not None else max(attempts, default=0)
         known = ", ".join(map(str, sorted(attempts)))
         if number not in attempts and number < max(attempts, default=0):
@@ -131,13 +130,11 @@ def logs(
 def _leave(reader: Reader) -> None:
     """Say by the exit code how it ended. Raises ClickException, or SystemExit unless it has all been shown."""
     if reader.gone:
-        msg = f"{reader.path}: the folder of this run is not there any more"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{reader.path}: the folder of this run is not there any more")
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
     if reader.refusal is not None:
-        msg = f"stdout: {getattr(reader.refusal, 'strerror', reader.refusal)}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"stdout: {getattr(reader.refusal, 'strerror', reader.refusal)}")
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
 

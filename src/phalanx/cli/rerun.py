@@ -39,8 +39,7 @@ def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: boo
         msg = f"{found.name} belongs to uid {found.owner}: look at {path} before you run it, by phalanx run -f"
         raise click.ClickException(msg)
     if found.state == "running":
-        msg = f"{found.name} still runs; a second one beside it: phalanx run -f {path}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} still runs; a second one beside it: phalanx run -f {path}")
     _check_file(found, path)
     if not here:
         _check_folder(found)

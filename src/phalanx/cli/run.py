@@ -48,11 +48,9 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
     if not paths or ctx.resilient_parsing:
         return
     if len(paths) > 1:
-        msg = f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}")
     if not os.path.isabs(paths[0]) and is_here_gone():
-        msg = f"{paths[0]!r}: {GONE}; give an absolute path"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"{paths[0]!r}: {GONE}; give an absolute path")
     from phalanx.cli import _job_file
 
     set_job(ctx, _job_file.read(paths[0], RunConfig, ELSEWHERE))

@@ -51,8 +51,7 @@ def _states(text: str) -> set[str]:
     unknown = states - _COLOURS.keys()
     if unknown:
         hint = meant(min(unknown), _COLOURS) or f"; there are {', '.join(_COLOURS)}"
-        msg = f"{text!r}: there is no state {min(unknown)!r}{hint}"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: there is no state {min(unknown)!r}{hint}")
     return states
 
 
@@ -62,8 +61,7 @@ def _with_unit(read: Callable[[str], Any], like: str) -> Callable[[str], Any]:
     def check(text: str) -> Any:
         value = read(text)
         if value and text.strip()[-1].isdecimal():
-            msg = f"{text!r}: of what? Give a unit, like {text.strip()}{like}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: of what? Give a unit, like {text.strip()}{like}")
         return value
 
     return check
@@ -122,8 +120,7 @@ def runs(
     except BrokenPipeError:  # | head
         raise
     except OSError as error:
-        msg = f"stdout: {error.strerror}"
-        raise click.ClickException(msg) from None
+        raise click.ClickException(f"stdout: {error.strerror}") from None
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)

@@ -142,8 +142,7 @@ def _resolve(log_dir: str | None, name: str | None) -> RunDir:
         msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can look at its processes"
         raise click.ClickException(msg)
     if found.run is None:
-        msg = f"{found.name} cannot be asked: {found.problem}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} cannot be asked: {found.problem}")
     if found.state != "running":
         msg = f"{found.name} has ended ({found.state}): there are no stacks any more; see phalanx logs {found.name}"
         raise click.ClickException(msg)
@@ -151,8 +150,7 @@ def _resolve(log_dir: str | None, name: str | None) -> RunDir:
         msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
         raise click.ClickException(msg)
     if not found.run.attempts or not found.run.attempts[-1].ranks:
-        msg = f"{found.name} has no workers yet"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} has no workers yet")
     return found
 
 
