@@ -75,23 +75,14 @@ def console_specs(chosen: ConsoleOptions, **more: Any) -> ConsoleSpecs:
         raise click.UsageError("--timestamps and --elapsed exclude each other")
     try:
         template = chosen.log_line_prefix_template
-        if template is None:
-            template = template_of_environment()
         return ConsoleSpecs(
-            ranks=chosen.ranks,
-            grep=chosen.grep,
-            exclude=chosen.exclude,
-            ignore_case=chosen.ignore_case,
+            ranks=chosen.ranks, grep=chosen.grep, exclude=chosen.exclude, ignore_case=chosen.ignore_case,
             before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
             after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
-            fold=chosen.fold,
-            timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
-            format=chosen.log_format,
-            template=template,
-            raw=chosen.raw,
-            color=chosen.color,
-            **more,
-        )
+            fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
+            format=chosen.log_format, template=template_of_environment() if template is None else template,
+            raw=chosen.raw, color=chosen.color, **more,
+        )  # fmt: skip
     except ValueError as error:
         named = {
             "format:": "--log-format:",

@@ -233,12 +233,9 @@ class Declared:
 
 def declarations(kind: type[Declared]) -> list[Option[Any]]:
     """List the declarations of a class, those of its bases first, as the bases stand in its header."""
-    found: dict[str, Option[Any]] = {}
-    for base in (*kind.__bases__, kind):
-        if base is not kind and issubclass(base, Declared):
-            found |= {declared.name: declared for declared in declarations(base)}
-        elif base is kind:
-            found |= {name: value for name, value in vars(base).items() if isinstance(value, Option)}
+    bases = (base for base in kind.__bases__ if issubclass(base, Declared))
+    found = {declared.name: declared for base in bases for declared in declarations(base)}
+    found |= {name: value for name, value in vars(kind).items() if isinstance(value, Option)}
     return list(found.values())
 
 

@@ -338,10 +338,9 @@ def _meet_at_rank_0(
     if "agent_port" in chosen.rdzv_conf:
         typed = f"--rdzv-conf agent_port={agent}"
     elif chosen.master_port or source == "--rdzv-endpoint":
-        typed = (
-            f"--rdzv-endpoint {address_text(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
-        )
-        typed += f": the agents meet at the port after it, {agent} (--rdzv-conf agent_port=PORT chooses another)"
+        where = address_text(host, port) if source == "--rdzv-endpoint" else port
+        typed = f"{source} {where}: the agents meet at the port after it, {agent} "
+        typed += "(--rdzv-conf agent_port=PORT chooses another)"
     return Meeting(run_id, host, port, [], machines, source=typed)
 
 

@@ -133,11 +133,6 @@ class Reader:
         self.refusal: BaseException | None = None
         """or why there was no place for it."""
 
-    @property
-    def path(self) -> str:
-        """The run's folder."""
-        return self._found.path
-
     def interrupt(self) -> None:
         """Have `read` return soon. From any thread: an exception could come between a write and the note of it."""
         self.interrupted = True

@@ -212,17 +212,11 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
         raise click.UsageError(msg)
     try:
         return RestartPolicy(
-            chosen.max_restarts.restarts,
-            window=chosen.max_restarts.window,
-            backoff=first,
-            backoff_cap=300.0 if most is None else most,
-            jitter=chosen.backoff_jitter,
-            min_uptime=least,
-            failing_starts=times,
-            never_on=chosen.never_restart_on or (),
-            always_on=chosen.always_restart_on or (),
+            chosen.max_restarts.restarts, window=chosen.max_restarts.window, backoff=first,
+            backoff_cap=300.0 if most is None else most, jitter=chosen.backoff_jitter, min_uptime=least,
+            failing_starts=times, never_on=chosen.never_restart_on or (), always_on=chosen.always_restart_on or (),
             without_progress=chosen.max_no_progress,
-        )
+        )  # fmt: skip
     except ValueError as error:
         text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")
         raise click.UsageError(text) from None

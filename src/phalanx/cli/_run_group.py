@@ -19,13 +19,7 @@ from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._run.run_team import RunTeam, see_through
 from phalanx.cli._run_plan import PYTHON_EXEC_ENV
-from phalanx.multiprocessing import (
-    KeeperLostError,
-    PContext,
-    PreloadError,
-    RunProcsResult,
-    ScriptContext,
-)
+from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, RunProcsResult, ScriptContext
 from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
@@ -102,7 +96,9 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
     attempt = f"attempt {last.number}"
-    error = _failures(team, result, specs, ending)
+    error = None
+    if result.failures:
+        error = child_failed(team.name, result, specs, describe_attempts(ending.ends[:-1]), ending.why)
     report = "" if error is None else error.format_msg()
     if stopped is not None and ending.state == "stopped":
         code = 128 + stopped
@@ -173,13 +169,6 @@ def _report_stop(error: ChildFailedError | None, ending: Ending, cause: str, *, 
         for line in describe_attempts(failed):
             say(line)
     say(f"stopped by {cause}")
-
-
-def _failures(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending) -> ChildFailedError | None:
-    """Return what the report is about; None: no worker has failed."""
-    if not result.failures:
-        return None
-    return child_failed(team.name, result, logs, describe_attempts(ending.ends[:-1]), ending.why)
 
 
 def _report(error: ChildFailedError | None, result: RunProcsResult, ending: Ending, *, colour: bool) -> None:

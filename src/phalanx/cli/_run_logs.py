@@ -13,7 +13,7 @@ from phalanx._base import disk, procfs
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import say
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
-from phalanx.cli._runs_folders import MANY
+from phalanx.cli._options import MANY
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 KEPT_ATTEMPTS = 100
@@ -74,12 +74,10 @@ class RunLogs(DefaultLogsSpecs):
         say(f"{how_many(len(envs), 'worker')}, {where}")
         for note in filter(None, (self.moved, *self.notes)):
             say(note)
-        look = self.run_log_dir and not self.keeps_few
-        kept = _count_in(os.path.dirname(self.run_log_dir or "")) if look else 0
-        if kept > MANY:
-            where = os.path.dirname(self.run_log_dir or "")
+        folder = os.path.dirname(self.run_log_dir or "")
+        if folder and not self.keeps_few and (kept := _count_in(folder)) > MANY:
             more = "phalanx runs prune removes old runs, --keep-runs N keeps so many"
-            say(f"{how_many(kept, 'folder')} are in {where}; {more}")
+            say(f"{how_many(kept, 'folder')} are in {folder}; {more}")
         return logs
 
 

@@ -92,17 +92,17 @@ class RunPlan:
         self._placement, self._extra, said = place(config, nprocs, config.env)
         self.console = console_specs(config, drain=config.drain)
         _check_ranks("--ranks", self.console.ranks, nprocs)
-        filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
+        self._filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
         bounds = {
             "max_size": config.log_max_size, "keep": config.log_keep, "compress": config.log_compress,
             "mode": config.log_mode, "keep_attempts": config.keep_attempts,
         }  # fmt: skip
         all_bounds = {**bounds, "keep_runs": config.keep_runs}
         if config.log_dir == os.devnull:
-            _check_no_logs(self.console, filters, all_bounds)
+            self._check_no_logs(all_bounds)
             notes = []
         else:
-            notes = _check_streams(nprocs, redirects, tee, local_ranks, self.console, filters)
+            notes = self._check_streams(redirects, tee, local_ranks)
         _check_rotation(config.log_max_size, keep=config.log_keep, compress=config.log_compress)
         streams = redirects, tee, local_ranks
         if config.logs_specs is None:
@@ -120,7 +120,47 @@ class RunPlan:
         said = [*self.meeting.notes, *check_heeded(config, self.policy, typed), *doubts, *said]
         unread = self.stdin.unread()
         self.specs.notes = [*self.specs.notes, *said, *notes, *unread, *umask_notes(config.log_mode)]
-        self._filters = filters
+
+    def _check_streams(
+        self, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+    ) -> list[str]:
+        """What is to be said of options that a stream does not heed, because it is the launcher's own and in no file.
+
+        ``shown`` are the local ranks that the console shows (None: all). Raises UsageError where an option would have
+        no effect at all, or where lines of JSON would be mixed with others.
+        """
+        nprocs, notes = self.config.nproc_per_node, []
+        redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+        for stream, name in _STREAMS.items():
+            bare = [rank for rank in range(nprocs) if not stream & (redirected[rank] | teed[rank])]
+            on_console = [rank for rank in bare if shown is None or rank in shown]
+            ranks = name_ranks(on_console)
+            if self.console.format == "json" and stream is Std.OUT and on_console:
+                msg = f"--log-format json: {name} of {ranks} would be among it as it is; add -t 1, or -r 1"
+                raise click.UsageError(msg)
+            unheeded = _chosen(self.console) if on_console else []
+            if unheeded:
+                notes.append(
+                    f"{name} of {ranks} is the console's own and does not heed {', '.join(unheeded)}; "
+                    f"with -t {stream.value} it would"
+                )
+            if not self._filters[name] or not bare:
+                continue
+            text = f"{name} of {name_ranks(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
+            text = f"--duplicate-{name}-filters: {text}"
+            if len(bare) == nprocs:
+                raise click.UsageError(text)
+            notes.append(text)
+        return notes
+
+    def _check_no_logs(self, bounds: Mapping[str, object]) -> None:
+        """Refuse options that need the logs, where none are kept. Raises UsageError."""
+        options = _chosen(self.console)
+        options += [f"--duplicate-{name}-filters" for name, texts in self._filters.items() if texts]
+        options += [BOUNDS[name] for name, value in bounds.items() if value]
+        if options:
+            msg = f"--log-dir /dev/null: no logs are kept; {', '.join(options)} would have nothing to be about"
+            raise click.UsageError(msg)
 
     def _events(self, config: RunConfig) -> StatusEvents | None:
         """Return what posts the run's events; None: nobody wants them."""
@@ -184,24 +224,15 @@ class RunPlan:
         same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **colours, **variables}
         return {
             rank: worker_env(
-                first + rank,
-                world_size,
-                role=config.role,
-                run_id=self.run_id,
-                local_rank=rank,
-                local_world_size=config.nproc_per_node,
-                role_rank=first_in_role + rank,
-                max_restarts=self.policy.max_restarts,
-                **place,
-            )
-            | same
-            | self._extra[rank]
-            | config.env
+                first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,
+                local_world_size=config.nproc_per_node, role_rank=first_in_role + rank,
+                max_restarts=self.policy.max_restarts, **place,
+            ) | same | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
-        }
+        }  # fmt: skip
 
 
-def _check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str = "") -> None:
+def _check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str) -> None:
     """Refuse modules that cannot be imported for workers to have them."""
     if not preload:
         return
@@ -326,56 +357,6 @@ def _timer_specs(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float |
         return TimerSpecs(on_expiry, hang_timeout)
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("hang_timeout: "), param_hint="--hang-timeout") from None
-
-
-def _check_streams(
-    nproc: int,
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
-    shown: set[int] | None,
-    console: ConsoleSpecs,
-    filters: Mapping[str, list[str] | None],
-) -> list[str]:
-    """What is to be said of options that a stream does not heed, because it is the launcher's own and in no file.
-
-    ``shown`` are the local ranks that the console shows (None: all), and ``filters`` by stream the texts that select
-    lines for the file of all ranks. Raises UsageError where an option would have no effect at all, or where lines of
-    JSON would be mixed with others.
-    """
-    redirected, teed = to_map(redirects, nproc), to_map(tee, nproc)
-    notes = []
-    for stream, name in _STREAMS.items():
-        bare = [rank for rank in range(nproc) if not stream & (redirected[rank] | teed[rank])]
-        on_console = [rank for rank in bare if shown is None or rank in shown]
-        if console.format == "json" and stream is Std.OUT and on_console:
-            msg = f"--log-format json: {name} of {name_ranks(on_console)} would be among it as it is; add -t 1, or -r 1"
-            raise click.UsageError(msg)
-        unheeded = _chosen(console) if on_console else []
-        if unheeded:
-            notes.append(
-                f"{name} of {name_ranks(on_console)} is the console's own and does not heed {', '.join(unheeded)}; "
-                f"with -t {stream.value} it would"
-            )
-        if not filters.get(name) or not bare:
-            continue
-        option = f"--duplicate-{name}-filters"
-        text = f"{name} of {name_ranks(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
-        if len(bare) == nproc:
-            raise click.UsageError(f"{option}: {text}")
-        notes.append(f"{option}: {text}")
-    return notes
-
-
-def _check_no_logs(
-    console: ConsoleSpecs, filters: Mapping[str, list[str] | None], bounds: Mapping[str, object]
-) -> None:
-    """Refuse options that need the logs, where none are kept. Raises UsageError."""
-    options = _chosen(console)
-    options += [f"--duplicate-{name}-filters" for name, texts in filters.items() if texts]
-    options += [BOUNDS[name] for name, value in bounds.items() if value]
-    if options:
-        msg = f"--log-dir /dev/null: no logs are kept; {', '.join(options)} would have nothing to be about"
-        raise click.UsageError(msg)
 
 
 def _chosen(console: ConsoleSpecs) -> list[str]:

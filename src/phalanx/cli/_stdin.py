@@ -101,16 +101,14 @@ class Stdin:
         The terminal's modes are at the end as they were: a worker that is killed at a prompt for a password restores
         none, and of the shells that do, none knows that a process was killed that is not its own.
         """
-        numbers: list[signal.Signals] = []
-        modes = None
+        modes, handles = None, False
         if self.is_terminal and threading.current_thread() is threading.main_thread():
             with suppress(OSError, termios.error):  # not the terminal of our session: it has no job control for us
                 os.tcgetpgrp(0)
-                numbers = [signal.SIGTSTP]
+                handles = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
                 modes = termios.tcgetattr(0)
-        numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-        for number in numbers:
-            signal.signal(number, self._suspend)
+        if handles:
+            signal.signal(signal.SIGTSTP, self._suspend)
         try:
             yield
         finally:
@@ -118,9 +116,8 @@ class Stdin:
                 with suppress(OSError, termios.error):  # it was hung up
                     termios.tcsetattr(0, termios.TCSANOW, modes)
             self._reads_terminal = False
-            for number in numbers:
-                if signal.getsignal(number) == self._suspend:
-                    signal.signal(number, signal.SIG_DFL)
+            if handles and signal.getsignal(signal.SIGTSTP) == self._suspend:
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
     def _suspend(self, number: int, _frame: object) -> None:
         """Stop every process below this one, and this one; when it is continued, continue them."""

@@ -22,9 +22,8 @@ from phalanx._base import durations
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._options import Whole
+from phalanx.cli._options import Whole, refusal, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
-from phalanx.cli._runs_folders import refusal, resolved, run_argument
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
 
@@ -47,27 +46,14 @@ def read_since(text: str) -> float:
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--tail": "it is --lines here, or -n"})
 @run_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
-@click.option(
-    "-n",
-    "--lines",
-    type=Whole(min=0),
-    metavar="N",
-    help="Only the last N lines of what there is; with -f, and what comes.",
-)
-@click.option(
-    "--since",
-    callback=reading(read_since),
-    metavar="TIME",
-    help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.",
-)
+@click.option("-n", "--lines", type=Whole(min=0), metavar="N",
+              help="Only the last N lines of what there is; with -f, and what comes.")  # fmt: skip
+@click.option("--since", callback=reading(read_since), metavar="TIME",
+              help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.")  # fmt: skip
 @click.option("--until", callback=reading(read_since), metavar="TIME",
               help="Only what was written before: as of --since.")  # fmt: skip
-@click.option(
-    "--attempt",
-    type=Whole(min=0),
-    metavar="N",
-    help="Which start of the workers, from 0. Default: the last.",
-)
+@click.option("--attempt", type=Whole(min=0), metavar="N",
+              help="Which start of the workers, from 0. Default: the last.")  # fmt: skip
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @click_options(ConsoleOptions)
@@ -124,13 +110,13 @@ def logs(
         raise refusal(error) from None
     finally:
         reader.close()
-    _leave(reader)
+    _leave(reader, found.path)
 
 
-def _leave(reader: Reader) -> None:
+def _leave(reader: Reader, folder: str) -> None:
     """Say by the exit code how it ended. Raises ClickException, or SystemExit unless it has all been shown."""
     if reader.gone:
-        raise click.ClickException(f"{reader.path}: the folder of this run is not there any more")
+        raise click.ClickException(f"{folder}: the folder of this run is not there any more")
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
     if reader.refusal is not None:

@@ -20,7 +20,7 @@ from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable
 from phalanx.cli._commands import SETTINGS, Command, put
-from phalanx.cli._runs_folders import resolved, run_argument
+from phalanx.cli._options import resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

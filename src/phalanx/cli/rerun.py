@@ -12,7 +12,7 @@ from phalanx._base.stderr import say
 from phalanx._runs.record_writer import CONFIG
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import ignore_environment
-from phalanx.cli._runs_folders import refusal, resolved, run_argument
+from phalanx.cli._options import refusal, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -77,27 +77,14 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
     cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=ELSEWHERE
 )
 @click_options(RunConfig)
-@click.option(
-    "-f",
-    "--job-file",
-    type=click.Path(readable=False),
-    multiple=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_read_job,
-    metavar="FILE",
-    help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.",
-)
+@click.option("-f", "--job-file", type=click.Path(readable=False), multiple=True, is_eager=True, expose_value=False,
+              callback=_read_job, metavar="FILE",
+              help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print the options that hold as a job file; start nothing.")
 @click.option("--dry-run", is_flag=True, help="Print what each rank would be given; start nothing.")
-@click.option(
-    "--print-completion",
-    type=click.Choice(_SHELLS),
-    is_eager=True,
-    expose_value=False,
-    callback=_print_completion,
-    help="Print what has a shell complete `phalanx`, for a file that it reads.",
-)
+@click.option("--print-completion", type=click.Choice(_SHELLS), is_eager=True, expose_value=False,
+              callback=_print_completion,
+              help="Print what has a shell complete `phalanx`, for a file that it reads.")  # fmt: skip
 @click.argument("script", required=False, metavar="SCRIPT", shell_complete=_complete_file)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_file)
 @click.pass_context
@@ -136,7 +123,9 @@ def run(
             if print_config:
                 _print_config(ctx, plan)
             elif dry_run:
-                _dry_run(plan)
+                from phalanx.cli._dry_run import show
+
+                show(plan)
             else:
                 until_end.callback(_say_unread, plan)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
@@ -230,12 +219,6 @@ def _print_config(ctx: click.Context, plan: RunPlan) -> None:
 
     rehearse(plan)
     put(as_job_file(ctx, plan.config))
-
-
-def _dry_run(plan: RunPlan) -> None:
-    from phalanx.cli._dry_run import show
-
-    show(plan)
 
 
 def _without_separator(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import printable, use_colour
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import reading
-from phalanx.cli._options import Whole
-from phalanx.cli._runs_folders import LOG_DIR, MANY, places, refusal
+from phalanx.cli._options import LOG_DIR, MANY, Whole, places, refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from phalanx._stacks.dump import (
     sum_up_locations,
 )
 from phalanx.cli._commands import SETTINGS, Command
-from phalanx.cli._options import Whole
-from phalanx.cli._runs_folders import resolved, run_argument
+from phalanx.cli._options import Whole, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,7 +81,8 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool,
     if told is None:
         texts = _collect(found.path, _ranks(found.run, set(ranks)), native=native, owner=owner)
     else:
-        texts = _chosen(told.texts, set(ranks))
+        _check_known(set(ranks), told.texts, "run")
+        texts = {rank: text for rank, text in told.texts.items() if not ranks or rank in ranks}
     name = name_ranks if told is None else told.ranks.name
     _show(texts, found.run.cwd, name, [] if told is None else told.notes)
     if not any(map(functools.cache(parse), texts.values())):
@@ -121,13 +121,8 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
         return None
 
 
-def _chosen(texts: dict[int, str], ranks: set[int]) -> dict[int, str]:
-    """The ranks that are meant. Raises UsageError."""
-    _check_known(ranks, texts, "run")
-    return {rank: text for rank, text in texts.items() if not ranks or rank in ranks}
-
-
 def _check_known(ranks: set[int], known: Iterable[int], what: str) -> None:
+    """Raise UsageError for ranks that there are not."""
     unknown = sorted(ranks.difference(known))
     if unknown:
         raise click.UsageError(f"--rank: this {what} has no rank {', '.join(map(str, unknown))}")
