@@ -46,26 +46,20 @@ def observers_of(plan: RunPlan, services: Services | None) -> dict[str, Observer
     return observers
 
 
-class _NotRunError(Exception):
-    """The workers could not be started: that was said, and recorded."""
-
-
 def see_attempts_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
-    try:
-        return see_through(
-            team,
-            lambda: _run_all(team, grace),
-            lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
-        )
-    except _NotRunError:
-        return 1
+    return see_through(
+        team,
+        lambda: _run_all(team, grace),
+        lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
+    )
 
 
 def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
     """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
 
-    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException.
+    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException; and SystemExit where
+    what could not be started has been reported.
     """
 
     def stop(death: signal.Signals) -> None:
@@ -82,7 +76,7 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
     except (PreloadError, NoAttemptError, KeeperLostError) as error:
         say(f"Error: {error}")
         team.record_end("failed", 1, str(error))
-        raise _NotRunError from error
+        raise SystemExit(1) from error
     except OSError as error:
         team.record_end("failed", 1, text := in_our_words(error, team.group))
         raise click.ClickException(text) from None
