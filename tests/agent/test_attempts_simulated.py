@@ -311,7 +311,7 @@ def test_a_later_start_fails_and_was_the_last() -> None:
 
 
 def test_the_line_of_a_delay_and_of_a_step() -> None:
-    stuck = FAILED.replace(step=10)
+    stuck = FAILED._replace(step=10)
     team = Scripted(stuck, stuck, AttemptEnd("succeeded"))
     ending, _events = observed(team, RestartPolicy(3, backoff=0.01, jitter=0))
     assert ending.state == "succeeded"

@@ -283,11 +283,6 @@ def test_what_is_wrong_is_refused_by_its_name(arguments: dict[str, Any], kind: t
         RestartPolicy(**arguments)
 
 
-def test_an_end_is_one_of_four() -> None:
-    with pytest.raises(ValueError, match="state must be one of succeeded, failed, stopped, not started; got 'gone'"):
-        AttemptEnd("gone")
-
-
 @pytest.mark.parametrize(
     "end, text",
     [

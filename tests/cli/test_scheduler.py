@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,9 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx._agent.worker_env import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
-from phalanx._run import one_run
 from phalanx._run.hostlist import MOST_HOSTS, hosts
-from phalanx._run.one_run import NameTakenError, OneRun
 from phalanx._run.scheduler import PORTS, Allocation, found
 
 if TYPE_CHECKING:
@@ -232,50 +229,6 @@ def test_a_worker_finds_the_step_of_its_launcher(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     env = worker_env(0, 1, role="", run_id="night7", master_addr="", master_port=0)
     assert found(STEP | env) is None
-
-
-def test_one_run_of_a_name_at_a_time() -> None:
-    with OneRun("slurm-2.0, node 1"):
-        with pytest.raises(NameTakenError, match=r"slurm-2\.0, node 1: .* --run-id"), OneRun("slurm-2.0, node 1"):
-            pass
-        with OneRun("slurm-2.0, node 0"):
-            pass
-    with OneRun("slurm-2.0, node 1"):
-        pass
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_who_has_the_name_is_told_of_another_run(is_early: bool) -> None:
-    told = threading.Event()
-    with OneRun("slurm-2.0, node 1") as held:
-        if not is_early:
-            held.when_met(told.set)
-        with pytest.raises(NameTakenError), OneRun("slurm-2.0, node 1"):
-            pass
-        if is_early:
-            held.when_met(told.set)
-        assert told.wait(60)
-
-
-def test_who_has_the_name_is_not_told_of_a_later_run_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
-    with OneRun("slurm-2.0, node 1") as held:
-        held.when_met(told.set)  # nobody comes
-    monkeypatch.setattr(one_run, "TOGETHER", -1.0)
-    with OneRun("slurm-2.0, node 1") as held:
-        held.when_met(told.set)
-        assert held._thread is not None
-        held._thread.join()
-        with pytest.raises(NameTakenError), OneRun("slurm-2.0, node 1"):
-            pass
-    assert not told.is_set()
-
-
-def test_ctrl_c_in_the_midst_of_its_start_holds_nothing_up() -> None:
-    with OneRun("slurm-2.0, node 1") as held:
-        held._thread = threading.Thread(target=held._watch, args=(print,))  # as `when_met` leaves it
-    with OneRun("slurm-2.0, node 1"):
-        pass
 
 
 @pytest.mark.parametrize(

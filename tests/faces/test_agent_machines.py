@@ -168,8 +168,10 @@ class ToldByObservers(ManyMachinesRendezvous):
         super().__init__(params)
         self.has_told = threading.Event()
 
-    def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
-        super().tell_failure(error, rank=rank, exitcode=exitcode)
+    def tell_failure(
+        self, error: str, *, rank: int | None = None, exitcode: int | None = None, is_hang: bool = False
+    ) -> None:
+        super().tell_failure(error, rank=rank, exitcode=exitcode, is_hang=is_hang)
         if threading.current_thread().name == "phalanx-failure":
             self.has_told.set()
 

@@ -254,42 +254,67 @@ def test_a_job_goes_on_without_a_node_that_is_down(slurm: Slurm, tmp_path: Path)
         batch.wait_until(lambda: batch.said.count("phalanx: the job was stopped: SIGTERM") == 2)
 
 
-LAUNCHER = """
-import sys
-from phalanx._run import one_run
-from phalanx.cli import main
-one_run.TOGETHER = 1000  # a busy machine may take longer than is usual between two starts
-main()
+WAITS = """
+import os, sys, time
+print("begins", os.path.basename(sys.argv[0]), os.environ["WORLD_SIZE"], flush=True)
+while not os.path.exists("end"):
+    time.sleep(0.02)
 """
 
 
-def test_two_runs_of_one_step_are_no_job_of_two_halves(tmp_path: Path) -> None:
-    """Each of the two, of one script, has the name of the step on one machine: so they would meet."""
+def start_in_step(hosts: Hosts, node: int, folder: Path, script: str, said: Path) -> subprocess.Popen[bytes]:
+    """Start `phalanx run` in a folder on one of the two hosts of a step."""
+    told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    command = [sys.executable, "-P", "-m", "phalanx", "run", "--nproc-per-node", "1", script]
+    with said.open("wb") as out:
+        return subprocess.Popen(
+            [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
+            env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(folder)},
+        )  # fmt: skip
+
+
+def test_of_two_scripts_in_one_step_one_runs_on_all_machines_and_the_other_on_none(tmp_path: Path) -> None:
+    """Both have the step's name and port. Which of them runs is chance."""
     hosts_of.check()
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    (tmp_path / "train.py").write_text("import time\nprint('begins', flush=True)\ntime.sleep(1000)\n")
-
-    def start(hosts: Hosts, node: int, which: str) -> subprocess.Popen[bytes]:
-        told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
-        rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        command = [sys.executable, str(tmp_path / "launcher.py"), "run", "--nproc-per-node", "1", "train.py", which]
-        with (tmp_path / f"{which}{node}").open("wb") as out:
-            return subprocess.Popen(
-                [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=tmp_path,
-                env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(tmp_path)},
-            )  # fmt: skip
-
+    scripts = ["train.py", "evaluate.py"]
+    for script in scripts:
+        (tmp_path / script).write_text(WAITS)
     with Hosts(2) as hosts, ExitStack() as left:
-        first = [start(hosts, 1, "a"), start(hosts, 2, "b")]
-        for one in first:
+        started = {
+            (script, node): start_in_step(hosts, node, tmp_path, script, tmp_path / f"{script}.{node}")
+            for script in scripts
+            for node in (1, 2)
+        }
+        for one in started.values():
             left.callback(one.kill)
         until = time.monotonic() + SOON
-        while not all("begins" in (tmp_path / name).read_text() for name in ("a1", "b2")):
+        while not (lost := [script for script in scripts if started[script, 1].poll() is not None]):
             assert time.monotonic() < until
             time.sleep(0.05)
-        second = start(hosts, 1, "b")  # the one on the other host could find that the name is free again
-        left.callback(second.kill)
-        assert [one.wait(SOON) for one in (*first, second)] == [143, 143, 2]
-        for name in ("a1", "b2"):
-            assert "the job was stopped: two `phalanx run` of one step (give each a" in (tmp_path / name).read_text()
+        assert started[lost[0], 2].wait(SOON) == 1
+        (tmp_path / "end").touch()
+        (won,) = set(scripts) - set(lost)
+        assert [started[script, node].wait(SOON) for script in (won, *lost) for node in (1, 2)] == [0, 0, 1, 1]
+    said = {key: (tmp_path / f"{key[0]}.{key[1]}").read_text() for key in started}
+    assert all(f"begins {won} 2\n" in said[won, node] for node in (1, 2))
+    assert "slurm-7.0 (several `phalanx run` in one step need a --run-id each): " in said[lost[0], 1]
+    assert f"the job of this id runs {won}, and this node was told {lost[0]}: another job needs" in said[lost[0], 2]
+
+
+def test_scripts_of_one_name_in_two_folders_are_told_apart_in_a_step(tmp_path: Path) -> None:
+    hosts_of.check()
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text("")
+    with Hosts(2) as hosts, ExitStack() as left:
+        started = [
+            start_in_step(hosts, node, folder, "train.py", folder / "said") for node, folder in enumerate(folders, 1)
+        ]
+        for one in started:
+            left.callback(one.kill)
+        assert [one.wait(SOON) for one in started] == [0, 0]
+    for folder in folders:
+        assert "nodes of this job run train.py with different arguments" in (folder / "said").read_text()

@@ -61,8 +61,8 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "guest_team", "job_run", "leader")),
-            *(f"_rendezvous/{name}" for name in ("membership", "node")),
+            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "job_run", "leader")),
+            *(f"_rendezvous/{name}" for name in ("effects", "job_ranks", "membership", "node", "roll_call", "rules")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
             *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
             *(
@@ -70,7 +70,7 @@ KEPT_APART = {
                 for name in ("auth", "etcd_store", "history", "reach", "session", "transactions", "watches")
             ),
             "_rendezvous/words",
-            "_run/stack_door",
+            *("_run/stack_door", "agent/_node"),
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },

@@ -297,10 +297,12 @@ def test_an_agent_that_restarts_twice_and_succeeds_or_gives_up(restarts: int, lo
             *[*retried, *retried, *ATTEMPT, "agent.state RUNNING", "worker.exited 0 succeeded"],
             *["group.state LINGERING", "group.state DRAINING", "group.gone", "group.ended succeeded"],
             *["attempt.ended succeeded", "agent.state SUCCEEDED", "agent.ended SUCCEEDED", "agent.step"],
+            "run.ended succeeded",
         ]
     else:
         assert state == "FAILED"
         expected = [*retried, *failed, "agent.gave_up", "agent.state FAILED", "agent.ended FAILED", "agent.step"]
+        expected.append("run.ended failed")
     # A worker sends that it leaves before it exits, and may have exited when that arrives.
     lines = [line for line in heard.lines if line not in ("group.state SETTLING", "group.state STOPPING")]
     # The agent's thread and that of the group go on side by side when the group is up.

@@ -53,10 +53,11 @@ class Agent:
         self.home = home = job.folder / f"home{number}"
         home.mkdir(exist_ok=True)
         command = [
-            *job.hosts.on(number), sys.executable, "-m", "phalanx", "run", "--nnodes", job.nodes, *job.meeting(number),
+            "-m", "phalanx", "run", "--nnodes", job.nodes, *job.meeting(number),
             "--rdzv-conf", ",".join(job.conf), "--rejoin-delay", "0.2", "--nproc-per-node", "2", "--grace", "5",
             *options, *job.command,
         ]  # fmt: skip
+        command = [*job.hosts.on(number), sys.executable, *(job.program(number) or command)]
         with self.path.open("wb") as console:
             env = {**os.environ, "HOME": str(home), "XDG_STATE_HOME": str(home), **job.env, **env}
             self.process = subprocess.Popen(command, stdout=console, stderr=console, env=env)
@@ -122,6 +123,8 @@ class Job:
         script = folder / "train.py"
         script.write_text(WORKER)
         self.command = [str(script), str(self.end)]
+        self.program: Callable[[int], list[str]] = lambda _: []
+        """Returns what a host runs in place of `phalanx run`; by default, nothing."""
         self.agents: list[Agent] = []
 
     def start(self, *numbers: int, options: Sequence[str] = (), **env: str) -> list[Agent]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx._base.frozen import Value
-
-STATES = ("succeeded", "failed", "stopped", "not started")
+from typing import NamedTuple
 
 
-class AttemptEnd(Value):
+class AttemptEnd(NamedTuple):
     """How one attempt of a group ended.
 
     Attributes:
@@ -22,39 +20,15 @@ class AttemptEnd(Value):
         ended: When no process of it was left, likewise.
     """
 
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "state", "rank", "exitcode", "error", "step", "survivors", "number", "began", "ended",
-    )  # fmt: skip
-
     state: str
-    rank: int | None
-    exitcode: int | None
-    error: str
-    step: int | None
-    survivors: int
-    number: int
-    began: float
-    ended: float
-
-    def __init__(
-        self,
-        state: str,
-        rank: int | None = None,
-        exitcode: int | None = None,
-        error: str = "",
-        step: int | None = None,
-        survivors: int = 0,
-        number: int = 0,
-        began: float = 0.0,
-        ended: float = 0.0,
-    ) -> None:
-        if state not in STATES:
-            msg = f"state must be one of {', '.join(STATES)}; got {state!r}"
-            raise ValueError(msg)
-        self._store(
-            state=state, rank=rank, exitcode=exitcode, error=error, step=step, survivors=survivors,
-            number=number, began=began, ended=ended,
-        )  # fmt: skip
+    rank: int | None = None
+    exitcode: int | None = None
+    error: str = ""
+    step: int | None = None
+    survivors: int = 0
+    number: int = 0
+    began: float = 0.0
+    ended: float = 0.0
 
     @property
     def uptime(self) -> float:
@@ -78,7 +52,7 @@ class AttemptEnd(Value):
         return ", ".join(parts)
 
 
-class Ending(Value):
+class Ending(NamedTuple):
     """How it all ended.
 
     Attributes:
@@ -87,11 +61,6 @@ class Ending(Value):
         why: Why no other attempt followed a failure; "": none was allowed in the first place.
     """
 
-    __slots__ = ("state", "ends", "why")  # noqa: RUF023 - the order is that of the arguments
-
     state: str
     ends: tuple[AttemptEnd, ...]
-    why: str
-
-    def __init__(self, state: str, ends: tuple[AttemptEnd, ...], why: str = "") -> None:
-        self._store(state=state, ends=ends, why=why)
+    why: str = ""

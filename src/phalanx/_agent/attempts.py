@@ -195,9 +195,9 @@ class Attempts(Runner):
         """Note how the attempt ended, and see what follows: nothing, if it ``is_last``."""
         stopping = self._state in ("STOPPING", "RESTARTING")
         if stopping and end.state == "not started":  # because it was to be stopped
-            end = end.replace(state="stopped")
+            end = end._replace(state="stopped")
         now = clock.now()
-        end = end.replace(number=self._number, began=max(self._began, end.began), ended=now)
+        end = end._replace(number=self._number, began=max(self._began, end.began), ended=now)
         self._ends.append(end)
         self._emit(
             agent_kinds.AttemptEnded, state=end.state, rank=end.rank, exitcode=end.exitcode, error=end.error,

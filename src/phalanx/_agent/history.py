@@ -43,7 +43,7 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
 
     >>> from phalanx._agent.attempt_end import AttemptEnd
     >>> first = AttemptEnd("failed", 2, 1, "ValueError: bad batch", 7)
-    >>> [line.partition(": ")[2] for line in describe_attempts([first, first.replace(step=8, number=1)])]
+    >>> [line.partition(": ")[2] for line in describe_attempts([first, first._replace(step=8, number=1)])]
     ['rank 2, ValueError: bad batch, steps 7, 8']
     """
     return earlier.describe([_earlier(end) for end in ends])
@@ -52,7 +52,7 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
 def _earlier(end: AttemptEnd) -> Earlier:
     from phalanx._outcomes.report import mask  # not at the start of every run
 
-    bare = end.replace(step=None)
-    masked = bare.replace(error=mask(end.error)).describe()
+    bare = end._replace(step=None)
+    masked = bare._replace(error=mask(end.error)).describe()
     moment = clock.to_wall(end.ended)
     return Earlier(end.number, bare.describe(), masked, (end.state, end.exitcode), end.step, end.uptime, moment)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from phalanx._base.clock import format_duration
 from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
@@ -153,7 +155,7 @@ class RestartPolicy(Value):
         return self.max_restarts > 0 or bool(self.always_on)
 
 
-class Decision(Value):
+class Decision(NamedTuple):
     """What follows a failure.
 
     Attributes:
@@ -163,15 +165,10 @@ class Decision(Value):
         why: Why no other follows; or what is to be said of this failure; "": nothing.
     """
 
-    __slots__ = ("retries", "delay", "counted", "why")  # noqa: RUF023 - the order is that of the arguments
-
     retries: bool
-    delay: float
-    counted: bool
-    why: str
-
-    def __init__(self, retries: bool, delay: float = 0.0, counted: bool = True, why: str = "") -> None:  # noqa: FBT001, FBT002 - a record
-        self._store(retries=retries, delay=delay, counted=counted, why=why)
+    delay: float = 0.0
+    counted: bool = True
+    why: str = ""
 
 
 def decide(

@@ -40,6 +40,7 @@ def make_pump(
     views = _Views(envs, prefixes, console)
     try:
         streams, copies = _streams(views, logs, console, filters)
+        timeline = TimelineWriter(logs.timeline, _rotated(streams)) if logs.timeline else None
     except BaseException:
         views.close()
         raise
@@ -47,7 +48,6 @@ def make_pump(
         for view, source in stream.views:
             if view not in copies:
                 views.counts[source.stream] += 1
-    timeline = TimelineWriter(logs.timeline, _rotated(streams)) if logs.timeline else None
     pump = Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
     pump.readers = views.readers(on_reader_gone)
     return pump
@@ -116,8 +116,6 @@ class _Views:
 
     def source(self, rank: int, name: str, view: View) -> Source:
         """Make the source of a stream of a local rank in a view."""
-        from phalanx._logs.line_state import Source
-
         return Source(self.global_rank(rank), name, self._prefixes.of(rank, colour=view in self._coloured))
 
     def console(self, name: str) -> View | None:
@@ -165,9 +163,7 @@ def _filtered(path: str, needles: list[str] | None) -> View | None:
         return None
     from phalanx._logs.formats import Text
     from phalanx._logs.patterns import readable
-    from phalanx._logs.render import View
     from phalanx._logs.search import Only
-    from phalanx._logs.sink import Sink
     from phalanx._logs.terminal import PlainOutput
 
     wanted = [os.fsencode(needle) for needle in needles]

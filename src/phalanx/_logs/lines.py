@@ -136,8 +136,6 @@ def _one_row(moves: re.Match[bytes]) -> bytes:
 
 @functools.cache
 def _moves() -> re.Pattern[bytes]:
-    import re
-
     return re.compile(rb"((?:\033\[A)+)((?:\r*\n)+)")
 
 

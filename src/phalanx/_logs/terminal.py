@@ -175,8 +175,6 @@ def _cells(columns: int) -> re.Pattern[bytes]:
 
     A byte that is no UTF-8 takes one column.
     """
-    import re
-
     letter = rb"[\0-\277]|[\300-\377][\200-\277]{0,3}+"
     none = rb"(?:\033\[[0-9:;]*m|\314[\200-\277]|\315[\200-\257])*+"  # SGR; U+0300 to U+036F
     return re.compile(rb"(?:" + none + rb"(?:" + letter + rb")){0,%d}+" % columns + none)

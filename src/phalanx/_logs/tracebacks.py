@@ -183,6 +183,4 @@ class Tracebacks:
 @functools.cache
 def _plain() -> re.Pattern[bytes]:
     """Return a pattern for a traceback at the margin, without chain or group: fast, for thousands of them."""
-    import re
-
     return re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")

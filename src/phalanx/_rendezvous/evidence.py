@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._base.one_line import one_line
 from phalanx._evidence.describe import cut_middle
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records
-from phalanx._rendezvous.job_ranks import JobRanks
-from phalanx._rendezvous.records import Member, Stop
+from phalanx._rendezvous.job_ranks import JobRanks, first_rank
+from phalanx._rendezvous.records import Job, Kind, Member, Node, Stop
 from phalanx._stacks import dump
 from phalanx._stacks.dump import Location
 from phalanx._store.store import Entry
@@ -139,6 +141,64 @@ class Evidence(Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(Evidence)
+
+
+class Left(NamedTuple):
+    """What the workers of a node have left, on its own machine.
+
+    Attributes:
+        result: What became of them, by local rank.
+        log_dir: Where their logs are; "": nowhere.
+        hangs: Knows where they were, if one was found to hang; None: nothing does.
+    """
+
+    result: RunProcsResult
+    log_dir: str = ""
+    hangs: HangReporter | None = None
+
+
+def account(
+    me: Node, job: Job, rank: int, end: AttemptEnd, uptime: float, port: int, left: Left
+) -> tuple[Node, Stop | None, bytes]:
+    """Return how the workers of a node have ended in a generation: its entry, why that is to end, and the evidence.
+
+    Args:
+        me: Its entry before.
+        job: The job, as that generation has begun.
+        rank: The node's group rank in it.
+        end: How they have ended. If none has failed, there is no reason for the generation to end.
+        uptime: For how many seconds they ran.
+        port: One that is free for rank 0 in the next generation.
+        left: What they have left.
+    """
+    result, root = left.result, left.result.root_cause
+    me = records.replace(
+        me,
+        outcome=end.state,
+        uptime=uptime,
+        step=end.step,
+        survivors=sum(outcome.state == "abandoned" for outcome in result.outcomes.values()),
+        port=port,
+        error=records.one_line(end.error) if end.failed else "",
+        rank=end.rank,
+        exitcode=end.exitcode,
+        is_cut_off=end.failed and root is not None and is_cut_off(root),
+    )
+    is_hang = root is not None and is_of_timer(root.error_file_data)
+    stop = stop_of(me, job.generation, end.error, end.rank, end.exitcode, is_hang=is_hang) if end.failed else None
+    error = end.error if end.failed and not result.failures else ""
+    first = first_rank(job, rank)
+    return me, stop, write(
+        me.id, me.host, left.log_dir, result, first, error, left.hangs, len(job.members), me.machine
+    )  # fmt: skip
+
+
+def stop_of(
+    me: Node, generation: int, error: str, rank: int | None, exitcode: int | None, *, is_hang: bool = False
+) -> Stop:
+    """Return that a generation ends because a worker of a node has failed; ``is_hang``: a timer has found that."""
+    kind: Kind = "hang" if is_hang else "failure"
+    return Stop(generation, kind, me.id, me.host, records.one_line(one_line(error)), rank, exitcode)
 
 
 def write(

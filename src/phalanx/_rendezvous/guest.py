@@ -1,7 +1,7 @@
 """`Guest`: a node of a job in somebody else's process: a thread carries it, and the workers are somebody else's, too.
 
-No signal handler is set, and nothing is shown. After `leave`, no thread and no descriptor is left. A fork of the
-process has no part in the job.
+It knows the workers' generation, and no process. No signal handler is set, and nothing is shown. After `leave`, no
+thread and no descriptor is left. A fork of the process has no part in the job.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import random
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import NamedTuple
+from contextlib import ExitStack, suppress
 
 from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.master_port import ReservedPort
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base import interrupts, unpatched
+from phalanx._base import clock, interrupts, unpatched
 from phalanx._base.latch import Latch
-from phalanx._rendezvous.effects import Finish
+from phalanx._base.one_line import one_line
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import stack_report
+from phalanx._rendezvous.effects import Finish, Missing
 from phalanx._rendezvous.entrance import Entrance, come
-from phalanx._rendezvous.guest_team import Calls, GuestTeam, Left, Part
-from phalanx._rendezvous.job_run import CLOSE, JobRun
+from phalanx._rendezvous.evidence import Left, account, stop_of
+from phalanx._rendezvous.job_run import CLOSE, JobRun, NodeTeam
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Job, Node, Verdict
+from phalanx._rendezvous.records import Job, Node, Stop, Verdict
 from phalanx._rendezvous.settings import Machines, agent_id
-from phalanx._rendezvous.words import told
+from phalanx._rendezvous.words import told as in_words
+from phalanx._rendezvous.words import unreachable
 
 LONGEST_END = 60.0
 """Seconds that the end of a guest may take: the waits of the node, of the store, and of what it hosts are shorter."""
@@ -37,46 +41,93 @@ ENDLESS = 2**31 - 1
 """So many restarts are those of a node that leaves it to others when there is an end."""
 
 
-class Terms(NamedTuple):
-    """What a node enters its job with.
+class Owner:
+    """Whoever has the workers of a guest, as the node sees it. The node's thread calls all of this, and waits for none.
+
+    By default, the workers show no stacks, and go on while the process is stopped.
+    """
+
+    def come(self, run: JobRun, later: Callable[[Callable[[], str]], None], patience: float) -> None:
+        """Begin what the workers need and what asks for no part in the job, see `NodeTeam.come`.
+
+        Args:
+            run: What carries the node: any thread may ask it.
+            later: See `NodeTeam.come`.
+            patience: Seconds after which an import has failed.
+        """
+
+    def expect(self, seconds: float) -> None:
+        """Have the workers ended, unless this is called again within so many seconds."""
+
+    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
+        """Take the stacks of the workers of a generation, see `NodeTeam.look`."""
+        then(stack_report.write({}, 0, why=stack_report.NONE_SHOWN))
+
+    def hangs_elsewhere(self) -> None:
+        """Have the stacks of the workers written, for a rank of another node hangs. Their end follows."""
+
+
+class Part:
+    """The part of a node in one generation.
+
+    Args:
+        job: The job, as that generation has begun.
+        rank: The node's group rank.
 
     Attributes:
-        machines: What it is told of its job.
+        ended: Open: the generation has been ended, by whomever, or the job is over.
+        why: Why, in one line; "": nobody has said.
+        failure: What the owner has told of a worker's failure; None: nothing.
+        end: How the workers ended, none of which is left; None: they may run.
+        left: What they have left, for the report on the job: told before their end. None: nothing was told.
+    """
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job = job
+        self.rank = rank
+        self.began = clock.now()
+        self.ended = Latch()
+        self.why = ""
+        self.failure: AttemptEnd | None = None
+        self.end: AttemptEnd | None = None
+        self.left: Left | None = None
+
+
+class Guest(NodeTeam):
+    """A node of a job in somebody else's process; its team, whose workers that process starts and ends.
+
+    Args:
+        run_id: The id of the job.
+        warn: Called with a line that the user should see. By any thread; it must not wait.
+        machines: What the node is told of its job. It may be changed until the node has entered, as the next four.
         nproc: How many workers it has.
         role: What they are called.
         policy: When a failure is followed by another generation, while this node leads.
         grace: Seconds that its workers may take to end.
-    """
-
-    machines: Machines
-    nproc: int
-    role: str
-    policy: RestartPolicy
-    grace: float
-
-
-class Guest:
-    """A node of a job in somebody else's process.
-
-    Args:
-        run_id: The id of the job.
-        terms: What it enters that with. Whoever has it may change it until then.
-        warn: Called with a line that the user should see. By any thread; it must not wait.
 
     Attributes:
+        owner: Whoever has the workers. It may be changed likewise.
         finish: How it has ended; None: it has not, or by `error`.
         error: What it has ended by, before it could take part; None: it has not.
-        expect: Called with seconds while workers run: they are to end, unless it is called again within them. Whoever
-            has it may change it until it has entered.
-        was_spare: Whether it had no part in the generation that ran last.
+        part: The part that `next_part` has returned last; None: there is none.
+        away: Why the store does not answer; "": it does, or was not asked yet.
+        is_spare: Whether the generation that began last runs, or ran, without this node.
     """
 
-    def __init__(self, run_id: str, terms: Terms, warn: Callable[[str], None]) -> None:
-        self._run_id = run_id
-        self.terms = terms
-        self.expect: Callable[[float], object] = lambda _seconds: None
-        self._warn = warn
-        self._owner = 0  # the process that has entered
+    def __init__(
+        self,
+        run_id: str,
+        warn: Callable[[str], None],
+        machines: Machines,
+        nproc: int,
+        role: str,
+        policy: RestartPolicy,
+        grace: float,
+    ) -> None:
+        self._run_id, self._warn = run_id, warn
+        self.machines, self.nproc, self.role, self.policy, self.grace = machines, nproc, role, policy, grace
+        self.owner = Owner()
+        self._pid = 0  # of the process that has entered
         self._lock = threading.Lock()  # of the next two
         self._run: JobRun | None = None
         self._wishes: list[Callable[[JobRun], None]] = []  # of before there was a run
@@ -84,11 +135,18 @@ class Guest:
         self._gone = Latch()
         self._over = Latch()  # opened when nothing more is to be waited for
         self._news = Latch()  # opened, and replaced by another one, when anything has changed
-        self._team: GuestTeam | None = None
-        self._entrance: Entrance | None = None
         self._calls = Calls()
-        self._taken: Part | None = None
-        self._asks_end = self._is_leaving = False
+        self._asks_end = self._is_leaving = self._is_told_of_end = False
+        self._latest: Part | None = None  # the part in the latest generation that this node takes part in
+        self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
+        self._wake: Callable[[], None] = lambda: None
+        self._fail: Callable[[int, Stop], None] = lambda _, __: None
+        self._entrance: Entrance
+        self._me: Node
+        self._port: ReservedPort
+        self.part: Part | None = None
+        self.away = ""
+        self.is_spare = False
         self.finish: Finish | None = None
         self.error: Exception | None = None
 
@@ -97,12 +155,12 @@ class Guest:
     @property
     def has_entered(self) -> bool:
         """Whether it has begun to enter the job."""
-        return self._owner != 0
+        return self._pid != 0
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it has been entered by the process that this one is a fork of."""
-        return self._owner not in (0, os.getpid())
+        return self._pid not in (0, os.getpid())
 
     @property
     def has_ended(self) -> bool:
@@ -112,43 +170,27 @@ class Guest:
     @property
     def is_closing(self) -> bool:
         """Whether no other generation comes, as far as is known here."""
-        return self.has_ended or self._asks_end or (self._team is not None and self._team.is_closing)
-
-    @property
-    def away(self) -> str:
-        """Why the store does not answer; "": it does, or was not asked yet."""
-        return "" if self._team is None else self._team.away
-
-    @property
-    def was_spare(self) -> bool:
-        """Whether the generation that ran last ran without it."""
-        return self._team is not None and self._team.is_spare
-
-    @property
-    def part(self) -> Part | None:
-        """The part that `next_part` has returned last; None: there is none."""
-        return self._taken
+        return self.has_ended or self._asks_end or self._is_told_of_end
 
     def master(self, job: Job) -> tuple[str, int]:
         """Return where rank 0 of the workers of a generation listens. After `next_part` has returned it."""
-        assert self._entrance is not None
         return self._entrance.master(job)
 
     def why(self, verdict: Verdict | None) -> str:
         """Return what the last generation has ended with, by a verdict, in one line; "": nothing is said."""
-        return "" if verdict is None or verdict.stop is None else told(verdict.stop)
+        return "" if verdict is None or verdict.stop is None else in_words(verdict.stop)
 
     def enter(self) -> None:
         """Begin to enter the job; a further call does nothing. Raises RuntimeError: no thread can be started."""
         with self._lock, interrupts.deferred():
-            if self._owner:
+            if self._pid:
                 return
             thread = unpatched.thread(target=self._carry, name="phalanx-node")
-            self._owner = os.getpid()
+            self._pid = os.getpid()
             try:
                 thread.start()
             except BaseException:
-                self._owner = 0
+                self._pid = 0
                 raise
             self._thread = thread
 
@@ -158,31 +200,41 @@ class Guest:
         What it has taken before is over: its workers are gone.
         """
         self.enter()
-        before = self._taken
+        before = self.part
         if before is not None and before.end is None:
             is_over = bool(before.ended) or self._asks_end
             self._conclude(before, before.failure or (AttemptEnd("stopped") if is_over else _gone()))
         while True:
             news = self._news
-            part = None if self._team is None else self._team.part
+            part = self._latest
             if self.has_ended:
                 return None
             if part is not None and part.end is None and part is not before:
                 if not part.ended:
-                    self._taken = part
+                    self.part = part
                     return part
                 self._conclude(part, AttemptEnd("stopped"))  # it had ended before anybody asked
             news.wait()
 
-    def tell_failure(self, error: str, rank: int | None, exitcode: int | None) -> None:
-        """Say that a worker has failed. Nothing happens where none can run."""
-        if self._taken is not None and self._team is not None:
-            self._team.tell_failure(self._taken, error, rank, exitcode)
+    def tell_failure(self, error: str, rank: int | None, exitcode: int | None, *, is_hang: bool = False) -> None:
+        """Say that a worker has failed: the other nodes hear of it at once, in the words that are told first.
+
+        The part ends with those that are told last. Nothing happens where no worker can run. ``is_hang``: a timer has
+        found it.
+        """
+        part = self.part
+        if part is None or part.end is not None or (part.failure is None and part.ended):
+            return
+        is_first = part.failure is None
+        part.failure = AttemptEnd("failed", rank, exitcode, one_line(error))
+        if is_first:
+            generation = part.job.generation
+            self._fail(generation, stop_of(self._me, generation, error, rank, exitcode, is_hang=is_hang))
 
     def tell_left(self, left: Left) -> None:
         """Say what the workers have left, before their end is told. What is told last counts."""
-        if self._taken is not None:
-            self._taken.left = left
+        if self.part is not None:
+            self.part.left = left
 
     def tell_success(self, *, wait: bool) -> bool | None:
         """Say that all workers here have succeeded, and wait for those of other nodes, if that is wanted.
@@ -190,7 +242,7 @@ class Guest:
         Returns whether the job has succeeded; or this node has waited for the others for long enough. False: there is
         to be another generation, or the job has ended in another way. None: it is not known yet.
         """
-        part = self._taken
+        part = self.part
         if part is None:
             return False
         self._conclude(part, AttemptEnd("succeeded"))
@@ -206,7 +258,7 @@ class Guest:
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called when the generation that runs here is ended."""
-        self._calls.add(call, self._taken)
+        self._calls.add(call, self.part)
 
     def ask_end(self, error: str) -> None:
         """Ask for the end of the job, on all nodes. It is entered for that, if it has not been."""
@@ -224,7 +276,7 @@ class Guest:
             self._wish(lambda run: run.ask_leave(why))
         self._is_leaving = True  # `next_part` ends
         self._over.open()
-        part = None if self._team is None else self._team.part
+        part = self._latest
         if part is not None and part.end is None:  # after the wish: else it would be a failure
             self._conclude(part, AttemptEnd("stopped"))
         self._change()
@@ -243,8 +295,10 @@ class Guest:
         wish(self._run)
 
     def _conclude(self, part: Part, end: AttemptEnd) -> None:
-        if self._team is not None:
-            self._team.conclude(part, end)
+        """Say how the workers of a part have ended: none of them is left. The first word counts."""
+        if part.end is None:
+            part.end = end
+            self._wake()
 
     def _change(self) -> None:
         old, self._news = self._news, Latch()
@@ -260,34 +314,30 @@ class Guest:
         except Exception as error:  # noqa: BLE001 - `next_part` tells
             self.error = error
         finally:
-            if self._team is not None and self._team.part is not None:
-                self._team.part.ended.open()
+            if self._latest is not None:
+                self._latest.ended.open()
             self._gone.open()
             self._see()
 
     def _carry_on(self, held: ExitStack) -> None:
-        terms = self.terms
-        machines = terms.machines
-        entrance = come(machines, self._run_id, self._warn, self._over)
+        machines = self.machines
+        self._entrance = entrance = come(machines, self._run_id, self._warn, self._over)
         if entrance.end is not None:
             held.callback(entrance.end, CLOSE)
-        self._entrance = entrance
-        port = held.enter_context(master_port.reserve())
+        self._port = held.enter_context(master_port.reserve())
         host = os.uname().nodename
-        me = Node(
-            agent_id(host), host, entrance.address, terms.nproc, terms.role, port.number,
+        self._me = Node(
+            agent_id(host), host, entrance.address, self.nproc, self.role, self._port.number,
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
-            policy="" if terms.policy.max_restarts >= ENDLESS else terms.policy.describe(),
+            policy="" if self.policy.max_restarts >= ENDLESS else self.policy.describe(),
         )  # fmt: skip
-        team = GuestTeam(me, port, self._see, self._warn, machines.where, self.expect)
         node = Participant(
-            me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
-            hosts=entrance.hosts,
+            self._me, machines.rules(self.policy, self.grace, 0.0), barrier=machines.barrier, hosts=entrance.hosts,
             away_timeout=machines.away_timeout, chance=random.random,
         )  # fmt: skip
-        run = held.enter_context(JobRun(node, entrance.store, team, signals=False, away_timeout=machines.away_timeout))
+        run = held.enter_context(JobRun(node, entrance.store, self, signals=False, away_timeout=machines.away_timeout))
         with self._lock:
-            self._team, self._run = team, run
+            self._run = run
             wishes, self._wishes = self._wishes, []
         for wish in wishes:
             wish(run)
@@ -296,11 +346,131 @@ class Guest:
 
     def _see(self) -> None:
         """Tell all who wait that something has changed."""
-        if self._team is not None:
-            if self.finish is not None and self._team.part is not None:
-                self._team.part.ended.open()
-            self._calls.tell(self._team.part, is_over=self.finish is not None)
+        if self.finish is not None and self._latest is not None:
+            self._latest.ended.open()
+        self._calls.tell(self._latest, is_over=self.finish is not None)
         self._change()
+
+    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+        """See `NodeTeam`."""
+        assert self._run is not None
+        self._ask(self.owner.come, self._run, later, self.machines.join_timeout)
+
+    def assign(self, job: Job, rank: int) -> None:
+        """See `NodeTeam`."""
+        if wrong := unreachable(job):
+            self._warn(wrong)
+        self._latest = Part(job, rank)
+        self.is_spare = False
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:  # noqa: ARG002 - `assign` was told
+        """See `Team`. The owner of the workers starts them."""
+        self._wake = wake
+        self._see()
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        return None if self._latest is None else self._latest.end
+
+    def stop(self, death_signal: int, grace: float) -> None:  # noqa: ARG002 - the owner of the workers knows theirs
+        """See `Team`."""
+        self._end_part()
+
+    def end(self, stop: Stop | None) -> None:  # noqa: ARG002 - it was heard
+        """See `NodeTeam`."""
+        self._end_part()
+
+    def expect(self, seconds: float) -> None:
+        """See `NodeTeam`."""
+        self._ask(self.owner.expect, seconds)
+
+    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """See `NodeTeam`."""
+        self._ask(self.owner.take_stacks, generation, nodes, then)
+
+    def say(self, text: str) -> None:
+        """See `Team`. Nothing is shown: the console is the owner's."""
+
+    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
+        """See `NodeTeam`."""
+        self._fail = call
+
+    def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
+        """See `NodeTeam`."""
+        part = self._latest
+        assert part is not None
+        left, uptime = part.left or Left(RunProcsResult()), clock.now() - part.began
+        self._me, stop, told = account(self._me, part.job, part.rank, end, uptime, self._port.renew(), left)
+        is_said = part.left is not None or end.failed
+        return self._me, stop, told if is_said else b""
+
+    def heard(self, what: Job | Stop) -> None:
+        """See `NodeTeam`."""
+        part, job = self._latest, what if isinstance(what, Job) else None
+        if isinstance(what, Stop):
+            self._is_told_of_end = self._is_told_of_end or what.kind == "signal"
+            if part is not None and what.generation == part.job.generation:
+                part.why = in_words(what)
+            if what.kind == "hang" and what.node != self._me.id:
+                self._ask(self.owner.hangs_elsewhere)  # before their end, which follows
+        elif job is not None:
+            self._is_told_of_end = self._is_told_of_end or job.phase == "over"
+            if job.phase == "running":
+                self.is_spare = job.rank_of(self._me.id) < 0
+        # A later generation, too: this one's end was not seen.
+        if part is not None and (what.generation == part.job.generation if job is None else self._is_past(part, job)):
+            self._end_part()
+
+    def miss(self, missing: Missing) -> None:
+        """See `NodeTeam`."""
+        self._warn(missing.line)
+
+    def store_is(self, why: str | None) -> None:
+        """See `NodeTeam`."""
+        self.away = why or ""
+        if why is None:
+            self._whys.clear()
+        elif why not in self._whys:
+            self._whys.add(why)
+            self._warn(f"{self.machines.where} does not answer ({one_line(why)}); it is tried again")
+
+    def _is_past(self, part: Part, job: Job) -> bool:
+        return job.phase == "over" or job.generation > part.job.generation
+
+    def _ask(self, call: Callable[..., object], *args: object) -> None:
+        with suppress(Exception):  # the owner's: the node goes on
+            call(*args)
+
+    def _end_part(self) -> None:
+        if self._latest is not None:
+            self._latest.ended.open()
+        self._see()
+
+
+class Calls:
+    """What is to be called when a generation ends. Any thread adds to it; exceptions of what is called are dropped."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self._told: Part | None = None
+        self._is_over = False
+
+    def add(self, call: Callable[[], object], part: Part | None) -> None:
+        """Have ``call`` called at each end; at once, if ``part`` has ended."""
+        self._calls.append(call)
+        if part is not None and part.ended:
+            self._call(call)
+
+    def tell(self, part: Part | None, *, is_over: bool) -> None:
+        """Call all, once for each part that has ended, and once more if all is over."""
+        if part is not None and part.ended and (part is not self._told or is_over > self._is_over):
+            self._told, self._is_over = part, is_over
+            for call in list(self._calls):
+                self._call(call)
+
+    def _call(self, call: Callable[[], object]) -> None:
+        with suppress(Exception):  # the caller's: the node goes on
+            call()
 
 
 def _gone() -> AttemptEnd:

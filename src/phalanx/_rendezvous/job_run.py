@@ -17,7 +17,7 @@ from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
-from phalanx._rendezvous import effects
+from phalanx._rendezvous import effects, stack_report
 from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop
@@ -92,9 +92,7 @@ class NodeTeam(Team):
         Returns at once. ``nodes``: how many there are in that generation, which share what may be written. ``then`` is
         called with what `stack_report.write` returns: by default, that no stack is shown here.
         """
-        from phalanx._rendezvous import stack_report
-
-        then(stack_report.write({}, 0, why="its agent is a program that shows no stacks"))
+        then(stack_report.write({}, 0, why=stack_report.NONE_SHOWN))
 
     @abstractmethod
     def store_is(self, why: str | None) -> None:
@@ -271,8 +269,6 @@ class JobRun(Runner):
         self._expect()
 
     def _not_started(self, error: Exception) -> None:
-        from phalanx._agent.attempt_end import AttemptEnd
-
         with interrupts.deferred():  # whatever it is, the other nodes hear of it
             self._under_way = False
             self._gone(AttemptEnd("not started", error=one_line(error)))

@@ -30,6 +30,8 @@ ALL_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
 """Of what an agent tells a person."""
 
+NONE_SHOWN = "its agent is a program that shows no stacks"
+
 _LEAST_BYTES = 4 << 10
 _MOST_RUNS = 4096  # of neighbouring ranks with the same stacks
 _INNERMOST = 12  # frames

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
+from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._rendezvous import stack_report
 from phalanx._stacks.dump import EXITED, NO_STACK
@@ -98,6 +99,12 @@ class LastLook:
     def is_over(self, now: float) -> bool:
         """Whether an end that was put off has waited enough."""
         return self.end_at is not None and (bool(self._taken) or now >= self.end_at)
+
+    def wait(self) -> None:
+        """Return when the stacks are there, after `LOOK` at the latest; a signal may interrupt it."""
+        if self._taken is not None:
+            with host_signals.delivering():
+                self._taken.wait(LOOK)
 
     def drop(self) -> None:
         """Wait no longer: the workers are being ended."""

@@ -15,15 +15,15 @@ from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._base.stderr import mention
-from phalanx._events import agent_kinds, kinds
-from phalanx._evidence.error_file import is_of_timer
-from phalanx._outcomes.result import RunProcsResult, is_cut_off
-from phalanx._rendezvous import evidence
+from phalanx._events import agent_kinds
+from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args
+from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
-from phalanx._rendezvous.records import Stop, replace
+from phalanx._rendezvous.records import Stop
 from phalanx._rendezvous.words import follows, told, unreachable
+from phalanx._run.failure_watch import FailureWatch, WorkerFailure
 from phalanx._run.node_looks import LOOK, LastLook, NodeLooks
 from phalanx._run.preloading import Preloading
 from phalanx._run.run_team import Place, RunTeam
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.master_port import ReservedPort
-    from phalanx._events.kinds import Event
     from phalanx._rendezvous.effects import Missing
     from phalanx._rendezvous.records import Job, Node
     from phalanx._run.other_machine import CommandLine
@@ -347,28 +346,20 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def when_failed(self, call: Callable[[int, Stop], None]) -> None:
         """See `NodeTeam`."""
-        hung: dict[tuple[int, int], str] = {}  # by attempt and rank: what the message about its hang is
         self._call = call
+        self.record.stream.subscribe("phalanx-failure", FailureWatch(self._see_failure))
 
-        def take(events: list[Event]) -> None:
-            for event in events:
-                if isinstance(event, kinds.TimerEvent):
-                    of_rank = event.attempt, event.rank
-                    if isinstance(event, kinds.WorkerReaped):
-                        hung.setdefault(of_rank, event.what)
-                        if event.signal == signal.SIGKILL:  # now, for it may take long to exit
-                            stop = self._stop(event.attempt, event.what, self._first + event.rank, -signal.SIGKILL)
-                            call(event.attempt, replace(stop, kind="hang"))
-                    elif isinstance(event, kinds.TimerLeft):
-                        hung.pop(of_rank, None)
-                elif isinstance(event, kinds.WorkerExited) and event.state == "failed":
-                    if event.attempt == self._going_on:
-                        self._going_on = -1  # the group falls together
-                    what = hung.get((event.attempt, event.rank), "")
-                    stop = self._stop(event.attempt, what or event.how, self._first + event.rank, event.exitcode)
-                    self._hold(event.attempt, replace(stop, kind="hang") if what else stop)
-
-        self.record.stream.subscribe("phalanx-failure", take)
+    def _see_failure(self, failure: WorkerFailure) -> None:
+        """Tell the others of a failure. On the thread of the events."""
+        attempt = failure.attempt
+        if attempt == self._going_on:
+            self._going_on = -1  # the group falls together
+        rank = self._first + failure.local_rank
+        stop = stop_of(self._me, attempt, failure.error, rank, failure.exitcode, is_hang=failure.is_hang)
+        if failure.is_hang:
+            self._call(attempt, stop)
+        else:
+            self._hold(attempt, stop)
 
     def _hold(self, attempt: int, stop: Stop) -> None:
         """Tell a failure: at once, unless it may be the effect of a signal that has not reached this process yet.
@@ -407,30 +398,11 @@ class MachineTeam(RunTeam, NodeTeam):
         )  # fmt: skip
         if end.state != "succeeded":
             self.tell_state("WAITING")
-        result, group = self.result or RunProcsResult(), self.group
-        me = self._me = replace(
-            self._me,
-            outcome=end.state,
-            uptime=now - self._began,
-            step=end.step,
-            survivors=end.survivors,
-            port=self._port.renew(),
-            error=end.error if end.failed else "",
-            rank=end.rank,
-            exitcode=end.exitcode,
-            is_cut_off=end.failed and result.root_cause is not None and is_cut_off(result.root_cause),
-        )
-        stop = self._stop(generation, end.error, end.rank, end.exitcode) if end.failed else None
-        if stop is not None and result.root_cause is not None and is_of_timer(result.root_cause.error_file_data):
-            stop = replace(stop, kind="hang")
-        folder = self._groups.log_dir
-        error = end.error if end.failed and not result.failures else ""
-        hangs, nodes = None if group is None else group.hang_report, len(self._job.members)
-        told = evidence.write(me.id, me.host, folder, result, self._first, error, hangs, nodes, me.machine)
-        return me, stop, told
-
-    def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
-        return Stop(generation, "failure", self._me.id, self._me.host, one_line(error), rank, exitcode)
+        hangs = None if self.group is None else self.group.hang_report
+        left = Left(self.result or RunProcsResult(), self._groups.log_dir, hangs)
+        uptime, port = now - self._began, self._port.renew()
+        self._me, stop, told = account(self._me, self._job, self._place.group_rank, end, uptime, port, left)
+        return self._me, stop, told
 
 
 class _Held(NamedTuple):

@@ -40,33 +40,6 @@ FILES = "phalanx-record"
 _MOST_ATTEMPTS = 1000  # that are kept in the record; of all but the latest two, only the ranks that failed
 
 
-class ReportKeeper:
-    """Writes the report on a run without a record. An observer of the run's `EventStream`.
-
-    Args:
-        warn: Shows a line to the user if it cannot be written.
-
-    Attributes:
-        report: What is to be written at the end of the agent, set before that is emitted; "": nothing.
-    """
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._folder = ""
-        self.report = ""
-
-    def __call__(self, events: list[Event]) -> None:
-        """Write the report if the run has ended."""
-        for event in events:
-            if isinstance(event, kinds.GroupStarting):
-                self._folder = event.folder
-            elif isinstance(event, agent_kinds.AgentEnded) and self.report and self._folder:
-                try:
-                    write_text(self._folder, record_writer.REPORT, self.report)
-                except Exception as error:  # noqa: BLE001 - the run is over, whatever it is
-                    self._warn(f"{record_writer.REPORT} cannot be written: {error}")
-
-
 class Recorder:
     """Writes the record of one run. An observer of the run's `EventStream`: its thread may wait for a disk.
 

@@ -12,9 +12,9 @@ agents whose workers are of another kind.
 
 from __future__ import annotations
 
-from phalanx._agent.file_timers import ENABLE_FILE_TIMER_ENV as TORCHELASTIC_ENABLE_FILE_TIMER
-from phalanx._agent.file_timers import TIMER_FILE_ENV as TORCHELASTIC_TIMER_FILE
 from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._run.services import ENABLE_FILE_TIMER_ENV as TORCHELASTIC_ENABLE_FILE_TIMER
+from phalanx._run.services import TIMER_FILE_ENV as TORCHELASTIC_TIMER_FILE
 from phalanx.agent._local import LocalElasticAgent
 from phalanx.agent._simple import ElasticAgent, SimpleElasticAgent
 from phalanx.agent._spec import WorkerSpec

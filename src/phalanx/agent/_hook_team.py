@@ -5,29 +5,31 @@
 from __future__ import annotations
 
 from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.history import describe_restart
 from phalanx._agent.runner import Team
 from phalanx._base.stderr import mention
 from phalanx.agent._spec import check_type
 from phalanx.agent._types import RunResult, WorkerState
-from phalanx.rendezvous import RendezvousError
+from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
-    from phalanx.agent._machines import AgentMachines
     from phalanx.agent._types import WorkerGroup
 
     class Hooks(Protocol):
         """What a `SimpleElasticAgent` has for this."""
 
         _stopping: bool
-        _machines: AgentMachines
+        _handler: ManyMachinesRendezvous | None
 
         def get_worker_group(self) -> WorkerGroup: ...
         def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None: ...
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult: ...
+        def _report_failure(self, end: AttemptEnd) -> None: ...
+        def _await_stacks(self) -> None: ...
         def _stop_workers(self, worker_group: WorkerGroup) -> None: ...
         def _shut_down(self, death_signal: int | None, grace: float | None) -> None: ...
         def _end_of(self, state: str, result: RunResult) -> AttemptEnd: ...
@@ -64,7 +66,8 @@ class HookTeam(Team):
         self.result: RunResult | None = None
         self.start_error: Exception | None = None
         self.failed: RunResult | None = None
-        self.describe = agent._machines.describe
+        self._handler = handler = agent._handler
+        self.describe = describe_restart if handler is None else lambda *_: "the machines decide what follows"
         self._agent = agent
         self._machines_may_come = machines_may_come
         self._ask_restart = ask_restart
@@ -109,21 +112,21 @@ class HookTeam(Team):
             self.result = result
             return agent._end_of("succeeded", result)
         if result.state in _FAILED:
-            agent._machines.tell_failure(agent._end_of("failed", result))
+            agent._report_failure(agent._end_of("failed", result))
             agent._stop_workers(group)
             self.result = result
             return agent._end_of("failed", result)
         if result.state != WorkerState.HEALTHY:
             msg = f"_monitor_workers: a group that runs, or has ended, cannot be {result.state.value}"
             raise RuntimeError(msg)
-        others = self._machines_may_come and not agent._machines.failed_here
-        if others and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+        has_told = self._handler is not None and self._handler.failed_here  # the others are being ended by that
+        if self._machines_may_come and not has_told and group.spec.rdzv_handler.num_nodes_waiting() > 0:
             self._restart()
         return None
 
     def _all_succeeded(self) -> bool:
         """Return whether the workers of all machines have succeeded; if they will not, ask for another attempt."""
-        verdict = self._agent._machines.have_succeeded()
+        verdict = True if self._handler is None else self._handler.tell_success(wait=False)
         if verdict is False:
             self._restart()
         return bool(verdict)
@@ -131,12 +134,14 @@ class HookTeam(Team):
     def _restart(self) -> None:
         if not self._is_restart:
             self._is_restart = True
-            self._ask_restart(self._agent._machines.why_again)
+            why = "" if self._handler is None else self._handler.why_ended
+            self._ask_restart(why or "another machine waits")
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. Returns when the hook has."""
         group = self._agent.get_worker_group()
         if self._is_restart and not self._agent._stopping:
+            self._agent._await_stacks()
             self._agent._stop_workers(group)
         else:
             self._agent._shut_down(death_signal, grace)

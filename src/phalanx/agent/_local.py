@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 from contextlib import ExitStack, suppress
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.group_team import GroupTeam
-from phalanx._agent.health import Health, address_of_environment
+from phalanx._agent.health import address_of_environment
 from phalanx._agent.history import describe_attempts
-from phalanx._agent.worker_env import with_local_rank, worker_env
+from phalanx._agent.worker_env import OF_PART, with_local_rank, worker_env
+from phalanx._base.one_line import one_line
+from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
-from phalanx._events import kinds
+from phalanx._events import agent_kinds
+from phalanx._evidence.error_file import is_of_timer
 from phalanx._group import observers
 from phalanx._group.arguments import check_options, checked_listener
 from phalanx._group.command_group import SubprocessContext
@@ -23,9 +27,13 @@ from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
 from phalanx._outcomes.report import format_summary
+from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.settings import ETCD, NO_FORK
-from phalanx._runs.recorder import ReportKeeper, observe
+from phalanx._run.failure_watch import FailureWatch, WorkerFailure
+from phalanx._run.services import Services
+from phalanx._runs.recorder import Recorder, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
 from phalanx.agent._spec import check_type, name_of
 from phalanx.agent._types import RunResult, WorkerState
@@ -37,14 +45,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx._agent.file_timers import Server
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._events.kinds import Event
     from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
     from phalanx._outcomes.outcome import Outcome
+    from phalanx._rendezvous.guest import Owner
     from phalanx._timers.specs import TimerSpecs
+    from phalanx.agent._node import NodeWorkers
     from phalanx.agent._spec import WorkerSpec
     from phalanx.agent._types import WorkerGroup
 
@@ -137,16 +145,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._held = ExitStack()  # until the end of `run`
         self._start_method = start_method
         self._forks = start_method == "fork" and not isinstance(spec.entrypoint, str)
-        if self._forks and self._machines.handler is not None and spec.rdzv_handler.get_backend() in ETCD:
+        if self._forks and self._handler is not None and spec.rdzv_handler.get_backend() in ETCD:
             msg = f"start_method: {NO_FORK}"
             raise ValueError(msg)
         self._logs_specs = logs_specs
-        self._file_timers = FileTimers(_make_server)
-        self._health = Health(None)
+        self._services: Services | None = None  # of the run that is under way
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
-        self._expected = 0.0  # what `_expect` was told last
-        self._report: ReportKeeper | None = None  # None: nothing is kept beside the logs
+        self._node: NodeWorkers | None = None  # of a run on several machines
+        self._recorder: Recorder | None = None  # None: nothing is kept beside the logs
+        self._envs: dict[int, dict[str, str]] = {}  # of the workers of the latest attempt, by local rank
         self._report_name = name_of(spec)
 
     @step
@@ -154,18 +162,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Start the group of an attempt. Returns the process ids. Raises as `start_processes`."""
         self._group_end = None
         self._groups.begin(self._attempt)
+        if self._node is not None:
+            self._node.begin(self._attempt, self._global_rank(0))
         self._groups.start(self._attempt, self._wake)
         assert self._groups.group is not None
-        if self._expected:
-            self._groups.group.expect(self._expected)
+        if self._node is not None:
+            self._node.started("" if self._recorder is None else self._log_dir())
         return dict(self._groups.group.pids())
-
-    def _expect(self, seconds: float) -> None:
-        """Have the keeper end the workers, unless this is called again within so many seconds. Any thread."""
-        self._expected = seconds
-        group = self._groups.group
-        if group is not None:
-            group.expect(seconds)
 
     @step
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - there is one
@@ -194,26 +197,52 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._end_group(death_sig, timeout)
         finally:
             self._groups.close()
-            self._file_timers.stop()
             self._held.close()
 
     def _run(self) -> RunResult:
-        """Run, and answer how it is meanwhile, if the environment asks for that."""
+        """Run, with the services that the environment asks for. What the machines have ended has their report."""
         run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
-        with Health(address, run_id=run_id, max_restarts=self._policy.max_restarts) as health:
-            self._health = health
+        with Services(address, run_id, self._policy.max_restarts) as self._services:
             if address is not None and self._events is not None:
-                self._events.subscribe("phalanx-health", health.observe)
+                self._events.subscribe("phalanx-health", self._services.observe)
+            self._node = self._node_workers()
             try:
                 result = super()._run()
-            except RendezvousClosedError:
+            except RendezvousClosedError as error:
                 self._keep_report(None)
-                raise
+                raise error from self._report_of_all()
+            finally:
+                if self._node is not None:
+                    self._node.close()
             self._keep_report(result)
             return result
 
+    def _node_workers(self) -> NodeWorkers | None:
+        """Return what the node of this agent asks for its workers; None: it has no other machines."""
+        if self._handler is None:
+            return None
+        from phalanx.agent._node import NodeWorkers
+
+        warm, is_own = None, False
+        if self._preload:
+            envs = self._make_envs(0)
+            for env, name in itertools.product(envs.values(), OF_PART):  # not known before the machines have met
+                env.pop(name, None)
+            warm, is_own = choose(self._preload, self._function_options["warm"], envs)
+        count = self._worker_group.spec.local_world_size
+        return NodeWorkers(self._handler, self._groups, count, self._warn, warm if is_own else None)
+
+    def _owner(self) -> Owner | None:
+        return self._node
+
+    def _await_stacks(self) -> None:
+        if self._node is not None:
+            self._node.wait_for_stacks()
+
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
+        if self._node is not None:
+            self._node.hurry()
         if group is not None and group.is_open:
             self._groups.stop(death_sig, timeout)
             with suppress(KeeperLostError, RuntimeError):  # with its keeper they are gone; or it was never up
@@ -224,19 +253,33 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _keep_report(self, result: RunResult | None) -> None:
         """Have the report written into the run's folder. None: the machines have ended the job. Never raises."""
-        if self._report is None:
+        if self._recorder is None:
             return
         try:
-            self._report.report = self._final_report(result)
+            self._recorder.report = self._final_report(result)
         except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
-            self._groups.say(f"phalanx: no report can be made of this run's end: {error!r}")
+            self._warn(f"no report can be made of this run's end: {error!r}")
+
+    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
+        if self._recorder is None:
+            return
+        report, known = self._report_of_all(), self._groups.result or RunProcsResult()
+        if report is not None:
+            known = RunProcsResult(failures=dict(report.failures), outcomes=dict(report.outcomes))
+        code, cause = verdict(known)
+        state = "failed" if result is None else result.state.value.lower()
+        if isinstance(error, SignalException):
+            state, code, cause = "stopped", 128 + error.sigval, error.sigval.name
+        elif error is not None and report is None:
+            code, cause = code or 1, one_line(error)
+        self._emit(agent_kinds.RunEnded, state=state, exitcode=code, cause=cause)
 
     def _final_report(self, result: RunResult | None) -> str:
         """Return the report; "": there is nothing to be said."""
         name = self._report_name
         if result is not None and result.is_failed() and result.failures:
             return self._failed(result).format_msg()
-        if (report := self._machines.report(name)) is not None:
+        if (report := self._report_of_all()) is not None:
             return report.format_msg()
         if result is None:
             return ""
@@ -247,7 +290,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _failed(self, result: RunResult) -> ChildFailedError:
         """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
         own, name = result.failures, self._report_name
-        report = self._machines.report(name)
+        report = self._report_of_all()
         if report is not None:
             for rank in own.keys() & report.failures.keys():  # the others are not sent the data of error files
                 report.failures[rank] = report.failures[rank].replace(error_file_data=own[rank].error_file_data)
@@ -271,8 +314,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _tell_outcomes(self) -> None:
         """Tell the other machines what became of the group, which is gone."""
         groups = self._groups
-        if groups.group is not None and groups.result is not None:
-            self._machines.tell_outcomes(groups.group, groups.result, self._log_dir())
+        if self._node is not None and groups.group is not None and groups.result is not None:
+            self._node.report_outcomes(groups.result, self._log_dir(), groups.group.hang_report)
 
     def _log_dir(self) -> str:
         """Where the logs of the group are; "": its folder is that of another job, with the same specs."""
@@ -283,10 +326,37 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _make_group(self, attempt: int, before: PContext | None) -> PContext:
         """Make the group of an attempt from the spec and the ranks of the rendezvous."""
+        spec = self._worker_group.spec
+        envs = self._make_envs(attempt)
+        self._envs.update(envs)
+        args = {rank: with_local_rank(spec.args, rank) for rank in envs}
+        options = {**self._options, "follows": before, "events": self._events}
+        options["announces"] = not self._is_launched  # `launch_agent` raises the report
+        if isinstance(spec.entrypoint, str):
+            return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
+        options |= self._function_options
+        if self._preload:
+            options["warm"] = self._warm(envs)
+        return MultiprocessContext(
+            spec.role, spec.entrypoint, args, envs, self._start_method, self._logs_specs, **options
+        )
+
+    def _warm(self, envs: dict[int, dict[str, str]]) -> Warm | None:
+        """Return what has imported what is to be preloaded; None: each worker imports it."""
+        warm, is_own = None if self._node is None else self._node.wait_for_imports(), True
+        if warm is None:
+            warm, is_own = choose(self._preload, self._function_options["warm"], envs)
+        if is_own and warm is not None and not warm.is_open:  # the next attempt finds it: it is the innermost open one
+            self._held.enter_context(warm)
+        return warm
+
+    def _make_envs(self, attempt: int) -> dict[int, dict[str, str]]:
+        """Return the environments of the workers, by local rank, as far as the ranks are known."""
+        assert self._services is not None
         own, spec = self._worker_group, self._worker_group.spec
         run_id = spec.rdzv_handler.get_run_id()
-        more = self._file_timers.start(run_id) | self._health.variables() | self._machines.variables
-        envs = {
+        more = self._services.variables | ({} if self._handler is None else NOT_FOR_WORKERS)
+        return {
             worker.local_rank: worker_env(
                 worker.global_rank, worker.world_size, role=spec.role, run_id=run_id,
                 master_addr=str(own.master_addr), master_port=own.master_port or 0,
@@ -298,49 +368,49 @@ class LocalElasticAgent(SimpleElasticAgent):
             ) | more
             for worker in own.workers
         }  # fmt: skip
-        args = {rank: with_local_rank(spec.args, rank) for rank in envs}
-        options = {**self._options, "follows": before, "events": self._events}
-        options["announces"] = not self._is_launched  # `launch_agent` raises the report
-        if isinstance(spec.entrypoint, str):
-            return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
-        options |= self._function_options
-        if self._preload:
-            warm, is_own = choose(self._preload, options["warm"], envs)
-            if is_own and warm is not None:  # the next attempt finds it: it is the innermost one that is open
-                self._held.enter_context(warm)
-            options["warm"] = warm
-        return MultiprocessContext(
-            spec.role, spec.entrypoint, args, envs, self._start_method, self._logs_specs, **options
-        )
 
     def _observe(self, events: EventStream) -> None:
         super()._observe(events)
-        if self._machines.handler is not None:
-            events.subscribe("phalanx-failure", self._note_failures)
+        if self._handler is not None:
+            events.subscribe("phalanx-failure", FailureWatch(self._report_early))
         if observers.keeps_events(self._logs_specs):
-            self._report = ReportKeeper(lambda text: self._groups.say(f"phalanx: {text}"))
-            observe(events, lambda text: self._groups.say(f"phalanx: {text}"), self._report)
+            self._recorder = Recorder(
+                self._report_name, self._envs, run_id=self._worker_group.spec.rdzv_handler.get_run_id(),
+                command=[part for part in sys.argv if part] or [self._report_name], warn=self._warn,
+            )  # fmt: skip
+            observe(events, self._warn, self._recorder)
         observers.listen(events, self._timers, self._on_event)
 
     def _poll_seconds(self) -> float | None:
         """Nothing polls but what is somebody's own: a `_monitor_workers`, or a rendezvous."""
         own = type(self)._monitor_workers is not LocalElasticAgent._monitor_workers  # noqa: SLF001 - of a subclass
-        theirs = self._machines.handler is None and self._machines_may_come()
+        theirs = self._handler is None and self._machines_may_come()
         return self._worker_group.spec.monitor_interval if own or theirs else None
 
     def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
         end = self._group_end
-        return super()._end_of(state, result) if end is None else end.replace(state=state)
+        return super()._end_of(state, result) if end is None else end._replace(state=state)
 
     def _global_rank(self, local_rank: int) -> int:
         return self._worker_group.workers[local_rank].global_rank
 
-    def _note_failures(self, found: list[Event]) -> None:
+    def _report_early(self, failure: WorkerFailure) -> None:
         """Tell the other machines of a failure, before the workers here have ended."""
-        for event in found:
-            if isinstance(event, kinds.WorkerExited) and event.state == "failed":
-                rank = self._global_rank(event.rank)
-                self._machines.tell_failure(AttemptEnd("failed", rank, event.exitcode, event.how), event.attempt)
+        if self._node is not None:
+            end = AttemptEnd("failed", self._global_rank(failure.local_rank), failure.exitcode, failure.error)
+            self._node.report_failure(end, is_hang=failure.is_hang, attempt=failure.attempt)
+
+    def _report_failure(self, end: AttemptEnd) -> None:
+        if self._node is not None:
+            root = None if self._groups.result is None else self._groups.result.root_cause
+            self._node.report_failure(end, is_hang=root is not None and is_of_timer(root.error_file_data))
+
+    def _report_of_all(self) -> ChildFailedError | None:
+        """Make the report of all machines on a job that has failed; None: it is about this one, or has not failed."""
+        return None if self._handler is None else self._handler.report(self._report_name)
+
+    def _warn(self, text: str) -> None:
+        self._groups.say(f"phalanx: {text}")
 
     def _say(self, text: str) -> bool:
         self._groups.say(text)
@@ -348,9 +418,3 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _final_error(self) -> Exception | None:
         return self._groups.lost
-
-
-def _make_server(path: str, run_id: str) -> Server:
-    from phalanx.timer import FileTimerServer
-
-    return FileTimerServer(path, run_id)

@@ -21,10 +21,10 @@ from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._group.arguments import check_signal
 from phalanx._run.status_events import StatusEvents, StatusMetrics
 from phalanx.agent._hook_team import HookTeam
-from phalanx.agent._machines import AgentMachines
 from phalanx.agent._spec import WorkerSpec, check_type
 from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from phalanx.rendezvous import (
+    ManyMachinesRendezvous,
     OneMachineRendezvous,
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeVar
 
     from phalanx._agent.attempt_end import Ending
+    from phalanx._rendezvous.guest import Owner
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +45,10 @@ EXIT_BARRIER_TIMEOUT = 300.0
 
 SHUTDOWN_TIMEOUT = 30
 """Seconds between the death signal and SIGKILL."""
+
+
+_ASKS_OTHERS = RestartPolicy(2**31 - 1, window=1e9)
+"""Of an agent that does not decide alone: if no other attempt follows, the next rendezvous says so."""
 
 
 def step(method: F) -> F:
@@ -124,7 +129,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._exit_barrier_timeout = seconds("exit_barrier_timeout", exit_barrier_timeout, negative=True)
         self._shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
         self._policy = RestartPolicy(spec.max_restarts) if policy is None else policy
-        self._machines = AgentMachines(spec)
+        handler = spec.rdzv_handler
+        self._handler = handler if isinstance(handler, ManyMachinesRendezvous) else None
+        """What brings it together with agents of other machines; None: there are none, or that is somebody else's."""
         self._remaining_restarts = self._policy.max_restarts
         self._attempt = 0
         self._wake: Callable[[], None] = lambda: None
@@ -197,9 +204,6 @@ class SimpleElasticAgent(ElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return how the workers are. Does not wait."""
 
-    def _expect(self, seconds: float) -> None:
-        """Have the workers ended, unless this is called again within so many seconds. By default, they go on."""
-
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """End what is left of the workers, and give back what the agent holds."""
@@ -236,8 +240,8 @@ class SimpleElasticAgent(ElasticAgent):
         Raises:
             RuntimeError: There are several machines, and the rendezvous does not say how many workers each has.
         """
-        if self._machines.handler is not None:
-            return self._machines.ranked(group_rank)
+        if self._handler is not None:
+            return _ranked(spec, self._handler.members, group_rank)
         if group_world_size != 1:
             msg = f"rdzv_handler: it has brought {group_world_size} machines together; this agent is for one"
             raise RuntimeError(msg)
@@ -259,13 +263,24 @@ class SimpleElasticAgent(ElasticAgent):
         """How often `_monitor_workers` is called; None: only when the attempt's ``wake`` was."""
         return self._worker_group.spec.monitor_interval
 
+    def _owner(self) -> Owner | None:
+        """Return what the agent's node of a job asks for its workers; None: they show no stacks."""
+        return None
+
+    def _await_stacks(self) -> None:
+        """Return when the stacks are written that a hang elsewhere has asked for."""
+
+    def _report_failure(self, end: AttemptEnd) -> None:
+        """Tell the other machines how the attempt has failed that has ended."""
+        if self._handler is not None:
+            self._handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode)
+
     def _machines_may_come(self) -> bool:
         return not isinstance(self._worker_group.spec.rdzv_handler, OneMachineRendezvous)
 
     def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None:
         self._wake = wake
         self._attempt = attempt
-        self._machines.begin(attempt)
         if after_failure:
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
         if attempt:
@@ -343,34 +358,45 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             self._observe(events)
             self._events, self._attempt, began = events, 0, clock.now()
-            state, error, result = "RAISED", "", None
+            error: BaseException | None = None
+            result = None
             try:
                 result = self._run()
-                state = result.state.value
-            except BaseException:
-                from traceback import format_exc
-
-                error = format_exc()
+            except BaseException as raised:
+                error = raised
                 raise
             finally:
-                failures = {} if result is None else result.failures
-                ranks = {worker.global_rank for worker in self._worker_group.workers}
-                self._emit(
-                    agent_kinds.AgentEnded, state=state, error=error, failures=failures,
-                    restarts=self._policy.max_restarts - self._remaining_restarts,
-                    terminated=ranks - failures.keys() if result is not None and result.is_failed() else (),
-                )  # fmt: skip
+                self._emit_end(result, error)
                 self._emit(
                     agent_kinds.AgentStep,
                     step="SimpleElasticAgent.run",
                     seconds=clock.now() - began,
                     failed=result is None,
                 )
+                self._emit_run_end(result, error)
             return result
         finally:
             late = events.close()
             if late:
                 stderr.mention(f"phalanx: not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
+
+    def _emit_end(self, result: RunResult | None, error: BaseException | None) -> None:
+        """Emit how the run has ended: with a result, or with an exception."""
+        text = ""
+        if error is not None:
+            from traceback import format_exception
+
+            text = "".join(format_exception(error))
+        failures = {} if result is None else result.failures
+        ranks = {worker.global_rank for worker in self._worker_group.workers}
+        self._emit(
+            agent_kinds.AgentEnded, state="RAISED" if result is None else result.state.value, error=text,
+            failures=failures, restarts=self._policy.max_restarts - self._remaining_restarts,
+            terminated=ranks - failures.keys() if result is not None and result.is_failed() else (),
+        )  # fmt: skip
+
+    def _emit_run_end(self, result: RunResult | None, error: BaseException | None) -> None:
+        """Emit how the run has ended for its record, if it has one."""
 
     def _run(self) -> RunResult:
         def ask_restart(why: str) -> None:
@@ -381,12 +407,14 @@ class SimpleElasticAgent(ElasticAgent):
         )
         self._stopping = self._is_shut_down = False
         self._remaining_restarts = self._policy.max_restarts
-        barrier = max(0.0, self._exit_barrier_timeout)
-        policy = self._machines.announce(
-            self._policy, self._shutdown_timeout, barrier,
-            lambda: self._wake(),  # noqa: PLW0108 - it is another one in each attempt
-            self._expect,
-        )  # fmt: skip
+        policy, spec = self._policy, self._worker_group.spec
+        if self._handler is not None:
+            self._handler.announce(
+                nproc=spec.local_world_size, role=spec.role, policy=policy, grace=self._shutdown_timeout,
+                barrier=max(0.0, self._exit_barrier_timeout), owner=self._owner(),
+            )  # fmt: skip
+            self._handler.when_ended(lambda: self._wake())  # noqa: PLW0108 - it is another one in each attempt
+            policy = _ASKS_OTHERS
         lost = None
         self._ending: Ending | None = None
         with Attempts(team, policy, events=self._events) as attempts:
@@ -397,7 +425,7 @@ class SimpleElasticAgent(ElasticAgent):
                 ending = None
             except RendezvousClosedError:  # the machines have decided that no other attempt follows this failure
                 ending, lost = None, team.failed
-                if self._machines.handler is None or lost is None:
+                if self._handler is None or lost is None:
                     raise
             finally:
                 try:
@@ -441,3 +469,14 @@ class SimpleElasticAgent(ElasticAgent):
     def _final_error(self) -> Exception | None:
         """What `run` raises in place of a result that is not complete."""
         return None
+
+
+def _ranked(spec: WorkerSpec, members: tuple[tuple[str, int, str], ...], group_rank: int) -> list[Worker]:
+    """Return the workers of the machine of a rank: they follow those of the machines before it."""
+    first = sum(count for _, count, _ in members[:group_rank])
+    first_in_role = sum(count for _, count, role in members[:group_rank] if role == spec.role)
+    size = sum(count for _, count, _ in members)
+    size_of_role = sum(count for _, count, role in members if role == spec.role)
+    return [
+        Worker(rank, first + rank, first_in_role + rank, size, size_of_role) for rank in range(spec.local_world_size)
+    ]

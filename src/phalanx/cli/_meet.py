@@ -201,8 +201,9 @@ class Meeting(NamedTuple):
         master_port: ``MASTER_PORT``; 0: one is to be reserved.
         notes: What is to be said of options without effect.
         machines: How this one meets the others; None: there are none.
-        holds: What no other launcher on this machine may have while this one runs, see `OneRun`; "": nothing.
-        source: What the user has typed that says where the store is, for errors about that; "": the backend.
+        is_scheduled: Whether a scheduler starts `phalanx run` on each machine: nobody types it there.
+        source: What says where the store is, for errors about that: an option as it was typed, or a scheduler's step;
+            "": the backend.
     """
 
     run_id: str | None
@@ -210,7 +211,7 @@ class Meeting(NamedTuple):
     master_port: int
     notes: list[str]
     machines: Machines | None = None
-    holds: str = ""
+    is_scheduled: bool = False
     source: str = ""
 
 
@@ -287,7 +288,8 @@ def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: A
     nodes = allocation.nodes, allocation.nodes
     name = run_id or allocation.job
     met = _meet_at_rank_0(chosen, nodes, allocation.node_rank, [(host, port)], name, "--master-port")
-    return met._replace(holds=f"{name}, node {allocation.node_rank}")
+    step = "" if run_id else f"{name} (several `phalanx run` in one step need a --run-id each)"
+    return met._replace(is_scheduled=True, source=met.source or step)
 
 
 def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | None) -> Meeting:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.evidence import JobEvidence
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
-    from phalanx._run.one_run import OneRun
     from phalanx._run.run_record import Asked
     from phalanx._run.services import Services
     from phalanx.cli._run_logs import RunLogs
@@ -53,17 +52,11 @@ if TYPE_CHECKING:
 
 
 def run_node(
-    plan: RunPlan,
-    machines: Machines,
-    services: Services | None,
-    until_end: ExitStack,
-    asked: Asked,
-    held: OneRun | None = None,
+    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked
 ) -> tuple[int, ChildFailedError | None]:
     """Run this machine's part of a job of many. Returns the exit code, and what the report is about.
 
     ``asked``: what was asked for.
-    ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
     """
     if not machines.is_hosted and plan.config.run_path and plan.config.start_method == "fork":
         msg = f"--start-method: {NO_FORK}"
@@ -87,10 +80,12 @@ def run_node(
     until_end.callback(groups.close)
     config = plan.config
     host = os.uname().nodename
+    # A scheduler starts one command on all machines: there, scripts of one name in two folders are two scripts.
+    folder = [os.path.abspath(config.script)] if plan.meeting.is_scheduled else []
     me = Node(
         agent_id(host), host, entrance.address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
-        program=one_line(os.path.basename(groups.script)), args=digest(config.args),
+        program=one_line(os.path.basename(groups.script)), args=digest([*folder, *config.args]),
         policy=one_line(plan.policy.describe()),
     )  # fmt: skip
 
@@ -106,7 +101,7 @@ def run_node(
         )  # fmt: skip
 
     program = [config.script, *config.args]
-    typed = None if plan.meeting.holds else command_line(asked.argv, program, os.environ, vars(config))
+    typed = None if plan.meeting.is_scheduled else command_line(asked.argv, program, os.environ, vars(config))
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
         observers=observers_of(plan, services),
@@ -123,10 +118,6 @@ def run_node(
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
         run = JobRun(node, entrance.store, team, away_timeout=machines.away_timeout)
-        if held is not None:
-            from phalanx._run.one_run import TOLD
-
-            held.when_met(lambda: run.ask_stop(signal.SIGTERM, TOLD, config.grace))
         on_sigterm = _on_sigterm(config.on_sigterm, machines, entrance)
         code = see_node_through(run, team, plan.specs, config.grace, entrance.end, on_sigterm, colour=colour)
     return code, team.error

@@ -172,15 +172,7 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
     """Run this machine's part of a job of many."""
     from phalanx.cli._run_node import run_node
 
-    held = None
-    if plan.meeting.holds:
-        from phalanx._run.one_run import NameTakenError, OneRun
-
-        try:
-            held = until_end.enter_context(OneRun(plan.meeting.holds))
-        except NameTakenError as taken:
-            raise click.UsageError(str(taken)) from None
-    code, error = run_node(plan, machines, services, until_end, asked, held)
+    code, error = run_node(plan, machines, services, until_end, asked)
     if error is not None:
         raise _WorkersFailed(code, error)
     return code

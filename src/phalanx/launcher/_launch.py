@@ -10,11 +10,22 @@ from typing import Any
 
 from phalanx import metrics
 from phalanx._engine.host_signals import SIGNALS_ENV, SignalException
-from phalanx.agent import WorkerSpec
-from phalanx.launcher._agent import LaunchedAgent
+from phalanx._timers.specs import TimerSpecs
+from phalanx.agent import LocalElasticAgent, RunResult, WorkerSpec
+from phalanx.errors import ChildFailedError
 from phalanx.launcher._checks import checked, rendezvous_of
 from phalanx.launcher._config import LaunchConfig
 from phalanx.rendezvous import ManyMachinesRendezvous, OneMachineRendezvous, RendezvousClosedError
+
+
+class LaunchedAgent(LocalElasticAgent):
+    """The agent of a launched job: its end is that of the job."""
+
+    _is_launched = True
+
+    def error(self, result: RunResult) -> ChildFailedError:
+        """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
+        return self._failed(result)
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -89,17 +100,17 @@ def launch_agent(
         config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=shutdown_timeout,
+        timers=TimerSpecs(),
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     ends = True
     try:
         with _handling(config.signals_to_handle):
             result = agent.run()
-    except RendezvousClosedError:
-        report = agent.report()
-        if report is None:
-            raise
-        raise report from None
+    except RendezvousClosedError as error:
+        if isinstance(error.__cause__, ChildFailedError):  # the report of all machines
+            raise error.__cause__ from None
+        raise
     except SignalException:  # other machines may go on, and somebody else's handler may end the job for all of them
         ends = isinstance(handler, ManyMachinesRendezvous | OneMachineRendezvous)
         raise

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.guest import Guest, Terms
-    from phalanx._rendezvous.guest_team import Part
+    from phalanx._rendezvous.guest import Guest, Owner, Part
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -80,18 +79,18 @@ class ManyMachinesRendezvous(RendezvousHandler):
         insecure: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
+        from phalanx._rendezvous.guest import Guest  # which loads what agents of one machine do without
+
         machines = machines_of(params, insecure=insecure)
         _check(nproc, role)
-        self._machines = machines
         self._params = params
         self._run_id = params.run_id or "none"
-        self._nproc, self._role = nproc, role
         self._policy = policy
-        self._grace = seconds("grace", grace, endless=False)
-        self._warn = warn or _log
         self._one = threading.Lock()  # held by the thread that waits in `next_rendezvous`
-        self._making = threading.Lock()
-        self._made: Guest | None = None
+        self._guest = Guest(
+            self._run_id, warn or _log, machines, nproc, role, policy or _ENDLESS,
+            seconds("grace", grace, endless=False),
+        )  # fmt: skip
 
     # --- the names of torch
 
@@ -122,7 +121,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             RendezvousTimeoutError: Too few machines came within ``join_timeout``.
             RuntimeError: Another thread is waiting in it; or no thread can be started.
         """
-        guest = self._guest()
+        guest = self._guest
         self._check_process(guest)
         if not self._one.acquire(blocking=False):
             msg = "another thread waits for the next rendezvous"
@@ -136,17 +135,15 @@ class ManyMachinesRendezvous(RendezvousHandler):
         if part is None:
             raise self._failure(guest)
         job = part.job
-        part.is_taken = True
         return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*guest.master(job)))
 
     def is_closed(self) -> bool:
         """Return whether no other generation comes: the job is over, or is to end, or was left."""
-        guest = self._made
-        return guest is not None and (guest.is_elsewhere or guest.is_closing)
+        return self._guest.is_elsewhere or self._guest.is_closing
 
     def set_closed(self) -> None:
         """End the job, on all machines: it is entered for that, if it has not been. Returns at once."""
-        guest = self._guest()
+        guest = self._guest
         if not guest.is_elsewhere and not guest.has_ended:
             guest.ask_end("the rendezvous was closed")
 
@@ -169,7 +166,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             Whether it went well: False: an error has ended this handler's part before. Takes less than a second, as a
             rule; and a minute at most, where the store does not answer.
         """
-        guest = self._guest()
+        guest = self._guest
         return True if guest.is_elsewhere else guest.leave("its agent has shut down")
 
     # --- ours
@@ -198,7 +195,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
         part = self._part()
         return part is not None and part.failure is not None
 
-    def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
+    def tell_failure(
+        self, error: str, *, rank: int | None = None, exitcode: int | None = None, is_hang: bool = False
+    ) -> None:
         """Say that a worker here has failed: the other machines hear of it at once, and end theirs.
 
         Call `next_rendezvous` when no worker is left here. Nothing happens where none can run. It may be told again:
@@ -208,6 +207,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             error: What has happened; of several lines, the first.
             rank: The worker's global rank, 0 and up; None: it is about none.
             exitcode: Its exit code, negative for a signal; None: not known.
+            is_hang: Whether a timer has found it: the other machines write where their workers are, before these end.
 
         Raises:
             ValueError: The rank or the exit code has more than 31 bits.
@@ -215,9 +215,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
         most = bounds.MOST_CODE - 1
         bounds.number(rank or 0, 0, most, "rank")
         bounds.number(exitcode or 0, -most, most, "exitcode")
-        guest = self._made
-        if guest is not None and not guest.is_elsewhere:
-            guest.tell_failure(error, rank, exitcode)
+        guest = self._guest
+        if not guest.is_elsewhere:
+            guest.tell_failure(error, rank, exitcode, is_hang=is_hang)
 
     def tell_outcomes(self, result: RunProcsResult, *, log_dir: str = "", hangs: HangReporter | None = None) -> None:
         """Say what became of the workers here, none of which is left: the `report` of all machines has it.
@@ -229,9 +229,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
             log_dir: Where their logs are on this machine; "": nowhere.
             hangs: What `phalanx.multiprocessing.PContext.hang_report` is of their group.
         """
-        guest = self._made
-        if guest is not None and not guest.is_elsewhere:
-            from phalanx._rendezvous.guest_team import Left
+        guest = self._guest
+        if not guest.is_elsewhere:
+            from phalanx._rendezvous.evidence import Left
 
             guest.tell_left(Left(result, log_dir, hangs))
 
@@ -245,8 +245,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
             None: the job has not failed, or its end is not known here; or no machine has told of a failure, see
             `tell_outcomes`.
         """
-        guest = self._made
-        if guest is None or guest.is_elsewhere or guest.finish is None or guest.finish.state != "failed":
+        guest = self._guest
+        if guest.is_elsewhere or guest.finish is None or guest.finish.state != "failed":
             return None
         finish = guest.finish
         job = finish.job
@@ -274,8 +274,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             False: it has not: call `next_rendezvous`, which waits for the next generation or says what else has become
             of the job. None: it is not known yet.
         """
-        guest = self._made
-        return guest is not None and not guest.is_elsewhere and guest.tell_success(wait=wait)
+        return not self._guest.is_elsewhere and self._guest.tell_success(wait=wait)
 
     def announce(
         self,
@@ -285,7 +284,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         policy: RestartPolicy | None = None,
         grace: float | None = None,
         barrier: float | None = None,
-        expect: Callable[[float], object] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
 
@@ -295,28 +294,28 @@ class ManyMachinesRendezvous(RendezvousHandler):
             policy: Likewise.
             grace: Likewise.
             barrier: Seconds (>= 0) that this machine waits at its end for the others.
-            expect: Called with a time in seconds, now and then while workers may run here: they are to end, unless it
-                is called again within that time, for this process is stopped then, and the job goes on without it. By
-                any thread; it must not wait.
+            owner: What the job asks of whoever has the workers. Its ``expect(seconds)`` is called now and then while
+                some may run here: they are to end, unless it is called again within that time, for this process is
+                stopped then, and the job goes on without it. Its ``take_stacks(...)`` says where they are, for
+                ``phalanx stack`` on any machine. By any thread; none of it may wait, or raise.
 
         Raises:
             RuntimeError: The job has been entered.
             ValueError: What the others would not read, see the constructor.
         """
         _check(1 if nproc is None else nproc, role or "")
-        guest = self._guest()
-        with self._making:
-            if guest.has_entered:
-                msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
-                raise RuntimeError(msg)
-            self._nproc = self._nproc if nproc is None else nproc
-            self._role = self._role if role is None else role
-            self._policy = self._policy if policy is None else policy
-            self._grace = self._grace if grace is None else grace
-            if barrier is not None:
-                self._machines = self._machines._replace(barrier=barrier)
-            guest.terms = self._terms()
-            guest.expect = expect or guest.expect
+        guest = self._guest
+        if guest.has_entered:
+            msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
+            raise RuntimeError(msg)
+        guest.nproc = guest.nproc if nproc is None else nproc
+        guest.role = guest.role if role is None else role
+        self._policy = self._policy if policy is None else policy
+        guest.policy = self._policy or _ENDLESS
+        guest.grace = guest.grace if grace is None else grace
+        if barrier is not None:
+            guest.machines = guest.machines._replace(barrier=barrier)
+        guest.owner = owner or guest.owner
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
@@ -324,26 +323,12 @@ class ManyMachinesRendezvous(RendezvousHandler):
         By any thread; it must not wait. It is called once for each generation that ends, and once more when this
         machine's part in the job has ended.
         """
-        guest = self._guest()
+        guest = self._guest
         if not guest.is_elsewhere:
             guest.when_ended(call)
 
     def _part(self) -> Part | None:
-        guest = self._made
-        return None if guest is None or guest.is_elsewhere else guest.part
-
-    def _guest(self) -> Guest:
-        with self._making:
-            if self._made is None:
-                from phalanx._rendezvous.guest import Guest
-
-                self._made = Guest(self._run_id, self._terms(), self._warn)
-            return self._made
-
-    def _terms(self) -> Terms:
-        from phalanx._rendezvous.guest import Terms
-
-        return Terms(self._machines, self._nproc, self._role, self._policy or _ENDLESS, self._grace)
+        return None if self._guest.is_elsewhere else self._guest.part
 
     def _check_process(self, guest: Guest) -> None:
         if guest.is_elsewhere:
@@ -368,7 +353,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         return self._failing(guest, finish)
 
     def _failing(self, guest: Guest, finish: Finish) -> RendezvousError:
-        where, state, why = self._machines.where, finish.state, finish.why
+        where, state, why = guest.machines.where, finish.state, finish.why
         verdict = None if finish.job is None else finish.job.verdict
         kind: type[RendezvousError] = RendezvousClosedError
         told = f"the job is over: {', '.join(filter(None, (state, why, guest.why(verdict))))}"
@@ -386,7 +371,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             kind, told = RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"
         elif state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
             kind, told = RendezvousTimeoutError, f"too few machines have come: {why}"
-        elif state in ("succeeded", "stopped") and guest.was_spare:
+        elif state in ("succeeded", "stopped") and guest.is_spare:
             kind, told = RendezvousGracefulExitError, f"the job has {state} without this machine"
         return kind(told)
 
