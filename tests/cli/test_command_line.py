@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli._command import meant
-from phalanx.cli._commands import cli
+from phalanx.cli._commands import cli, meant
 from phalanx.cli._declare import sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
@@ -72,7 +71,7 @@ def test_a_library_without_a_build_for_this_python_is_named(place: Place, argv: 
         (["run", "--hang-timout", "3", "x.py"], "there is no option '--hang-timout'; did you mean '--hang-timeout'?"),
         (["run", "--nnode", "2", "x.py"], "there is no option '--nnode'; did you mean '--nnodes'"),
         (["run", "-z", "x.py"], "there is no option '-z'"),
-        (["run", "--rdzv-backend", "c10", "x.py"], "'c10': expected one of static, c10d, etcd, etcd-v2"),
+        (["run", "--rdzv-backend", "c10", "x.py"], "'c10' is not one of 'static', 'c10d', 'etcd', 'etcd-v2'"),
         (
             ["run", "--rdzv-endpoint", "192.0.2.1:29500", __file__],
             "another machine than this; this is the only machine",

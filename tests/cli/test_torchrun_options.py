@@ -122,7 +122,7 @@ def test_a_host_that_a_scheduler_has_said_is_believed(place: Place) -> None:
         ),
         (["--rdzv-endpoint=localhost:port"], ["--rdzv-endpoint", "expected a port, 0 to 65535"]),
         (["--rdzv-endpoint=tcp://localhost:1"], ["expected the name or the address of a machine and a port"]),
-        (["--rdzv-backend=c10"], ["'c10': expected one of static, c10d, etcd, etcd-v2"]),
+        (["--rdzv-backend=c10"], ["'c10' is not one of 'static', 'c10d', 'etcd', 'etcd-v2'"]),
         (["--rdzv-conf=timeout"], ["'timeout': expected settings, like timeout=60"]),
         (["--rdzv-conf=timeout=60,"], ["the trouble is with ''"]),
         (["--rdzv-conf=timeout=1x"], ["timeout: '1x': expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"]),

@@ -82,7 +82,6 @@ KEPT_APART = {
     "src/phalanx/_runs/record.py": {"msgspec"},
     "src/phalanx/_runs/catalog.py": set[str](),
     "src/phalanx/_runs/prune.py": set[str](),
-    "src/phalanx/cli/_following.py": set[str](),
     "src/phalanx/cli/_reader.py": set[str](),
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }

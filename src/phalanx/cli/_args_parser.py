@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> None:
             argv += [option] if value else []
         elif name in _LISTS:
             if any("," in each for each in value or ()):
-                msg = f"{option}: phalanx run has no filters with commas in them, got {value!r}"
-                raise SystemExit(msg)
+                raise SystemExit(f"{option}: phalanx run has no filters with commas in them, got {value!r}")
             argv += [f"{option}={','.join(value)}"] if value else []
         elif name in defaults and value is not None and str(value) != os.environ.get(variable, str(defaults[name])):
             argv.append(f"{option}={value}")

@@ -10,89 +10,51 @@ import click
 
 from phalanx._base.tty import use_colour
 from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
-from phalanx.cli._declare import CONSOLE, WHOLE, Declared, Flag, Many, Maybe, Option
-from phalanx.cli._options import Whole, read_ranks
+from phalanx.cli._declare import CONSOLE, Declared, Flag, Many, Maybe, Option
+from phalanx.cli._options import Count, read_ranks
 from phalanx.multiprocessing import ConsoleSpecs
 
 
-class ConsoleOptions(Declared):
+class ConsoleOptions(Declared, section=CONSOLE):
     """How lines are shown."""
 
-    ranks = Many(
-        read_ranks,
-        "--rank",
-        section=CONSOLE,
-        metavar="RANK,...",
-        sentence="Global ranks whose output is shown, like 0,4-7.",
-    )
+    ranks = Many(read_ranks, "--rank", metavar="RANK,...", sentence="Global ranks whose output is shown, like 0,4-7.")
     grep = Many(
         lambda text: [text],
-        section=CONSOLE,
         metavar="REGEX",
         sentence="Show only lines in which this regular expression (or another --grep's) is found.",
     )
     exclude = Many(
-        lambda text: [text],
-        section=CONSOLE,
-        metavar="REGEX",
-        sentence="Show no line in which this is found. Can be repeated.",
+        lambda text: [text], metavar="REGEX", sentence="Show no line in which this is found. Can be repeated."
     )
-    ignore_case = Flag("-i", section=CONSOLE, sentence="Have --grep and --exclude take large letters for small.")
-    after_context = Maybe(
-        int,
-        "-A",
-        section=CONSOLE,
-        kind=Whole(min=0),
-        metavar="N",
-        written=WHOLE,
-        sentence="Show N lines of the same rank and stream after each that --grep finds.",
+    ignore_case = Flag("-i", sentence="Have --grep and --exclude take large letters for small.")
+    after_context = Count(
+        "-A", least=0, sentence="Show N lines of the same rank and stream after each that --grep finds."
     )
-    before_context = Maybe(
-        int,
-        "-B",
-        section=CONSOLE,
-        kind=Whole(min=0),
-        metavar="N",
-        written=WHOLE,
-        sentence="Show N before it.",
-    )
-    context = Maybe(
-        int,
-        "-C",
-        section=CONSOLE,
-        kind=Whole(min=0),
-        metavar="N",
-        written=WHOLE,
-        sentence="Show N before and after it.",
-    )
-    fold = Flag(section=CONSOLE, sentence="Show lines that are equal across ranks once, as [0-7] ...")
-    timestamps = Flag(section=CONSOLE, sentence="Put the time before each line, ISO 8601 with milliseconds.")
-    elapsed = Flag(section=CONSOLE, sentence="Put the seconds since the start before each line.")
+    before_context = Count("-B", least=0, sentence="Show N before it.")
+    context = Count("-C", least=0, sentence="Show N before and after it.")
+    fold = Flag(sentence="Show lines that are equal across ranks once, as [0-7] ...")
+    timestamps = Flag(sentence="Put the time before each line, ISO 8601 with milliseconds.")
+    elapsed = Flag(sentence="Put the seconds since the start before each line.")
     log_format = Option(
         str,
-        section=CONSOLE,
         kind=click.Choice(["text", "json"]),
         default="text",
         sentence="json: one JSON object a line, with time, rank, stream and text.",
     )
     log_line_prefix_template = Maybe(
         str,
-        section=CONSOLE,
         metavar="TEXT",
         torchrun="--log-line-prefix-template",
         sentence="What stands before each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
     )
     color = Option(
         str,
-        section=CONSOLE,
         kind=click.Choice(["auto", "always", "never"]),
         default="auto",
         sentence="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal.",
     )
-    raw = Flag(
-        section=CONSOLE,
-        sentence="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it.",
-    )
+    raw = Flag(sentence="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it.")
 
 
 def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[str, str]:
@@ -113,23 +75,14 @@ def console_specs(chosen: ConsoleOptions, **more: Any) -> ConsoleSpecs:
         raise click.UsageError("--timestamps and --elapsed exclude each other")
     try:
         template = chosen.log_line_prefix_template
-        if template is None:
-            template = template_of_environment()
         return ConsoleSpecs(
-            ranks=chosen.ranks,
-            grep=chosen.grep,
-            exclude=chosen.exclude,
-            ignore_case=chosen.ignore_case,
+            ranks=chosen.ranks, grep=chosen.grep, exclude=chosen.exclude, ignore_case=chosen.ignore_case,
             before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
             after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
-            fold=chosen.fold,
-            timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
-            format=chosen.log_format,
-            template=template,
-            raw=chosen.raw,
-            color=chosen.color,
-            **more,
-        )
+            fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
+            format=chosen.log_format, template=template_of_environment() if template is None else template,
+            raw=chosen.raw, color=chosen.color, **more,
+        )  # fmt: skip
     except ValueError as error:
         named = {
             "format:": "--log-format:",

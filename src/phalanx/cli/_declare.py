@@ -50,7 +50,7 @@ class Option(Generic[T]):
     Args:
         read: Returns the value, given what click's ``kind`` makes of the text. Raises ValueError.
         names: Its further names on the command line: a letter, another long name.
-        section: The heading below which the help has it; "": it is not shown.
+        section: The heading below which the help has it; "": it is not shown; None: that of the class.
         sentence: What the help says.
         default: The text that holds where none is given.
         kind: What click makes of the text, and completes it with; None: a string.
@@ -58,7 +58,7 @@ class Option(Generic[T]):
         variables: Environment variables that are read where neither ``PHALANX_NAME`` nor ``PET_NAME`` is set.
         torchrun: Its name in torchrun; "": torchrun has none.
         written: The types that a value can have in a job file.
-        shows_default: Whether the help names the default.
+        shows_default: Whether the help names the default, if there is one.
         paths: Of what is a path in it, the names of settings (``ca=FILE``); "": the value itself is one. A job file can
             have ``~`` and variables there.
     """
@@ -69,9 +69,9 @@ class Option(Generic[T]):
         self,
         read: Callable[[Any], T],
         *names: str,
-        section: str,
         sentence: str,
         default: str | None,
+        section: str | None = None,
         kind: click.ParamType[Any] | None = None,
         metavar: str | None = None,
         variables: Sequence[str] = (),
@@ -90,7 +90,7 @@ class Option(Generic[T]):
         self.further = variables
         self.torchrun = torchrun
         self.written = written
-        self.shows_default = shows_default and default is not None
+        self.shows_default = shows_default and bool(default)
         self.paths = paths
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -122,13 +122,9 @@ class Option(Generic[T]):
         upper = self.name.upper()
         return [f"PHALANX_{upper}", f"PET_{upper}", *self.further]
 
-    def parsed(self, value: Any) -> Any:
-        """Return the value of what click has. Raises ValueError."""
-        return None if value is None else self.read(value)
-
     def default_value(self) -> Any:
         """Return the value that holds where none is given."""
-        return self.parsed(self.default)
+        return None if self.default is None else self.read(self.default)
 
     def given(self, written: Any) -> Any:
         """Return a job file's value as the command line would have it."""
@@ -149,17 +145,15 @@ class Option(Generic[T]):
 class Maybe(Option[T | None]):
     """The declaration of an option without a default: its value can be None."""
 
-    def __init__(self, read: Callable[[Any], T], *names: str, section: str, sentence: str, **settings: Any) -> None:
-        super().__init__(read, *names, section=section, sentence=sentence, default=None, **settings)
+    def __init__(self, read: Callable[[Any], T], *names: str, sentence: str, **settings: Any) -> None:
+        super().__init__(read, *names, sentence=sentence, default=None, **settings)
 
 
 class Flag(Option[bool]):
     """The declaration of an option without a value."""
 
-    def __init__(self, *names: str, section: str, sentence: str, torchrun: str = "") -> None:
-        super().__init__(
-            bool, *names, section=section, sentence=sentence, default=None, torchrun=torchrun, written=(bool,)
-        )
+    def __init__(self, *names: str, sentence: str, **settings: Any) -> None:
+        super().__init__(bool, *names, sentence=sentence, default=None, written=(bool,), **settings)
 
     def default_value(self) -> bool:
         """See `Option`."""
@@ -180,14 +174,11 @@ class Many(Option[list[T] | None]):
     ``read`` returns what one text selects; the value is a list of all of it, each once.
     """
 
-    def __init__(
-        self, read: Callable[[str], Iterable[T]], *names: str, section: str, sentence: str, **settings: Any
-    ) -> None:
+    def __init__(self, read: Callable[[str], Iterable[T]], *names: str, sentence: str, **settings: Any) -> None:
         self._read_one = read
         super().__init__(
-            self._read_all, *names, section=section, sentence=sentence, default=None, kind=_Each(), written=LIST,
-            **settings,
-        )  # fmt: skip
+            self._read_all, *names, sentence=sentence, default=None, kind=_Each(), written=LIST, **settings
+        )
 
     def _read_all(self, texts: Sequence[str]) -> list[T] | None:
         found = [self._read_one(text) for text in texts]
@@ -211,18 +202,25 @@ class _Each(click.types.StringParamType):
 
 
 class Declared:
-    """The base of classes of options. An instance is frozen, and has a value for each option."""
+    """The base of classes of options. An instance is frozen, and has a value for each option.
+
+    Args of a class:
+        section: The heading below which the help has those of its options that name none.
+    """
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        for declared in vars(cls).values():
+            if isinstance(declared, Option) and declared.section is None:
+                declared.section = section
 
     def __init__(self, **values: object) -> None:
         names = [declared.name for declared in declarations(type(self))]
         if sorted(values) != sorted(names):
-            msg = f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}"
-            raise TypeError(msg)
+            raise TypeError(f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}")
         vars(self).update((name, values[name]) for name in names)
 
     def __setattr__(self, name: str, value: object) -> None:
-        msg = f"{type(self).__name__} is frozen: {name!r} cannot be set"
-        raise AttributeError(msg)
+        raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be set")
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
@@ -235,12 +233,9 @@ class Declared:
 
 def declarations(kind: type[Declared]) -> list[Option[Any]]:
     """List the declarations of a class, those of its bases first, as the bases stand in its header."""
-    found: dict[str, Option[Any]] = {}
-    for base in (*kind.__bases__, kind):
-        if base is not kind and issubclass(base, Declared):
-            found |= {declared.name: declared for declared in declarations(base)}
-        elif base is kind:
-            found |= {name: value for name, value in vars(base).items() if isinstance(value, Option)}
+    bases = (base for base in kind.__bases__ if issubclass(base, Declared))
+    found = {declared.name: declared for base in bases for declared in declarations(base)}
+    found |= {name: value for name, value in vars(kind).items() if isinstance(value, Option)}
     return list(found.values())
 
 
@@ -266,7 +261,7 @@ def click_options(kind: type[Declared]) -> Callable[[Callable[..., Any]], Callab
                 metavar=declared.metavar,
                 hidden=not declared.section,
                 help=declared.sentence,
-                callback=_parsing(declared),
+                callback=reading(declared.read),
                 **declared.settings(),
             )(command)
         return command
@@ -274,14 +269,16 @@ def click_options(kind: type[Declared]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _parsing(declared: Option[Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    def parse(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+def reading(read: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that reads an option's value, if there is one, and says in click's way what is wrong with it."""
+
+    def callback(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
-            return declared.parsed(value)
+            return None if value is None else read(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
 
-    return parse
+    return callback
 
 
 class _Param(click.Option):

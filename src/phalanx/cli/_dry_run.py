@@ -23,7 +23,7 @@ from phalanx._run.services import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
-from phalanx.cli._command import put
+from phalanx.cli._commands import put
 from phalanx.cli._run_group import in_our_words, reserve_port
 
 TYPE_CHECKING = False
@@ -33,14 +33,11 @@ if TYPE_CHECKING:
     from phalanx._logs.layout import LogsDest
     from phalanx.cli._run_plan import RunPlan
 
-_MARK = "PHALANX_GROUP"
-AGREED = (
+_AGREED = (
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
     *(MASTER_PORT, RESTART_COUNT),
 )
 """What many machines agree on."""
-
-_LATER = "chosen at the start"
 
 
 def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
@@ -65,10 +62,9 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
             raise click.UsageError(in_our_words(error, group)) from None
     logs = plan.specs.preview(group.envs)
     later = {
-        _MARK,
-        TIMERS_ENV,
+        *("PHALANX_GROUP", TIMERS_ENV),
         *([MASTER_PORT] if port else []),
-        *(AGREED if plan.meeting.machines else ()),
+        *(_AGREED if plan.meeting.machines else ()),
         *([STOP_PAGE_ENV] if config.notice else []),
     }
     if os.environ.get(ENABLE_FILE_TIMER_ENV) == "1" and not (
@@ -152,7 +148,8 @@ def _described(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["preloaded"]:
         found.append(("", f"(a fork of an interpreter that has imported {', '.join(facts['preloaded'])})"))
     for name, value in facts["environment"].items():
-        found.append(("environment", f"{name}: {_LATER}" if value is None else f"{name}={shlex.quote(value)}"))
+        text = f"{name}: chosen at the start" if value is None else f"{name}={shlex.quote(value)}"
+        found.append(("environment", text))
     found.append(("CPUs", topology.format_list(facts["cpus"])))
     if facts["nice"]:
         found.append(("nice", f"{facts['nice']:+d}"))

@@ -19,14 +19,17 @@ import click
 
 from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
-from phalanx.cli._command import meant
+from phalanx.cli._commands import meant
 from phalanx.cli._declare import Declared, Option, declarations
 from phalanx.cli._print_config import LEFT_OUT
 
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
+_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings",
+    dict: "a table of variables, below [env]",
+}  # fmt: skip
 _KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 _MOST = 1 << 63  # TOML's integers have 64 bits
 _LOCAL_RANK = "local_rank"  # of which the script's name can have the number of
@@ -132,10 +135,7 @@ class JobFile:
     def _checked(self, path: tuple[str, ...], value: Any, kinds: tuple[type, ...]) -> Any:
         """Return a value of one of these types."""
         if type(value) not in kinds:
-            words = (
-                [_WORDS[kind] for kind in kinds if not (kind is int and float in kinds)] if dict not in kinds else []
-            )
-            right = " or ".join(words) or "a table of variables, below [env]"
+            right = " or ".join(_WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
             self._fail(path, f"expected {right}, found {_shown(value)}")
         if isinstance(value, str) and "\0" in value:
             self._fail(path, "a null character cannot be part of it")
@@ -157,7 +157,8 @@ class JobFile:
             self._fail(path, "it is an option, not a variable; put it above [env]")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             self._fail(path, "it is no name of a variable: letters, digits and _")
-        if name in _OURS or name in _set_by_us():
+        made = worker_env(0, 1, role="", run_id="", master_addr="", master_port=0)
+        if name in _OURS or name in made.keys() - _FREE:
             option = name.lower().replace("_", "-")
             hint = f"; the option {option} says which" if name.startswith("MASTER_") else ""
             self._fail(path, f"each worker gets its own from phalanx run{hint}")
@@ -179,12 +180,10 @@ class JobFile:
         return self.path if line is None else f"{self.path}, line {line}"
 
     def _fail(self, path: tuple[str, ...], why: str) -> NoReturn:
-        msg = f"{self._at(*path)}: {'.'.join(path)}: {why}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"{self._at(*path)}: {'.'.join(path)}: {why}")
 
     def _refuse(self, why: str) -> NoReturn:
-        msg = f"{self.path}{why if why.startswith(', line') else f': {why}'}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{self.path}{why if why.startswith(', line') else f': {why}'}") from None
 
     @functools.cached_property
     def _lines(self) -> dict[tuple[str, ...], int]:
@@ -208,14 +207,11 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
     try:
         data = files.read(path, MOST_BYTES + 1, links=files.ANY_LINK)
     except files.UnfitError as error:
-        msg = f"{path}: {error.strerror}; a job file is a regular file"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{path}: {error.strerror}; a job file is a regular file") from None
     except (OSError, ValueError) as error:
-        msg = f"{path or repr(path)}: {getattr(error, 'strerror', None) or error}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"{path or repr(path)}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MOST_BYTES:
-        msg = f"{path}: a job file has {MOST_BYTES:,} bytes at most"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"{path}: a job file has {MOST_BYTES:,} bytes at most")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -254,11 +250,6 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         for inner in [value, *(value if isinstance(value, list) else [])]:
             if isinstance(inner, dict):
                 yield from ((key, *path) for path in _paths(inner))
-
-
-def _set_by_us() -> set[str]:
-    made = worker_env(0, 1, role="", run_id="", master_addr="", master_port=0)
-    return made.keys() - _FREE
 
 
 def _shown(value: Any) -> str:

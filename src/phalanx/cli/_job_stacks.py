@@ -40,30 +40,24 @@ def ask(folder: str, run: Run, owner: int) -> JobStacks:
             _connect(connection, folder)
             pid, uid = peer(connection)
             if pid != run.pid or uid not in (owner, os.geteuid(), files.ROOT):
-                msg = f"another process than its launcher answers at {NAME}"
-                raise NotToldError(msg)
+                raise NotToldError(f"another process than its launcher answers at {NAME}")
             data = connection.recv(_CHUNK)
             data += _receive(connection, until) if data else b""
     except FileNotFoundError:
-        msg = f"its agent shows no others (there is no {NAME} in the run's folder)"
-        raise NotToldError(msg) from None
+        raise NotToldError(f"its agent shows no others (there is no {NAME} in the run's folder)") from None
     except TimeoutError:
         msg = f"its agent has not answered within {WAIT if clock.now() >= until else SOON:g} s"
         raise NotToldError(msg) from None
     except BlockingIOError:
-        msg = "too many ask its agent at once"
-        raise NotToldError(msg) from None
+        raise NotToldError("too many ask its agent at once") from None
     except OSError as error:
-        msg = f"its agent cannot be asked: {error.strerror or error}"
-        raise NotToldError(msg) from None
+        raise NotToldError(f"its agent cannot be asked: {error.strerror or error}") from None
     if not data.strip():
-        msg = "its agent has not answered: it ends, or too many ask at once"
-        raise NotToldError(msg)
+        raise NotToldError("its agent has not answered: it ends, or too many ask at once")
     try:
         told = JobStacks(data)
     except DamagedError as error:
-        msg = f"what its agent has answered cannot be read: {error}"
-        raise NotToldError(msg) from None
+        raise NotToldError(f"what its agent has answered cannot be read: {error}") from None
     if told.why:
         raise NotToldError(told.why)
     return told
@@ -91,5 +85,4 @@ def _receive(connection: socket.socket, until: float) -> bytes:
             return b"".join(parts)
         parts.append(part)
         size += len(part)
-    msg = f"its answer is longer than {MOST_BYTES} bytes"
-    raise NotToldError(msg)
+    raise NotToldError(f"its answer is longer than {MOST_BYTES} bytes")

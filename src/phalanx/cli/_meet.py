@@ -1,4 +1,8 @@
-"""What the options say of where the agents and the workers of a run meet: checked, and nothing is connected to."""
+"""The options of `phalanx run` about machines: how many there are, and where their agents and their workers meet.
+
+What they say is checked here, and nothing is connected to. Of one machine, no store is started: rank 0 of the workers
+serves one, if they need it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,23 @@ from typing import NamedTuple
 
 import click
 
-from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
+from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, read_settings, split_endpoint
 from phalanx._base.host_names import address_text
 from phalanx._rendezvous import meeting
-from phalanx._rendezvous.conf import SECRET
+from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
+from phalanx._rendezvous.conf import FILES, SECRET
 from phalanx._rendezvous.settings import STATIC, STATIC_PORT, Machines
-from phalanx.cli._machines import MASTER_ADDR
+from phalanx.cli._declare import LIST, MACHINES, TEXT, WHOLE, Declared, Flag, Maybe, Option
+from phalanx.cli._options import Count, Time, Whole, text_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from phalanx._run.scheduler import Allocation
-    from phalanx.cli._machines import MachineOptions
+
+MASTER_ADDR = "127.0.0.1"
+"""Where workers meet, if nobody says otherwise."""
 
 _WORDS = "--rdzv-backend", "--rdzv-conf secret_file=PATH", "--insecure"
 _HINTS = {"keep": " (--rdzv-backend etcd)"}
@@ -29,6 +37,159 @@ _SCHEDULED = {"SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 
 _NO_ID = "none"
 """The id of a run of many machines that nobody has given one: all of them know it, and torchrun's is the same."""
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Read ``--nnodes``: a number of machines, or the least and the most. Raises ValueError.
+
+    >>> read_nodes("2"), read_nodes("1:4")
+    ((2, 2), (1, 4))
+    """
+    least, colon, most = (part.strip() for part in text.partition(":"))
+    numbers = [least, most] if colon else [least, least]
+    if not all(number.isascii() and number.isdecimal() and len(number) <= len(str(MOST_NODES)) for number in numbers):
+        msg = f"{text!r}: expected how many machines there are, like 2; or the least and the most, like 2:4"
+        raise ValueError(msg)
+    first, last = map(int, numbers)
+    if not 1 <= first <= last <= MOST_NODES:
+        raise ValueError(f"{text!r}: expected 1 to {MOST_NODES} machines, and no more at least than at most")
+    return first, last
+
+
+def read_endpoints(text: str) -> list[tuple[str, int]]:
+    """Read ``--rdzv-endpoint``: hosts and ports, of any machines; there may be several of an etcd. Raises ValueError.
+
+    >>> read_endpoints("localhost:0"), read_endpoints("a:1,b"), read_endpoints("")
+    ([('localhost', 0)], [('a', 1), ('b', 0)], [])
+    """
+    found = [split_endpoint(part) for part in text.split(",") if text.strip()]
+    if any(set(host) & set(" \t/@") or not (host or len(found) == 1) for host, _ in found):
+        msg = f"expected the name or the address of a machine and a port, like localhost:29500, got {text!r}"
+        raise ValueError(msg)
+    return found
+
+
+def read_conf(text: str) -> dict[str, str]:
+    """Read ``--rdzv-conf``. Raises ValueError.
+
+    >>> read_conf("timeout=60")
+    {'timeout': '60'}
+    """
+    settings = read_settings(text)
+    if "password" in settings:
+        msg = "password: it would be seen by all users of this machine; password_file=PATH names a file that holds it"
+        raise ValueError(msg)
+    return settings
+
+
+def read_address(text: str) -> str:
+    """Read ``--local-addr``: an address of this machine. Raises ValueError.
+
+    >>> read_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    text = text.strip()
+    if not text or len(text) > MOST_ADDRESS or not is_here(text):
+        msg = f"{text!r}: expected the name or an address of this machine; --master-addr takes any"
+        raise ValueError(msg)
+    return text
+
+
+class MachineOptions(Declared, section=MACHINES):
+    """Where workers meet, and what torchrun's users say of machines."""
+
+    master_addr = Option(str, default=MASTER_ADDR, torchrun="--master-addr", sentence="MASTER_ADDR of the workers.")
+    master_port = Option(
+        int,
+        kind=Whole(0, 65535),
+        default="0",
+        metavar="PORT",
+        written=WHOLE,
+        shows_default=False,
+        torchrun="--master-port",
+        sentence="MASTER_PORT of the workers. Default: a port that is reserved for the run.",
+    )
+    local_addr = Maybe(
+        read_address,
+        metavar="HOST",
+        torchrun="--local-addr",
+        sentence="An address of this machine: MASTER_ADDR, unless that is given.",
+    )
+    rdzv_id = Maybe(
+        text_of(MOST_RUN_ID),
+        metavar="NAME",
+        torchrun="--rdzv-id",
+        written=TEXT + WHOLE,
+        sentence="Another name of --run-id.",
+    )
+    rdzv_backend = Option(
+        str,
+        kind=click.Choice(BACKENDS),
+        default=STATIC,
+        metavar="NAME",
+        torchrun="--rdzv-backend",
+        sentence="How machines meet: static: ranks are given by hand; c10d: as they come; etcd: at one of your own.",
+    )
+    rdzv_endpoint = Option(
+        read_endpoints,
+        default="",
+        metavar="HOST[:PORT],...",
+        written=LIST,
+        torchrun="--rdzv-endpoint",
+        sentence="Where the etcd is, or the machine that has the store. Of one machine: localhost:0.",
+    )
+    insecure = Flag(sentence="Let a machine have the store without a secret, for all who reach its port.")
+    rdzv_conf = Option(
+        read_conf,
+        default="",
+        paths=FILES,
+        metavar="KEY=VALUE,...",
+        written=LIST,
+        torchrun="--rdzv-conf",
+        sentence="Settings of the rendezvous: join_timeout=600,last_call_timeout=30,lease_ttl=5, and files of TLS.",
+    )
+    rejoin_delay = Time(
+        endless=False, default="30", sentence="Time between the coming of a machine and the restart with it."
+    )
+    on_sigterm = Maybe(
+        str,
+        kind=click.Choice(["leave", "stop"]),
+        sentence="What SIGTERM does: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
+    )
+    exclude_after = Count(
+        least=1,
+        metavar="K",
+        sentence="Leave a machine out whose workers were the root cause K times in a row. Default: none is.",
+    )
+    node_check = Maybe(
+        str,
+        metavar="COMMAND",
+        sentence="What a machine runs before each attempt: no worker starts there unless it ends with exit code 0.",
+    )
+    exit_barrier_timeout = Time(
+        default="300", sentence="Time that a machine waits at its end for the workers of the others."
+    )
+    keep = Flag(sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.")
+    standalone = Flag(
+        section="",
+        torchrun="--standalone",
+        sentence="One machine, without a store, whatever a scheduler says of others.",
+    )
+    nnodes = Maybe(
+        read_nodes,
+        metavar="N|MIN:MAX",
+        written=TEXT + WHOLE,
+        torchrun="--nnodes",
+        sentence="How many machines there are. Default: what a scheduler says, or 1.",
+    )
+    node_rank = Maybe(
+        int,
+        kind=Whole(min=0),
+        metavar="N",
+        written=TEXT + WHOLE,
+        torchrun="--node-rank",
+        sentence="With static: the rank of this machine among the machines. Default: what a scheduler says, or 0.",
+    )
 
 
 class Meeting(NamedTuple):
@@ -65,7 +226,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     address = chosen.local_addr if chosen.local_addr and chosen.master_addr == MASTER_ADDR else chosen.master_addr
     nodes = chosen.nnodes or (1, 1)
     of_rendezvous = {
-        "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port, "--rdzv-id": rdzv_id,
+        "--rdzv-backend": chosen.rdzv_backend != STATIC, "--rdzv-endpoint": host or port, "--rdzv-id": rdzv_id,
         "--rdzv-conf": chosen.rdzv_conf,
     }  # fmt: skip
     if chosen.standalone:
@@ -81,8 +242,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     if nodes != (1, 1):
         return _meet_others(chosen, *nodes, run_id or rdzv_id)
     if chosen.node_rank:
-        msg = f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0")
     others = asks_for_others(chosen.rdzv_conf)
     if others or chosen.keep:
         msg = f"--rdzv-conf: {others}: {_LATER}" if others else f"--keep: {_LATER}; it has no store"
@@ -95,11 +255,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
         raise click.UsageError(msg)
     if chosen.rdzv_backend != STATIC or not host:
         return Meeting(run_id or rdzv_id, address, chosen.master_port, [])
-    differ = {
-        "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
-        "--master-port": chosen.master_port not in (0, port),
-    }
-    return Meeting(run_id or rdzv_id, host, port, _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ))
+    return Meeting(run_id or rdzv_id, host, port, _beside_endpoint(chosen, host, port))
 
 
 def _allocation() -> Allocation | None:
@@ -140,8 +296,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
     """Return how this machine meets the others. Raises UsageError."""
     rank = chosen.node_rank or 0
     if rank >= most:
-        msg = f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {rank}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {rank}")
     if rank and least != most:
         raise click.UsageError(
             "--node-rank: ranks are given by hand to a fixed number of machines; --nnodes is a range"
@@ -159,20 +314,15 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
 
 def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_id: str) -> Meeting:
     """Return how machines meet that have been given their ranks by options. Raises UsageError."""
-    host, port, source = chosen.master_addr, chosen.master_port or STATIC_PORT, "--master-port"
-    if chosen.rdzv_endpoint and not chosen.rdzv_endpoint[0][0] and chosen.rdzv_endpoint[0][1]:
+    host, port = (chosen.rdzv_endpoint or [("", 0)])[0]
+    if port and not host:
         msg = f"--rdzv-endpoint: expected the machine of node rank 0, like host:{STATIC_PORT}; got a port alone"
         raise click.UsageError(msg)
-    if not (chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]):
-        return _meet_at_rank_0(chosen, (least, most), rank, [(host, port)], run_id, source)
-    host, at = chosen.rdzv_endpoint[0]
-    port = at or STATIC_PORT
-    differ = {
-        "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
-        "--master-port": chosen.master_port not in (0, port),
-    }
+    if not host:
+        endpoint = chosen.master_addr, chosen.master_port or STATIC_PORT
+        return _meet_at_rank_0(chosen, (least, most), rank, [endpoint], run_id, "--master-port")
     met = _meet_at_rank_0(chosen, (least, most), rank, chosen.rdzv_endpoint, run_id, "--rdzv-endpoint")
-    return met._replace(notes=_unheeded(f"beside --rdzv-endpoint {host}:{port}", differ))
+    return met._replace(notes=_beside_endpoint(chosen, host, port or STATIC_PORT))
 
 
 def _meet_at_rank_0(
@@ -190,10 +340,9 @@ def _meet_at_rank_0(
     if "agent_port" in chosen.rdzv_conf:
         typed = f"--rdzv-conf agent_port={agent}"
     elif chosen.master_port or source == "--rdzv-endpoint":
-        typed = (
-            f"--rdzv-endpoint {address_text(host, port)}" if source == "--rdzv-endpoint" else f"--master-port {port}"
-        )
-        typed += f": the agents meet at the port after it, {agent} (--rdzv-conf agent_port=PORT chooses another)"
+        where = address_text(host, port) if source == "--rdzv-endpoint" else port
+        typed = f"{source} {where}: the agents meet at the port after it, {agent} "
+        typed += "(--rdzv-conf agent_port=PORT chooses another)"
     return Meeting(run_id, host, port, [], machines, source=typed)
 
 
@@ -222,6 +371,15 @@ def _machines(
         else:
             text = str(error) if name == SECRET else f"--rdzv-conf: {error}"
         raise click.UsageError(text) from None
+
+
+def _beside_endpoint(chosen: MachineOptions, host: str, port: int) -> list[str]:
+    """Return what is to be said of options that name another place than the endpoint."""
+    differ = {
+        "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
+        "--master-port": chosen.master_port not in (0, port),
+    }
+    return _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ)
 
 
 def _unheeded(where: str, given: Mapping[str, object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How the values of options are read, as far as several commands have them."""
+"""What several commands have: how values of options are read, and how the run is found that a command is about."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ import click
 from phalanx._base import byte_size, durations
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import bounds
+from phalanx._runs import paths
+from phalanx.cli._declare import NUMBER, TEXT, WHOLE, Maybe, Option
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._runs.catalog import RunDir
+
+MANY = 1000
+"""Runs in a folder of which a person is told."""
 
 _MOST_RANKS = 1 << 20
-
-
-def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A callback that reads an option's text, and says in click's way what is wrong with it."""
-
-    def callback(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Any:
-        try:
-            return None if value is None else read(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return callback
 
 
 class Whole(click.IntRange):
@@ -73,13 +70,23 @@ def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float
     return functools.partial(durations.parse, zero=zero, endless=endless)
 
 
+class Time(Option[float]):
+    """The declaration of an option that is a time in seconds, with a default."""
+
+    def __init__(self, *names: str, zero: bool = True, endless: bool = True, **settings: Any) -> None:
+        super().__init__(time_of(zero=zero, endless=endless), *names, metavar="TIME", written=TEXT + NUMBER, **settings)
+
+
+class Count(Maybe[int]):
+    """The declaration of an option that is a whole number, ``least`` or more, without a default."""
+
+    def __init__(self, *names: str, least: int, metavar: str = "N", **settings: Any) -> None:
+        super().__init__(int, *names, kind=Whole(min=least), metavar=metavar, written=WHOLE, **settings)
+
+
 def text_of(most: int) -> Callable[[str], str]:
     """Return a function that reads a text, and refuses one of more than so many characters."""
-
-    def read(text: str) -> str:
-        return bounds.text(text, most)
-
-    return read
+    return functools.partial(bounds.text, most=most)
 
 
 def read_ranks(text: str) -> set[int]:
@@ -92,15 +99,12 @@ def read_ranks(text: str) -> set[int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}")
         if int(last or first) >= _MOST_RANKS:  # a slip of the finger would fill the memory
-            msg = f"{text!r}: there can be no rank {int(last or first)}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: there can be no rank {int(last or first)}")
         ranks.update(range(int(first), int(last or first) + 1))
     if not ranks:  # a variable of a shell that is not set: nobody wants to see nothing
-        msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected ranks, like 0,1 or 0,4-7")
     return ranks
 
 
@@ -112,8 +116,7 @@ def read_size(text: str) -> int:
     """
     number = byte_size.parse(text)
     if number < 1:
-        msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a size, like 500000, 100MB or 1GiB")
     return number
 
 
@@ -138,6 +141,62 @@ def read_strings(text: str) -> list[str]:
     """
     parts = [part for part in text.split(",") if part]
     if not parts:
-        msg = f"{text!r}: expected one or more, between commas"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected one or more, between commas")
     return parts
+
+
+LOG_DIR: dict[str, Any] = {
+    "type": Folder(),
+    "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
+    "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
+}
+"""The settings of the option ``--log-dir`` of commands that look for runs."""
+
+
+def places(log_dir: str | None) -> tuple[str, ...]:
+    """Those in which runs are looked for: ``log_dir``, or else the default ones. Raises UsageError."""
+    if log_dir is not None:
+        return (log_dir,)
+    try:
+        return paths.search_folders()
+    except paths.NoHomeError as error:
+        raise click.UsageError(f"--log-dir: {error}") from None
+
+
+def run_argument(state: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the argument RUN, and ``--log-dir``. ``state``: that of the runs whose names complete it."""
+
+    def names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+        from phalanx._runs.catalog import find
+
+        try:
+            runs = find(places(ctx.params.get("log_dir")))
+        except (OSError, click.UsageError):
+            return []
+        return [run.name for run in runs if state in ("", run.state) and run.name.startswith(incomplete)]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        folder = click.option("--log-dir", **LOG_DIR)
+        return click.argument("run", required=False, shell_complete=names)(folder(command))
+
+    return decorate
+
+
+def resolved(
+    log_dir: str | None, text: str | None, latest: Callable[[tuple[str, ...]], RunDir] | None = None
+) -> RunDir:
+    """Find the run that a user means, see `catalog.resolve`; or the ``latest``. Raises ClickException."""
+    from phalanx._runs.catalog import UnknownRunError, resolve
+
+    where = places(log_dir)
+    try:
+        return latest(where) if latest is not None and text is None else resolve(where, text)
+    except UnknownRunError as error:
+        raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise refusal(error) from None
+
+
+def refusal(error: OSError) -> click.ClickException:
+    """Say what the system has said of a file."""
+    return click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))

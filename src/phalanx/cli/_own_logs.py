@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from phalanx._logs.layout import checked_dest, name_nothing
-from phalanx.cli._run_logs import RunLogs
-from phalanx.cli._streams import BOUNDS
+from phalanx.cli._run_logs import BOUNDS, RunLogs
 from phalanx.multiprocessing import LogsDest, Std
 
 ENTRY_POINTS = ("torchrun.logs_specs", "phalanx.logs_specs")
@@ -95,8 +94,7 @@ def own_logs(
     try:
         made = kind(log_dir=log_dir, local_ranks_filter=ranks, **values)
     except Exception as error:
-        msg = f"--logs-specs {name}: {type(error).__name__}: {error}"
-        raise click.UsageError(msg) from error
+        raise click.UsageError(f"--logs-specs {name}: {type(error).__name__}: {error}") from error
     if not callable(getattr(made, "reify", None)):
         msg = f"--logs-specs {name}: expected a subclass of phalanx.multiprocessing.LogsSpecs, got {kind!r}"
         raise click.UsageError(msg)
@@ -117,8 +115,7 @@ def _load(name: str) -> Any:
         msg = f"--logs-specs {name}: {points[name].value}: {type(error).__name__}: {error}"
         raise click.UsageError(msg) from error
     if not callable(kind):
-        msg = f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}")
     return kind
 
 

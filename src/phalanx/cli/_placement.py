@@ -41,26 +41,23 @@ def read_limits(text: str) -> dict[str, str | tuple[str, str]]:
     return limits
 
 
-class PlacementOptions(Declared):
+class PlacementOptions(Declared, section=PLACEMENT):
     """Where workers run, and within which bounds."""
 
     cpu_bind = Option(
         str,
-        section=PLACEMENT,
         default="none",
         metavar="none|core|numa|LIST",
         sentence="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7.",
     )
     numa_binding = Maybe(
         str,
-        section=PLACEMENT,
         kind=click.Choice(topology.NEAR_GPUS),
         torchrun="--numa-binding",
         sentence="CPUs of each worker near the GPU of its local rank: of its node, its socket, a part of the node.",
     )
     nice = Option(
         int,
-        section=PLACEMENT,
         kind=Whole(-20, 19),
         default="0",
         metavar="N",
@@ -70,15 +67,12 @@ class PlacementOptions(Declared):
     )
     rlimit = Maybe(
         read_limits,
-        section=PLACEMENT,
         metavar="NAME=VALUE,...",
         written=LIST,
         sentence="Resource limits of each worker, like nofile=4096,as=8GiB.",
     )
     virtual_local_rank = Flag(
-        section=PLACEMENT,
-        torchrun="--virtual-local-rank",
-        sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0.",
+        torchrun="--virtual-local-rank", sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0."
     )
 
 
@@ -116,8 +110,7 @@ def _near_gpus(mode: str, nprocs: int) -> list[tuple[int, ...]]:
     try:
         return numa.bind(mode, nprocs, os.sched_getaffinity(0))
     except ValueError as error:
-        msg = f"numa_binding: {error}"
-        raise ValueError(msg) from None
+        raise ValueError(f"numa_binding: {error}") from None
 
 
 def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -57,16 +57,20 @@ def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | 
     of them, and these. So it does in any case with those that the job file itself has left out.
     """
     lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
-    lines += _program(ctx, config)
+    job = job_of(ctx)
+    typed = job is None or ctx.params["script"] is not None
+    for key, said in (("script", _string(quoted_path(config.script))), ("args", _list(config.args))):
+        lines.append(_commented(f"{key} = {said}", _LINE if typed or job is None else job.where(key)))
     for heading in (*SECTIONS, ""):
         every = [declared for declared in declarations(RunConfig) if declared.section == heading]
         lines += ["", f"# {heading or 'Accepted, without effect'}"]
-        lines += [
-            _commented(f"{declared.long[2:]} = {text}", _said(ctx, declared)) for declared, text in _set(ctx, every)
-        ]
-        unset = [declared.long[2:] for declared in every if _text(ctx, declared) is None]
+        unset = []
+        for declared in every:
+            if (text := _text(ctx, declared)) is None:
+                unset.append(declared.long[2:])
+            else:
+                lines.append(_commented(f"{declared.long[2:]} = {text}", _said(ctx, declared)))
         lines += [f"# not set: {', '.join(unset)}"] if unset else []
-    job = job_of(ctx)
     hidden = [] if secrets is None else [name for name, text in config.env.items() if is_secret(name, text)]
     shown = {name: text for name, text in config.env.items() if name not in hidden}
     before = [] if job is None else job.left_out
@@ -76,20 +80,6 @@ def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | 
         lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
                                  for name, text in shown.items())]  # fmt: skip
     return "\n".join(lines) + "\n"
-
-
-def _program(ctx: click.Context, config: RunConfig) -> Iterator[str]:
-    job = job_of(ctx)
-    typed = job is None or ctx.params["script"] is not None
-    for key, text in (("script", _string(quoted_path(config.script))), ("args", _list(config.args))):
-        yield _commented(f"{key} = {text}", _LINE if typed or job is None else job.where(key))
-
-
-def _set(ctx: click.Context, every: Iterable[Option[Any]]) -> Iterator[tuple[Option[Any], str]]:
-    for declared in every:
-        text = _text(ctx, declared)
-        if text is not None:
-            yield declared, text
 
 
 def _said(ctx: click.Context, declared: Option[Any]) -> str:

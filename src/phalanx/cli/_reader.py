@@ -1,4 +1,7 @@
-"""The files of a run's attempts, and their way to the console: merged in the order of time, then followed."""
+"""The files of a run's attempts, and their way to the console: merged in the order of time, then followed.
+
+Owns also what happens to a run that is followed: its end, what becomes of its folder, and what appears in it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import click
 
-from phalanx._base import clock, files
+from phalanx._base import clock, files, linux
 from phalanx._base.loop import Loop
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
@@ -27,12 +30,22 @@ from phalanx._logs.tail_sink import TailSink
 from phalanx._logs.timeline_format import NAME
 from phalanx._logs.timeline_reader import is_foreign
 from phalanx._logs.timeline_reader import read as read_timeline
-from phalanx._runs.catalog import RunDir
-from phalanx.cli._following import Following
+from phalanx._runs.catalog import RunDir, look
 from phalanx.multiprocessing import ConsoleSpecs
 
 STREAMS = ("stdout", "stderr")
 _MOST_NAMED = 16  # files
+
+_GOES_ON = ("running", "unreadable", "unknown")
+"""States of a run that has not ended, as far as is known. Without a record nobody will say: but of a run that is just
+starting, it comes."""
+
+_READ_INTERVAL = 1.0
+"""Seconds between two looks at a folder of another machine, or where there is no inotify to be had (inotify(7))."""
+
+_NONE_LEFT = (errno.ENOSPC, errno.ENOMEM)
+_APPEARS = linux.IN_CREATE | linux.IN_MOVED_TO
+_GOES = linux.IN_DELETE | linux.IN_MOVED_FROM  # told of by the folder above: one that is open somewhere tells late
 
 
 def attempt_folders(run_dir: str) -> dict[int, str]:
@@ -119,11 +132,6 @@ class Reader:
         """Whether nobody has read to the end,"""
         self.refusal: BaseException | None = None
         """or why there was no place for it."""
-
-    @property
-    def path(self) -> str:
-        """The run's folder."""
-        return self._found.path
 
     def interrupt(self) -> None:
         """Have `read` return soon. From any thread: an exception could come between a write and the note of it."""
@@ -297,3 +305,112 @@ def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]
         if known.number == attempt:
             ranks |= {rank.local_rank: rank.rank for rank in known.ranks if rank.local_rank in ranks}
     return {local: {"RANK": str(rank)} for local, rank in sorted(ranks.items())}
+
+
+class Following:
+    """Watches a run's folder. All calls come on the loop.
+
+    Args:
+        loop: What waits.
+        found: The run.
+        appeared: Is called with the run as it is now, first at once and then whenever something may have appeared in
+            it. Returns the folders in which more may appear.
+        again: Is called where files have to be looked at, for nobody says that they have grown.
+        over: Is called once the run is over: its record says so, its launcher is gone, or its folder.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        found: RunDir,
+        appeared: Callable[[RunDir], list[str]],
+        again: Callable[[], None],
+        over: Callable[[], None],
+    ) -> None:
+        self.gone = False
+        """Whether it is over because its folder is gone."""
+        self._loop = loop
+        self._path = found.path
+        self._appeared = appeared
+        self._again = again
+        self._over = over
+        self._ended = self._blind = False
+        self._notify = self._launcher = -1
+
+    def open(self) -> None:
+        """Begin."""
+        try:
+            self._notify = linux.inotify()
+        except OSError:
+            self._look_on()
+        else:
+            self._loop.watch(self._notify, self._on_change)
+        real = os.path.realpath(self._path)  # of a link, either can go
+        for above in dict.fromkeys((os.path.dirname(self._path), os.path.dirname(real))):
+            self._watch(above, _GOES)
+        self._watch(self._path, _APPEARS)
+        found = self._look()
+        elsewhere = found.run is None or found.run.host != os.uname().nodename
+        if elsewhere and not self._ended and linux.is_network_filesystem(self._path):
+            tell(
+                "phalanx: the logs are on a network file system, which does not tell what other machines write: "
+                f"they are looked at every {_READ_INTERVAL:g} s"
+            )
+            self._look_on()
+
+    def close(self) -> None:
+        """Give every descriptor back. Idempotent."""
+        self._ended = True
+        for fd in (self._notify, self._launcher):
+            if fd >= 0:
+                self._loop.forget(fd)
+                os.close(fd)
+        self._notify = self._launcher = -1
+
+    def _watch(self, path: str, mask: int) -> None:
+        if self._notify >= 0:
+            try:
+                linux.inotify_add(self._notify, path, mask)
+            except OSError as error:
+                if error.errno in _NONE_LEFT:  # else it is gone, which the next look sees
+                    self._look_on()
+
+    def _on_change(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._notify, 65536)
+        self._look()
+
+    def _look_on(self) -> None:
+        """Look again and again: nobody tells us of all that happens."""
+        if not self._blind:
+            self._blind = True
+            self._loop.after(_READ_INTERVAL, self._look_again)
+
+    def _look_again(self) -> None:
+        if not self._ended:
+            self._look()
+            self._again()
+            self._loop.after(_READ_INTERVAL, self._look_again)
+
+    def _look(self) -> RunDir:
+        found = look(self._path)
+        if self._launcher < 0 and found.run is not None and found.state == "running":
+            self._watch_launcher(found.run.pid)
+            found = look(self._path)  # its end before that, or its pid another's, shows by now
+        for folder in self._appeared(found):
+            self._watch(folder, _APPEARS)
+        self._appeared(found)  # what has appeared in them just before they were watched
+        self.gone = self.gone or not os.path.isdir(self._path)
+        if not self._ended and (self.gone or found.state not in _GOES_ON):
+            self._ended = True
+            self._over()
+        return found
+
+    def _watch_launcher(self, pid: int) -> None:
+        with contextlib.suppress(OSError, OverflowError):  # of another machine, or gone; or no pid at all
+            self._launcher = linux.pidfd_open(pid)
+            self._loop.watch(self._launcher, self._on_launcher)
+
+    def _on_launcher(self, _events: int) -> None:
+        self._loop.forget(self._launcher)
+        self._look()

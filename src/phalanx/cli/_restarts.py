@@ -1,12 +1,11 @@
-"""The options of `phalanx run` about restarts, and what they say."""
+"""The options of `phalanx run` about restarts and signals, and what they say."""
 
 from __future__ import annotations
 
 import atexit
-import re
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -16,13 +15,16 @@ from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import durations
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
-from phalanx.cli._options import Whole, time_of
+from phalanx.cli._options import Count, time_of
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
 
 _UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
-
+_UNHANDLED = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "cannot be handled by any process"),
+    signal.SIGCHLD: "tells of children that end, and would stop every run",
+}
 
 _MOST = 1 << 63  # of what a job file can hold
 
@@ -71,8 +73,7 @@ def read_starts(text: str) -> tuple[float, int]:
     """
     first, colon, second = text.partition(":")
     if colon and not (second.strip().isdecimal() and int(second)):
-        msg = f"{text!r}: expected a time, and how many times in a row, like 30s:3"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a time, and how many times in a row, like 30s:3")
     return durations.parse(first), int(second) if colon else 3
 
 
@@ -82,37 +83,26 @@ def read_codes(text: str) -> list[int]:
     >>> read_codes("2,64"), read_codes("SIGKILL,term")
     ([2, 64], [-9, -15])
     """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    right = "expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL"
     codes = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in parts:
         if part.isdecimal() and 0 < int(part) < 256:  # noqa: PLR2004 - exit codes have eight bits
             codes.append(int(part))
         else:
-            codes.append(
-                -_signal(part, f"{part!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL")
-            )
+            codes.append(-signal_of(part, f"{part!r}: {right}"))
     if not codes:
-        msg = f"{text!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: {right}")
     return codes
 
 
 def read_signals(text: str) -> list[signal.Signals]:
-    """Read names of signals; "none" is none. Raises ValueError.
+    """Read names of signals that are passed on; "none" is none. Raises ValueError.
 
     >>> [number.name for number in read_signals("USR1,SIGUSR2")], read_signals("none")
     (['SIGUSR1', 'SIGUSR2'], [])
     """
-    if text.strip().lower() == "none":
-        return []
-    wrong = f"{text!r}: expected names of signals, like USR1,WINCH, or none"
-    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
-    if not numbers:
-        raise ValueError(wrong)
-    for number in numbers:
-        if number in _UNFORWARDED:
-            msg = f"{text!r}: {number.name} cannot be passed on"
-            raise ValueError(msg)
-    return numbers
+    return _signals(text, "USR1,WINCH", dict.fromkeys(_UNFORWARDED, "cannot be passed on"))
 
 
 def read_handled(text: str) -> list[signal.Signals]:
@@ -121,30 +111,29 @@ def read_handled(text: str) -> list[signal.Signals]:
     >>> [number.name for number in read_handled("SIGTERM,INT")], read_handled("none")
     (['SIGTERM', 'SIGINT'], [])
     """
+    return _signals(text, "SIGTERM,SIGINT", _UNHANDLED)
+
+
+def _signals(text: str, like: str, refused: Mapping[signal.Signals, str]) -> list[signal.Signals]:
+    """Read names of signals, each once. ``refused``: those that cannot be, and why. Raises ValueError."""
     if text.strip().lower() == "none":
         return []
-    wrong = f"{text!r}: expected names of signals, like SIGTERM,SIGINT, or none"
-    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
+    wrong = f"{text!r}: expected names of signals, like {like}, or none"
+    numbers = dict.fromkeys(signal_of(part, wrong) for part in text.split(",") if part.strip())
     if not numbers:
         raise ValueError(wrong)
     for number in numbers:
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            msg = f"{text!r}: {number.name} cannot be handled by any process"
-            raise ValueError(msg)
-        if number == signal.SIGCHLD:
-            msg = f"{text!r}: SIGCHLD tells of children that end, and would stop every run"
-            raise ValueError(msg)
-    return list(dict.fromkeys(numbers))
+        if number in refused:
+            raise ValueError(f"{text!r}: {number.name} {refused[number]}")
+    return list(numbers)
 
 
-def _signal(name: str, wrong: str) -> signal.Signals:
-    if re.fullmatch(r"[A-Za-z]\w*", name):
-        upper = name.upper()
-        try:
-            return signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
-        except KeyError:
-            pass
-    raise ValueError(wrong)
+def signal_of(name: str, wrong: str) -> signal.Signals:
+    """Return the signal of this name, in any case, with SIG or without. Raises ValueError: ``wrong``."""
+    try:
+        return signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise ValueError(wrong) from None
 
 
 def _fraction(text: str) -> float:
@@ -153,17 +142,15 @@ def _fraction(text: str) -> float:
     except ValueError:
         number = -1
     if not 0 <= number <= 1:
-        msg = f"{text!r}: expected a part, 0 to 1"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a part, 0 to 1")
     return number
 
 
-class RestartOptions(Declared):
+class RestartOptions(Declared, section=RESTARTS):
     """When a group is started again."""
 
     max_restarts = Option(
         read_budget,
-        section=RESTARTS,
         default="0",
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
@@ -172,7 +159,6 @@ class RestartOptions(Declared):
     )
     backoff = Option(
         read_pair,
-        section=RESTARTS,
         default="0",
         metavar="TIME[:MOST]",
         written=TEXT + NUMBER,
@@ -180,7 +166,6 @@ class RestartOptions(Declared):
     )
     backoff_jitter = Option(
         _fraction,
-        section=RESTARTS,
         default="0.1",
         metavar="PART",
         written=NUMBER,
@@ -188,29 +173,22 @@ class RestartOptions(Declared):
     )
     min_uptime = Maybe(
         read_starts,
-        section=RESTARTS,
         metavar="TIME[:TIMES]",
         written=TEXT + NUMBER,
         sentence="Give up when so many attempts in a row (3) have failed earlier than this after their start.",
     )
-    max_no_progress = Maybe(
-        int,
-        section=RESTARTS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
+    max_no_progress = Count(
+        least=1,
         sentence="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress().",
     )
     never_restart_on = Maybe(
         read_codes,
-        section=RESTARTS,
         metavar="CODE,...",
         written=LIST,
         sentence="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL.",
     )
     always_restart_on = Maybe(
         read_codes,
-        section=RESTARTS,
         metavar="CODE,...",
         written=LIST,
         sentence="Those after which all are restarted, whatever --max-restarts says: 75.",
@@ -234,17 +212,11 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
         raise click.UsageError(msg)
     try:
         return RestartPolicy(
-            chosen.max_restarts.restarts,
-            window=chosen.max_restarts.window,
-            backoff=first,
-            backoff_cap=300.0 if most is None else most,
-            jitter=chosen.backoff_jitter,
-            min_uptime=least,
-            failing_starts=times,
-            never_on=chosen.never_restart_on or (),
-            always_on=chosen.always_restart_on or (),
+            chosen.max_restarts.restarts, window=chosen.max_restarts.window, backoff=first,
+            backoff_cap=300.0 if most is None else most, jitter=chosen.backoff_jitter, min_uptime=least,
+            failing_starts=times, never_on=chosen.never_restart_on or (), always_on=chosen.always_restart_on or (),
             without_progress=chosen.max_no_progress,
-        )
+        )  # fmt: skip
     except ValueError as error:
         text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")
         raise click.UsageError(text) from None
@@ -277,8 +249,7 @@ def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> li
         return [number for number in chosen if number not in handled]
     for number in chosen:
         if number in handled:
-            msg = f"--signals-forward: {number.name} stops the run, see --signals-to-handle"
-            raise click.UsageError(msg)
+            raise click.UsageError(f"--signals-forward: {number.name} stops the run, see --signals-to-handle")
     return chosen
 
 

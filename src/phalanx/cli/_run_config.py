@@ -1,16 +1,26 @@
-"""The options of `phalanx run`: each is declared here, or in one of the classes that `RunConfig` has as bases."""
+"""The options of `phalanx run`: each is declared here, or in one of the classes that `RunConfig` has as bases.
+
+Owns also what is said of options and variables that are none of them: those of other launchers, and misspelled ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from phalanx._base import durations
 from phalanx._engine import host_signals
+from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import accelerators
 from phalanx._rendezvous.bounds import MOST_LINE, MOST_RUN_ID
+from phalanx._timers.specs import read_steps
+from phalanx.cli._commands import meant
 from phalanx.cli._console import ConsoleOptions
 from phalanx.cli._declare import (
     CONSOLE,
@@ -28,57 +38,108 @@ from phalanx.cli._declare import (
     Maybe,
     Option,
 )  # fmt: skip
-from phalanx.cli._machines import MachineOptions
-from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, text_of, time_of
+from phalanx.cli._meet import MachineOptions
+from phalanx.cli._options import Count, Folder, Time, read_mode, read_ranks, read_size, read_strings, text_of, time_of
 from phalanx.cli._placement import PlacementOptions
-from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
-from phalanx.cli._run_options import LogDir, read_notice, steps
+from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals, signal_of
 from phalanx.cli._stdin import read_rank
 from phalanx.multiprocessing import Std
 
+ELSEWHERE = {
+    "--name": "it is --run-id here",
+    "--env": "workers inherit the environment of phalanx run (A=1 phalanx run ...); a job file (-f) has [env]",
+    "--quiet": "-r 3 keeps the output of the workers in files alone; the report of a failure stays",
+    "--keep-going": "a command that is to go on when another fails is a run of its own; see Many commands in the guide",
+    "--restart": "all workers are started again, see --max-restarts; one that is to start again by itself is a run "
+    "of its own, see Many commands in the guide",
+    "--no-standby": "restarts have no standby any more; leave it out (--preload makes them fast)",
+    "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
+    **dict.fromkeys(
+        ("-n", "--nprocs", "--num-processes", "--num-procs", "--num-workers", "--workers", "--num-gpus", "--gpus"),
+        "it is --nproc-per-node here",
+    ),
+}
+"""Options of other launchers and of earlier versions, and what they are here."""
 
-class WorkerOptions(Declared):
+_OF_LAUNCHERS = ("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone", "--no-python", "--rdzv-")
+"""Options, or how their names begin, that scripts do not have, as they may have ``--log-dir`` or ``--master-port``."""
+
+_OUR = "PHALANX_"
+_OURS = {
+    *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL", "PHALANX_SHIM_PYTHON"),
+    # A worker has them.
+    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
+    *("PHALANX_TRACEBACKS", "PHALANX_DEBUGGER"),
+}
+"""Variables of ours that set no option."""
+
+_OF_TESTS = (
+    *("PHALANX_TEST_", "PHALANX_CUTS", "PHALANX_ROUNDS", "PHALANX_INJECTOR"),
+    *("PHALANX_BENCHMARK", "PHALANX_PEER_"),
+)
+_OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+"""What Kubernetes calls variables for a service, of which one may be called phalanx."""
+
+
+class LogDir(Folder):
+    """A folder, or /dev/null, which torchrun's users give to have no logs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        return value if value == os.devnull else super().convert(value, param, ctx)
+
+
+def steps(text: str) -> tuple[tuple[str, float], ...]:
+    """Read ``--on-expiry``. Raises ValueError."""
+    try:
+        return read_steps(text)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("on_expiry: ")) from None
+
+
+def read_notice(text: str) -> tuple[int, float]:
+    """Read ``--notice``: a signal and a time. Raises ValueError.
+
+    >>> read_notice("USR1:60"), read_notice("SIGUSR2:2m")
+    ((10, 60.0), (12, 120.0))
+    """
+    name, _, span = text.partition(":")
+    wrong = f"{text!r}: expected a signal that a process can handle and a time, more than 0, like USR1:60 or USR1:2m"
+    try:
+        notice = checked_notice((signal_of(name, wrong), durations.parse(span)))
+    except ValueError:
+        raise ValueError(wrong) from None
+    assert notice is not None
+    return notice
+
+
+class WorkerOptions(Declared, section=WORKERS):
     """What is started, how often, and what it is called."""
 
     nproc_per_node = Option(
         accelerators.count,
-        section=WORKERS,
         default="1",
         metavar="N|auto|cpu|gpu",
         written=TEXT + WHOLE,
         torchrun="--nproc-per-node",
         sentence="Workers on this machine.",
     )
-    module = Flag("-m", section=WORKERS, torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
-    no_python = Flag(section=WORKERS, torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
+    module = Flag("-m", torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
+    no_python = Flag(torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
     run_path = Flag(
-        section=WORKERS,
         torchrun="--run-path",
         sentence="Run SCRIPT by runpy.run_path, in workers that are started as --start-method says.",
     )
-    run_id = Maybe(
-        text_of(MOST_RUN_ID),
-        section=WORKERS,
-        metavar="NAME",
-        sentence="What the run is called. Default: the date and time.",
-    )
-    role = Option(
-        text_of(MOST_LINE),
-        section=WORKERS,
-        default="default",
-        torchrun="--role",
-        sentence="ROLE_NAME of the workers.",
-    )
+    run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="What the run is called. Default: the date and time.")
+    role = Option(text_of(MOST_LINE), default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
         read_strings,
-        section=WORKERS,
         metavar="MODULE,...",
         written=LIST,
         sentence="Modules to import once: the workers are forks that have them already.",
     )
     start_method = Option(
         str,
-        section=WORKERS,
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
         torchrun="--start-method",
@@ -86,20 +147,18 @@ class WorkerOptions(Declared):
     )
     stdin = Maybe(
         read_rank,
-        section=WORKERS,
         metavar="RANK|none",
         written=TEXT + WHOLE,
         sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
     )
 
 
-class LogOptions(Declared):
+class LogOptions(Declared, section=LOGS):
     """Where output goes, and what is kept of it."""
 
     redirects = Maybe(
         Std.from_str,
         "-r",
-        section=LOGS,
         metavar="STREAMS",
         written=TEXT + WHOLE,
         torchrun="--redirects",
@@ -108,7 +167,6 @@ class LogOptions(Declared):
     tee = Maybe(
         Std.from_str,
         "-t",
-        section=LOGS,
         metavar="STREAMS",
         written=TEXT + WHOLE,
         torchrun="--tee",
@@ -116,7 +174,6 @@ class LogOptions(Declared):
     )
     log_dir = Maybe(
         str,
-        section=LOGS,
         kind=LogDir(),
         paths=("",),
         metavar="FOLDER",
@@ -125,70 +182,45 @@ class LogOptions(Declared):
     )
     logs_specs = Maybe(
         str,
-        section=LOGS,
         metavar="NAME",
         torchrun="--logs-specs",
         sentence="A plugin that says which files there are: an entry point of torchrun.logs_specs.",
     )
     log_max_size = Maybe(
         read_size,
-        section=LOGS,
         metavar="SIZE",
         written=TEXT + WHOLE,
         sentence="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.",
     )
-    log_keep = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
-        sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept.",
+    log_keep = Count(
+        least=1, sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept."
     )
-    log_compress = Flag(section=LOGS, sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
+    log_compress = Flag(sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
     event_log_handler = Option(
         str,
-        section=LOGS,
         default="null",
         metavar="NAME",
         torchrun="--event-log-handler",
         sentence="Where the events of torchrun's agent go: console, or an entry point of phalanx.event_handlers.",
     )
     log_mode = Maybe(
-        read_mode,
-        section=LOGS,
-        metavar="MODE",
-        sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.",
+        read_mode, metavar="MODE", sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700."
     )
-    keep_attempts = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=LEAST_ATTEMPTS),
-        metavar="N",
-        written=WHOLE,
+    keep_attempts = Count(
+        least=LEAST_ATTEMPTS,
         sentence="Keep the folders of the first attempt and of the last N (5 or more), no others. Default: 100.",
     )
-    keep_runs = Maybe(
-        int,
-        section=LOGS,
-        kind=Whole(min=1),
-        metavar="N",
-        written=WHOLE,
-        sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept.",
+    keep_runs = Count(
+        least=1, sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept."
     )
     duplicate_stdout_filters = Many(
         read_strings,
-        section=LOGS,
         metavar="TEXT,...",
         torchrun="--duplicate-stdout-filters",
         sentence="Write lines that hold one of these also to filtered_stdout.log, for all ranks.",
     )
     duplicate_stderr_filters = Many(
-        read_strings,
-        section=LOGS,
-        metavar="TEXT,...",
-        torchrun="--duplicate-stderr-filters",
-        sentence="The same for stderr.",
+        read_strings, metavar="TEXT,...", torchrun="--duplicate-stderr-filters", sentence="The same for stderr."
     )
     local_ranks_filter = Many(
         read_ranks,
@@ -199,7 +231,7 @@ class LogOptions(Declared):
     )
 
 
-class EndOptions(Declared):
+class EndOptions(Declared, section=END):
     """What ends a run, and how long each step of that takes."""
 
     hang_timeout = Maybe(
@@ -217,62 +249,35 @@ class EndOptions(Declared):
         written=LIST,
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
-    grace = Option(
-        time_of(),
+    grace = Time(
         "--shutdown-timeout",
-        section=END,
         default="30",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
         torchrun="--shutdown-timeout",
         sentence="Time between SIGTERM and SIGKILL.",
     )
-    settle = Option(
-        time_of(),
-        section=END,
+    settle = Time(
         default="0.1",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
     )
-    linger = Option(
-        time_of(),
-        section=END,
+    linger = Time(
         default="10",
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Time for what workers that have all succeeded left behind (an upload), before it is ended.",
     )
     notice = Maybe(
         read_notice,
-        section=END,
         metavar="SIGNAL:TIME",
         sentence="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.",
     )
-    orphan_grace = Option(
-        time_of(endless=False),
-        section=END,
-        default="0",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed.",
+    orphan_grace = Time(
+        endless=False, default="0", sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed."
     )
     no_force_color = Flag(
-        section=CONSOLE,
-        sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours.",
+        section=CONSOLE, sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours."
     )
-    drain = Option(
-        time_of(),
-        section=END,
-        default="10",
-        metavar="TIME",
-        written=TEXT + NUMBER,
-        sentence="Time that the end waits, at most, for a console that reads slowly.",
-    )
+    drain = Time(default="10", sentence="Time that the end waits, at most, for a console that reads slowly.")
     signals_to_handle = Option(
         read_handled,
-        section=END,
         default=host_signals.DEFAULT,
         metavar="NAME,...",
         written=LIST,
@@ -282,7 +287,6 @@ class EndOptions(Declared):
     )
     signals_forward = Option(
         read_signals,
-        section=END,
         default=",".join(number.name.removeprefix("SIG") for number in DEFAULT_FORWARDED),
         metavar="NAME,...",
         written=LIST,
@@ -309,3 +313,33 @@ class RunConfig(
     def __init__(self, script: str, args: tuple[str, ...], env: Mapping[str, str], **options: Any) -> None:
         super().__init__(**options)
         vars(self).update(script=script, args=args, env=dict(env))
+
+
+def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[str]:
+    """Return a line on options of a launcher that stand after the script, and that nobody has given before it."""
+    unset = {
+        name for param in ctx.command.params for name in param.opts
+        if name.startswith(_OF_LAUNCHERS) and ctx.get_parameter_source(param.name or "") is ParameterSource.DEFAULT
+    }  # fmt: skip
+    typed = [arg.partition("=")[0] for arg in args[: args.index("--") if "--" in args else None]]
+    found = [name for name in dict.fromkeys(typed) if name.replace("_", "-") in unset]
+    if not found:
+        return []
+    them = "it goes" if len(found) == 1 else "they go"
+    return [f"{', '.join(found)} after SCRIPT: {them} to {script}; options of phalanx run stand before SCRIPT"]
+
+
+def notes_on_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Return a line on variables that are called as those of options are, and are none. ``PET_`` is not ours alone.
+
+    Nothing in a worker: its launcher has said it.
+    """
+    if "PHALANX_GROUP" in environ:
+        return []
+    real, found = {name for name in (*known, *_OURS) if name.startswith(_OUR)}, []
+    for name in sorted(environ.keys() - real):
+        if not name.startswith(_OUR) or not environ[name] or name.startswith(_OF_TESTS) or _OF_SERVICES.fullmatch(name):
+            continue
+        near = re.search(r"'(\w+)'", meant(name.removeprefix(_OUR), [each.removeprefix(_OUR) for each in sorted(real)]))
+        found.append(f"{name} (did you mean {_OUR}{near[1]}?)" if near else name)
+    return [f"set in the environment, and unknown: {', '.join(found)}"] if found else []

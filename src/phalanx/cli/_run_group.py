@@ -18,14 +18,8 @@ from phalanx._engine import host_signals
 from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._run.run_team import RunTeam, see_through
-from phalanx.cli import _python
-from phalanx.multiprocessing import (
-    KeeperLostError,
-    PContext,
-    PreloadError,
-    RunProcsResult,
-    ScriptContext,
-)
+from phalanx.cli._run_plan import PYTHON_EXEC_ENV
+from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, RunProcsResult, ScriptContext
 from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
@@ -52,26 +46,20 @@ def observers_of(plan: RunPlan, services: Services | None) -> dict[str, Observer
     return observers
 
 
-class _NotRunError(Exception):
-    """The workers could not be started: that was said, and recorded."""
-
-
 def see_attempts_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
-    try:
-        return see_through(
-            team,
-            lambda: _run_all(team, grace),
-            lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
-        )
-    except _NotRunError:
-        return 1
+    return see_through(
+        team,
+        lambda: _run_all(team, grace),
+        lambda ending, stopped: _conclude(ending, stopped, team, specs, colour=colour),
+    )
 
 
 def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
     """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
 
-    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException.
+    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException; and SystemExit where
+    what could not be started has been reported.
     """
 
     def stop(death: signal.Signals) -> None:
@@ -88,7 +76,7 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
     except (PreloadError, NoAttemptError, KeeperLostError) as error:
         say(f"Error: {error}")
         team.record_end("failed", 1, str(error))
-        raise _NotRunError from error
+        raise SystemExit(1) from error
     except OSError as error:
         team.record_end("failed", 1, text := in_our_words(error, team.group))
         raise click.ClickException(text) from None
@@ -102,7 +90,9 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
     attempt = f"attempt {last.number}"
-    error = _failures(team, result, specs, ending)
+    error = None
+    if result.failures:
+        error = child_failed(team.name, result, specs, describe_attempts(ending.ends[:-1]), ending.why)
     report = "" if error is None else error.format_msg()
     if stopped is not None and ending.state == "stopped":
         code = 128 + stopped
@@ -133,8 +123,8 @@ def in_our_words(error: Exception, group: PContext | None) -> str:
     head, text = "entrypoint: ", str(error)
     if not text.startswith(head):
         return text
-    chosen = isinstance(group, ScriptContext) and os.environ.get(_python.CHOICE)
-    return f"{_python.CHOICE if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
+    chosen = isinstance(group, ScriptContext) and os.environ.get(PYTHON_EXEC_ENV)
+    return f"{PYTHON_EXEC_ENV if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
@@ -173,13 +163,6 @@ def _report_stop(error: ChildFailedError | None, ending: Ending, cause: str, *, 
         for line in describe_attempts(failed):
             say(line)
     say(f"stopped by {cause}")
-
-
-def _failures(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending) -> ChildFailedError | None:
-    """Return what the report is about; None: no worker has failed."""
-    if not result.failures:
-        return None
-    return child_failed(team.name, result, logs, describe_attempts(ending.ends[:-1]), ending.why)
 
 
 def _report(error: ChildFailedError | None, result: RunProcsResult, ending: Ending, *, colour: bool) -> None:

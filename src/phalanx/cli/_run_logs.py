@@ -13,11 +13,17 @@ from phalanx._base import disk, procfs
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import say
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
-from phalanx.cli._runs_folders import MANY
+from phalanx.cli._options import MANY
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""
+
+BOUNDS = {
+    "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
+    "keep_attempts": "--keep-attempts", "keep_runs": "--keep-runs",
+}  # fmt: skip
+"""What is said of log files, and the options that say it."""
 
 _INODES, _INODES_EACH = 8, 6  # files and folders of a run with one attempt, and of each of its ranks
 
@@ -60,8 +66,7 @@ class RunLogs(DefaultLogsSpecs):
         try:
             logs = self.name_files(envs)
         except OSError as error:
-            msg = f"--log-dir: {error}"
-            raise click.ClickException(msg) from None
+            raise click.ClickException(f"--log-dir: {error}") from None
         if self._said:
             return logs
         self._said = True
@@ -69,12 +74,10 @@ class RunLogs(DefaultLogsSpecs):
         say(f"{how_many(len(envs), 'worker')}, {where}")
         for note in filter(None, (self.moved, *self.notes)):
             say(note)
-        look = self.run_log_dir and not self.keeps_few
-        kept = _count_in(os.path.dirname(self.run_log_dir or "")) if look else 0
-        if kept > MANY:
-            where = os.path.dirname(self.run_log_dir or "")
+        folder = os.path.dirname(self.run_log_dir or "")
+        if folder and not self.keeps_few and (kept := _count_in(folder)) > MANY:
             more = "phalanx runs prune removes old runs, --keep-runs N keeps so many"
-            say(f"{how_many(kept, 'folder')} are in {where}; {more}")
+            say(f"{how_many(kept, 'folder')} are in {folder}; {more}")
         return logs
 
 
@@ -106,8 +109,7 @@ def run_logs(
     try:
         specs = RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
-        msg = f"--log-dir: {str(error).removeprefix('log_dir: ')}"
-        raise click.UsageError(msg) from None
+        raise click.UsageError(f"--log-dir: {str(error).removeprefix('log_dir: ')}") from None
     specs.moved = moved
     return specs
 

@@ -43,8 +43,7 @@ def read_rank(text: str) -> int:
     if word == "none":
         return NONE
     if not (word.isascii() and word.isdecimal()):
-        msg = f"{text!r}: expected a global rank, like 0, or none"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: expected a global rank, like 0, or none")
     return int(word)
 
 
@@ -65,12 +64,10 @@ class Stdin:
         self._is_chosen = given is not None
         self._rank = given if given is not None else 0 if is_alone else NONE
         if not machines and self._rank >= nprocs:
-            msg = f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}"
-            raise click.UsageError(msg)
+            raise click.UsageError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")
         if self._rank != NONE and not self._is_open:
             if self._is_chosen:
-                msg = f"--stdin {self._rank}: the stdin of phalanx run is closed"
-                raise click.UsageError(msg)
+                raise click.UsageError(f"--stdin {self._rank}: the stdin of phalanx run is closed")
             self._rank = NONE
         self._reads_terminal = False
         self.is_terminal = self._rank != NONE and os.isatty(0)
@@ -104,16 +101,14 @@ class Stdin:
         The terminal's modes are at the end as they were: a worker that is killed at a prompt for a password restores
         none, and of the shells that do, none knows that a process was killed that is not its own.
         """
-        numbers: list[signal.Signals] = []
-        modes = None
+        modes, handles = None, False
         if self.is_terminal and threading.current_thread() is threading.main_thread():
             with suppress(OSError, termios.error):  # not the terminal of our session: it has no job control for us
                 os.tcgetpgrp(0)
-                numbers = [signal.SIGTSTP]
+                handles = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
                 modes = termios.tcgetattr(0)
-        numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-        for number in numbers:
-            signal.signal(number, self._suspend)
+        if handles:
+            signal.signal(signal.SIGTSTP, self._suspend)
         try:
             yield
         finally:
@@ -121,9 +116,8 @@ class Stdin:
                 with suppress(OSError, termios.error):  # it was hung up
                     termios.tcsetattr(0, termios.TCSANOW, modes)
             self._reads_terminal = False
-            for number in numbers:
-                if signal.getsignal(number) == self._suspend:
-                    signal.signal(number, signal.SIG_DFL)
+            if handles and signal.getsignal(signal.SIGTSTP) == self._suspend:
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
     def _suspend(self, number: int, _frame: object) -> None:
         """Stop every process below this one, and this one; when it is continued, continue them."""

@@ -1,6 +1,6 @@
 """``phalanx logs``: what the ranks of a run wrote, merged in the order of time, and followed while the run goes on.
 
-Owns the options and which files they mean. Merging, following and showing are the library's.
+Owns the options, which files they mean, and Ctrl-C while lines are shown. Merging and following are `_reader`'s.
 """
 
 from __future__ import annotations
@@ -8,21 +8,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
 import click
 
 from phalanx._base import durations
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
-from phalanx.cli._declare import click_options
-from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import Whole, reading
+from phalanx.cli._declare import click_options, reading
+from phalanx.cli._options import Whole, refusal, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
-from phalanx.cli._runs_folders import refusal, resolved, run_argument
+
+_SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
 
 
 def read_since(text: str) -> float:
@@ -41,29 +44,16 @@ def read_since(text: str) -> float:
 
 
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--tail": "it is --lines here, or -n"})
-@run_argument
+@run_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
-@click.option(
-    "-n",
-    "--lines",
-    type=Whole(min=0),
-    metavar="N",
-    help="Only the last N lines of what there is; with -f, and what comes.",
-)
-@click.option(
-    "--since",
-    callback=reading(read_since),
-    metavar="TIME",
-    help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.",
-)
+@click.option("-n", "--lines", type=Whole(min=0), metavar="N",
+              help="Only the last N lines of what there is; with -f, and what comes.")  # fmt: skip
+@click.option("--since", callback=reading(read_since), metavar="TIME",
+              help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.")  # fmt: skip
 @click.option("--until", callback=reading(read_since), metavar="TIME",
               help="Only what was written before: as of --since.")  # fmt: skip
-@click.option(
-    "--attempt",
-    type=Whole(min=0),
-    metavar="N",
-    help="Which start of the workers, from 0. Default: the last.",
-)
+@click.option("--attempt", type=Whole(min=0), metavar="N",
+              help="Which start of the workers, from 0. Default: the last.")  # fmt: skip
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @click_options(ConsoleOptions)
@@ -99,8 +89,7 @@ def logs(
         starting = follow and found.state == "running"  # what is not there yet may come
         attempts = attempt_folders(found.path)
         if not attempts and not starting:
-            msg = f"{found.name} has no logs: its workers were never started"
-            raise click.ClickException(msg)
+            raise click.ClickException(f"{found.name} has no logs: its workers were never started")
         number = attempt if attempt is not None else max(attempts, default=0)
         known = ", ".join(map(str, sorted(attempts)))
         if number not in attempts and number < max(attempts, default=0):
@@ -121,18 +110,62 @@ def logs(
         raise refusal(error) from None
     finally:
         reader.close()
-    _leave(reader)
+    _leave(reader, found.path)
 
 
-def _leave(reader: Reader) -> None:
+def _leave(reader: Reader, folder: str) -> None:
     """Say by the exit code how it ended. Raises ClickException, or SystemExit unless it has all been shown."""
     if reader.gone:
-        msg = f"{reader.path}: the folder of this run is not there any more"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{folder}: the folder of this run is not there any more")
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
     if reader.refusal is not None:
-        msg = f"stdout: {getattr(reader.refusal, 'strerror', reader.refusal)}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"stdout: {getattr(reader.refusal, 'strerror', reader.refusal)}")
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
+
+
+class Interrupts:
+    """Calls ``stop`` when SIGINT comes, in a thread of its own. A context manager, of the main thread.
+
+    A Ctrl-C goes to all processes of a pipeline. Where stdout is a pipe its reader decides: most end by it, and then
+    nobody reads any more; a pager does not, and goes on to show what there is, and what comes. So a SIGINT of the
+    terminal's does nothing there; one that a process has sent always counts.
+
+    SIGINT that is ignored (a shell's background) stays so.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def __enter__(self) -> Self:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads that start from now on inherit that
+            self._thread = threading.Thread(target=self._wait, name="phalanx-interrupts", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.ident is not None:
+            self._over = True
+            signal.pthread_kill(thread.ident, signal.SIGINT)
+            thread.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _wait(self) -> None:
+        while True:
+            found = signal.sigwaitinfo({signal.SIGINT})
+            if self._over:
+                return
+            if not (found.si_code == _SI_KERNEL and _piped()):
+                self._stop()
+
+
+def _piped() -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(1).st_mode)
+    except OSError:  # closed
+        return False

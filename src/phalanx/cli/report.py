@@ -19,8 +19,8 @@ from phalanx._base.clock import format_duration
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable
-from phalanx.cli._command import SETTINGS, Command, put
-from phalanx.cli._runs_folders import resolved, run_argument
+from phalanx.cli._commands import SETTINGS, Command, put
+from phalanx.cli._options import resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _LATEST = 1 << 37  # seconds of Unix time: a moment that `time.localtime` takes
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@run_argument
+@run_argument()
 def report(run: str | None, *, log_dir: str | None) -> None:
     """Show what became of RUN: the report that it has printed at its end, with all attempts.
 

@@ -10,9 +10,9 @@ import click
 from phalanx._base import files
 from phalanx._base.stderr import say
 from phalanx._runs.record_writer import CONFIG
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import ignore_environment
-from phalanx.cli._runs_folders import refusal, resolved, run_argument
+from phalanx.cli._options import refusal, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@run_argument
+@run_argument()
 @click.option("--here", is_flag=True, help="In the current folder, though the run was started in another one.")
 @click.pass_context
 def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: bool) -> None:
@@ -39,8 +39,7 @@ def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: boo
         msg = f"{found.name} belongs to uid {found.owner}: look at {path} before you run it, by phalanx run -f"
         raise click.ClickException(msg)
     if found.state == "running":
-        msg = f"{found.name} still runs; a second one beside it: phalanx run -f {path}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} still runs; a second one beside it: phalanx run -f {path}")
     _check_file(found, path)
     if not here:
         _check_folder(found)

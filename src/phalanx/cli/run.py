@@ -16,13 +16,12 @@ from phalanx._base.stderr import say
 from phalanx._base.tty import use_colour
 from phalanx._engine.host_signals import choosing
 from phalanx._run.run_team import RunTeam
-from phalanx.cli._command import SETTINGS, Command, argv_of
+from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import ELSEWHERE, RunConfig, notes_on_args, notes_on_variables
 from phalanx.cli._run_group import observers_of, reserve_port, see_attempts_through
-from phalanx.cli._run_options import ABSENT, ELSEWHERE, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan
 from phalanx.multiprocessing import SignalException
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
-_ABSENT = {**ELSEWHERE, **ABSENT}
 _ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
 _SHELL = ("The shell", ["--print-completion"])
 _SHELLS = ("bash", "zsh", "fish")
@@ -50,14 +48,12 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
     if not paths or ctx.resilient_parsing:
         return
     if len(paths) > 1:
-        msg = f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}")
     if not os.path.isabs(paths[0]) and is_here_gone():
-        msg = f"{paths[0]!r}: {GONE}; give an absolute path"
-        raise click.BadParameter(msg)
+        raise click.BadParameter(f"{paths[0]!r}: {GONE}; give an absolute path")
     from phalanx.cli import _job_file
 
-    set_job(ctx, _job_file.read(paths[0], RunConfig, _ABSENT))
+    set_job(ctx, _job_file.read(paths[0], RunConfig, ELSEWHERE))
 
 
 def _complete_file(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -71,9 +67,6 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
         return
     from click.shell_completion import get_completion_class
 
-    from phalanx.cli._command import put
-    from phalanx.cli._commands import cli
-
     kind = get_completion_class(shell)
     assert kind is not None
     put(kind(cli, {}, "phalanx", "_PHALANX_COMPLETE").source())
@@ -81,30 +74,17 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
 
 
 @click.command(
-    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=_ABSENT
+    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=ELSEWHERE
 )
 @click_options(RunConfig)
-@click.option(
-    "-f",
-    "--job-file",
-    type=click.Path(readable=False),
-    multiple=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_read_job,
-    metavar="FILE",
-    help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.",
-)
+@click.option("-f", "--job-file", type=click.Path(readable=False), multiple=True, is_eager=True, expose_value=False,
+              callback=_read_job, metavar="FILE",
+              help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print the options that hold as a job file; start nothing.")
 @click.option("--dry-run", is_flag=True, help="Print what each rank would be given; start nothing.")
-@click.option(
-    "--print-completion",
-    type=click.Choice(_SHELLS),
-    is_eager=True,
-    expose_value=False,
-    callback=_print_completion,
-    help="Print what has a shell complete `phalanx`, for a file that it reads.",
-)
+@click.option("--print-completion", type=click.Choice(_SHELLS), is_eager=True, expose_value=False,
+              callback=_print_completion,
+              help="Print what has a shell complete `phalanx`, for a file that it reads.")  # fmt: skip
 @click.argument("script", required=False, metavar="SCRIPT", shell_complete=_complete_file)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_file)
 @click.pass_context
@@ -143,7 +123,9 @@ def run(
             if print_config:
                 _print_config(ctx, plan)
             elif dry_run:
-                _dry_run(plan)
+                from phalanx.cli._dry_run import show
+
+                show(plan)
             else:
                 until_end.callback(_say_unread, plan)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
@@ -224,18 +206,11 @@ def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:
-    from phalanx.cli._command import put
     from phalanx.cli._dry_run import rehearse
     from phalanx.cli._print_config import as_job_file
 
     rehearse(plan)
     put(as_job_file(ctx, plan.config))
-
-
-def _dry_run(plan: RunPlan) -> None:
-    from phalanx.cli._dry_run import show
-
-    show(plan)
 
 
 def _without_separator(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
 from phalanx._base.rank_ranges import how_many
 from phalanx._base.tty import printable, use_colour
-from phalanx.cli._command import SETTINGS, Command, Group, meant
-from phalanx.cli._options import Folder, Whole, reading
-from phalanx.cli._runs_folders import MANY, places
+from phalanx.cli._commands import SETTINGS, Command, Group, meant
+from phalanx.cli._declare import reading
+from phalanx.cli._options import LOG_DIR, MANY, Whole, places, refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,20 +45,12 @@ _COLOURS = {
 }
 
 
-_LOG_DIR: dict[str, Any] = {
-    "type": Folder(),
-    "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-    "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
-}
-
-
 def _states(text: str) -> set[str]:
     states = {part.strip() for part in text.split(",")}
     unknown = states - _COLOURS.keys()
     if unknown:
         hint = meant(min(unknown), _COLOURS) or f"; there are {', '.join(_COLOURS)}"
-        msg = f"{text!r}: there is no state {min(unknown)!r}{hint}"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: there is no state {min(unknown)!r}{hint}")
     return states
 
 
@@ -68,8 +60,7 @@ def _with_unit(read: Callable[[str], Any], like: str) -> Callable[[str], Any]:
     def check(text: str) -> Any:
         value = read(text)
         if value and text.strip()[-1].isdecimal():
-            msg = f"{text!r}: of what? Give a unit, like {text.strip()}{like}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: of what? Give a unit, like {text.strip()}{like}")
         return value
 
     return check
@@ -96,7 +87,7 @@ _LOOKED_AT = 20_000
 
 
 @click.group(cls=_Runs, context_settings=SETTINGS, invoke_without_command=True, elsewhere=_ELSEWHERE)
-@click.option("--log-dir", **_LOG_DIR)
+@click.option("--log-dir", **LOG_DIR)
 @click.option("-n", "--number", "--limit", type=Whole(min=1), metavar="N",
               help="No more than N runs, the newest.")  # fmt: skip
 @click.option("--state", "states", callback=reading(_states), metavar="STATE,...",
@@ -128,8 +119,7 @@ def runs(
     except BrokenPipeError:  # | head
         raise
     except OSError as error:
-        msg = f"stdout: {error.strerror}"
-        raise click.ClickException(msg) from None
+        raise click.ClickException(f"stdout: {error.strerror}") from None
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)
@@ -140,7 +130,7 @@ def runs(
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--log-dir", **{**_LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
+@click.option("--log-dir", **{**LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
 @click.pass_context
 def prune(
     ctx: click.Context,
@@ -215,8 +205,7 @@ def _find(where: tuple[str, ...]) -> list[RunDir]:
     try:
         return find(where)
     except OSError as error:
-        msg = f"{error.filename}: {error.strerror}"
-        raise click.ClickException(msg) from None
+        raise refusal(error) from None
 
 
 def _hint(found: list[RunDir]) -> None:

@@ -31,9 +31,8 @@ from phalanx._stacks.dump import (
     program_frames,
     sum_up_locations,
 )
-from phalanx.cli._command import SETTINGS, Command
-from phalanx.cli._options import Folder, Whole
-from phalanx.cli._runs_folders import places
+from phalanx.cli._commands import SETTINGS, Command
+from phalanx.cli._options import Whole, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,28 +52,12 @@ _NATIVE_PATIENCE = 15.0  # py-spy reads the symbols of every library first
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
 
 
-def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    from phalanx._runs.catalog import find
-
-    try:
-        runs = find(places(ctx.params.get("log_dir")))
-    except (OSError, click.UsageError):
-        return []
-    return [run.name for run in runs if run.state == "running" and run.name.startswith(incomplete)]
-
-
 @click.command(cls=Command, context_settings=SETTINGS)
-@click.argument("run", required=False, shell_complete=_names)
 @click.option("--rank", "ranks", type=Whole(min=0), multiple=True, metavar="N",
               help="Only this rank; may be given several times.")  # fmt: skip
 @click.option("--native", is_flag=True, help="The frames of C code as well; of this machine's ranks alone.")
 @click.option("--local", is_flag=True, help="Of a job of many machines, this machine's ranks alone.")
-@click.option(
-    "--log-dir",
-    type=Folder(),
-    envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-    help="Folder of the runs. Default: as of phalanx run.",
-)
+@run_argument(state="running")
 def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool, log_dir: str | None) -> None:
     """Show where the ranks of RUN are now, by their stacks.
 
@@ -91,14 +74,15 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool,
     Of a job of many machines, the ranks of all are shown, on each of them: their agents are asked. One that does not
     answer within 5 s is named; if they cannot be asked, this machine's ranks are shown, and it is said.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    found = _resolve(places(log_dir), run)
+    found = _resolve(log_dir, run)
     assert found.run is not None
     owner = None if found.is_ours else found.owner
     told = None if local or native else _ask(found, set(ranks))
     if told is None:
         texts = _collect(found.path, _ranks(found.run, set(ranks)), native=native, owner=owner)
     else:
-        texts = _chosen(told.texts, set(ranks))
+        _check_known(set(ranks), told.texts, "run")
+        texts = {rank: text for rank, text in told.texts.items() if not ranks or rank in ranks}
     name = name_ranks if told is None else told.ranks.name
     _show(texts, found.run.cwd, name, [] if told is None else told.notes)
     if not any(map(functools.cache(parse), texts.values())):
@@ -110,15 +94,15 @@ def _show(texts: dict[int, str], cwd: str, name: Callable[[Iterable[int]], str],
     colour = use_colour(sys.stdout)
     where = {text: location(text) for text in set(texts.values())}
     summary = sum_up_locations({rank: where[text] for rank, text in texts.items()}, None, name)
-    click.echo(_style(printable(summary), colour, bold=True), color=colour)
+    click.secho(printable(summary), color=colour, bold=True)
     for group, text in group_equal(texts, functools.cache(alike)):
         click.echo()
         for line, style in _lines(name(group), text, cwd):
-            click.echo(_style(printable(line), colour, **style), color=colour)
+            click.secho(printable(line), color=colour, reset=bool(style), **style)
     if notes:
         click.echo()
     for note in notes:
-        click.echo(_style(printable(note), colour, fg="yellow"), color=colour)
+        click.secho(printable(note), color=colour, fg="yellow")
 
 
 def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
@@ -137,36 +121,23 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
         return None
 
 
-def _chosen(texts: dict[int, str], ranks: set[int]) -> dict[int, str]:
-    """The ranks that are meant. Raises UsageError."""
-    _check_known(ranks, texts, "run")
-    return {rank: text for rank, text in texts.items() if not ranks or rank in ranks}
-
-
 def _check_known(ranks: set[int], known: Iterable[int], what: str) -> None:
+    """Raise UsageError for ranks that there are not."""
     unknown = sorted(ranks.difference(known))
     if unknown:
         raise click.UsageError(f"--rank: this {what} has no rank {', '.join(map(str, unknown))}")
 
 
-def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
+def _resolve(log_dir: str | None, name: str | None) -> RunDir:
     """The run that is meant, which runs, and here. Raises ClickException."""
-    from phalanx._runs.catalog import UnknownRunError, resolve
     from phalanx._runs.record import is_here
 
-    try:
-        found = _latest(where) if name is None else resolve(where, name)
-    except UnknownRunError as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        msg = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-        raise click.ClickException(msg) from None
+    found = resolved(log_dir, name, _latest)
     if not found.is_ours and os.geteuid() != files.ROOT:
         msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can look at its processes"
         raise click.ClickException(msg)
     if found.run is None:
-        msg = f"{found.name} cannot be asked: {found.problem}"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} cannot be asked: {found.problem}")
     if found.state != "running":
         msg = f"{found.name} has ended ({found.state}): there are no stacks any more; see phalanx logs {found.name}"
         raise click.ClickException(msg)
@@ -174,8 +145,7 @@ def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
         msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
         raise click.ClickException(msg)
     if not found.run.attempts or not found.run.attempts[-1].ranks:
-        msg = f"{found.name} has no workers yet"
-        raise click.ClickException(msg)
+        raise click.ClickException(f"{found.name} has no workers yet")
     return found
 
 
@@ -311,7 +281,3 @@ def _equal(threads: Sequence[Thread]) -> list[list[Thread]]:
     for thread in threads:
         groups.setdefault(thread.frames, []).append(thread)
     return list(groups.values())
-
-
-def _style(line: str, colour: bool, **style: Any) -> str:  # noqa: FBT001 - a private function
-    return click.style(line, **style) if colour and style else line

@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._commands import SETTINGS, Command
 
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_shim")
 _NOT_FOUND, _NOT_STARTED = 127, 126  # as a shell has it
