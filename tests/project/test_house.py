@@ -63,7 +63,7 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "guest_team", "job_run", "leader")),
             *(f"_rendezvous/{name}" for name in ("membership", "node")),
-            *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
+            *(f"_rendezvous/{name}" for name in ("candidates", "liveness", "store_view", "writes")),
             *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
             *(
                 f"_store/etcd/{name}"
