@@ -63,7 +63,7 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "job_run", "leader")),
             *(f"_rendezvous/{name}" for name in ("effects", "job_ranks", "membership", "node", "roll_call", "rules")),
-            *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
+            *(f"_rendezvous/{name}" for name in ("candidates", "liveness", "store_view", "writes")),
             *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
             *(
                 f"_store/etcd/{name}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx._rendezvous import leader as leading
+from phalanx._rendezvous.liveness import Liveness
 from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
@@ -46,6 +47,13 @@ class Leader:
         made = decide(self.job, stop, seen(*nodes), self.notes, now, self.rules, cause=cause)
         self.job = made.job or self.job
         return made
+
+
+def living() -> Liveness:
+    """What a node knows of a job that goes on, and of which somebody is left."""
+    known = Liveness(0.0)
+    known.is_new, known.has_lived = False, True
+    return known
 
 
 def names(job: Job | None) -> list[str]:
@@ -294,11 +302,11 @@ def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
     view.take(Snapshot("job/", 5, (Entry("job/state", write(job), 5, 5),)))
     view.take(Snapshot("nodes/", 5, (Entry("nodes/a", write(node("a")), 4, 4),)))
     leader = leading.Leader(node("a"), RULES, lambda: 0.0, 3)
-    made, _ = leader.decide(view, 10.0, is_new=False)
+    made, _ = leader.decide(view, living(), 10.0)
     assert made is not None
     assert Absent("nodes/b") in made.conditions
     view.take(Changed("nodes/", 6, (Entry("nodes/b", b"?", 6, 6),), ()))
-    made, _ = leader.decide(view, 11.0, is_new=False)
+    made, _ = leader.decide(view, living(), 11.0)
     assert made is not None
     assert Absent("nodes/b") not in made.conditions
 
@@ -558,7 +566,7 @@ def leads(job: Job | None, *nodes: Node, keep: bool = True) -> Transaction:
     state = () if job is None else (Entry("job/state", write(job), 4, 4),)
     view.take(Snapshot("job/", 5, (*state, Entry("job/leader", b"a", 3, 3))))
     view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in nodes)))
-    transaction, _ = leader.decide(view, 1.0, is_new=False)
+    transaction, _ = leader.decide(view, living(), 1.0)
     assert transaction is not None
     return transaction
 
@@ -582,7 +590,7 @@ def test_a_job_that_has_never_run_leaves_what_was_kept_before() -> None:
     entries = Entry("job/state", write(replace(FORMING, keep=True)), 4, 4), Entry("job/stop/0", write(signal), 5, 5)
     view.take(Snapshot("job/", 5, (*entries, Entry("job/leader", b"a", 3, 3))))
     view.take(Snapshot("nodes/", 5, ()))
-    transaction, _ = leader.decide(view, 1.0, is_new=False)
+    transaction, _ = leader.decide(view, living(), 1.0)
     assert transaction is not None
     [state] = transaction.writes
     assert isinstance(state, Put)
@@ -598,7 +606,7 @@ def test_many_are_refused_in_several_transactions() -> None:
     view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in strangers)))
     refused: set[str] = set()
     for revision in range(6, 10):
-        transaction, _ = leader.decide(view, 1.0, is_new=False)
+        transaction, _ = leader.decide(view, living(), 1.0)
         assert transaction is not None
         assert len(transaction.writes) + len(transaction.conditions) < 100  # etcd takes 128
         puts = [put for put in transaction.writes if isinstance(put, Put)]
@@ -606,7 +614,7 @@ def test_many_are_refused_in_several_transactions() -> None:
         entries = tuple(Entry(put.key, put.value, revision, revision) for put in puts)
         view.take(Changed("job/", revision, entries, ()))
     assert len(refused) == 200
-    assert leader.decide(view, 1.0, is_new=False)[0] is None
+    assert leader.decide(view, living(), 1.0)[0] is None
 
 
 def test_what_a_policy_allows_is_written_as_the_others_read_it() -> None:

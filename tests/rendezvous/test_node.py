@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx._rendezvous import effects, evidence, records, roll_call
-from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
+from phalanx._rendezvous.node import HOST_PATIENCE, PATIENCE, Participant
 from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, Waiting, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
@@ -61,7 +60,7 @@ class Story:
         return due
 
     def tell(self, event: Any) -> list[effects.Effect]:
-        return self._take(self.node.store_told(event, self.now))
+        return self._take(self.node.all_told((event,), self.now))
 
     def writes(self, key: str, record: Any) -> list[effects.Effect]:
         self.revision += 1

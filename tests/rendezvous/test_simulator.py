@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._rendezvous import candidates, conclusion, leader, membership, node
+from phalanx._rendezvous import candidates, conclusion, leader, liveness, membership, node, store_view, writes
 from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
 from phalanx._store.store import Created, Delete, Transaction, Unchanged
@@ -131,8 +131,8 @@ def leads_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write decisions though another one leads, or the job has changed."""
     real = leader.Leader.decide
 
-    def decide(self: Any, view: Any, now: float, **more: Any) -> tuple[Transaction | None, float]:
-        transaction, wake = real(self, view, now, **more)
+    def decide(self: Any, *args: Any) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, *args)
         if transaction is not None:
             kept = tuple(each for each in transaction.conditions if not isinstance(each, Created | Unchanged))
             transaction = transaction._replace(conditions=kept)
@@ -167,16 +167,16 @@ def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeps_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave before what is to be kept is written."""
-    real = node.Participant._left_to_keep
-    monkeypatch.setattr(node.Participant, "_left_to_keep", lambda self: real(self) if self._leader else ())
+    real = writes.Kept.due
+    monkeypatch.setattr(writes.Kept, "due", lambda *args, leads: real(*args, leads=True) if leads else ())
 
 
 def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the evidence of an earlier job be among that of a later one."""
     real = leader.Leader.decide
 
-    def decide(self: Any, view: Any, now: float, **more: Any) -> tuple[Transaction | None, float]:
-        transaction, wake = real(self, view, now, **more)
+    def decide(self: Any, *args: Any) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, *args)
         if transaction is not None:
             kept = tuple(each for each in transaction.writes if not (isinstance(each, Delete) and each.below))
             transaction = transaction._replace(writes=kept)
@@ -195,8 +195,8 @@ def leaves_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loses_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have it go with the lease that workers have succeeded."""
-    real = node.Participant._entry_of
-    monkeypatch.setattr(node.Participant, "_entry_of", lambda self, me: real(self, me)[:1])
+    real = writes.OwnEntry.write
+    monkeypatch.setattr(writes.OwnEntry, "write", lambda self: Transaction((), real(self).writes[:1]))
 
 
 def succeeds_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +216,12 @@ def holds_on_to_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def goes_on_with_a_job_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a job for one that lives, whoever is left of it."""
-    monkeypatch.setattr(node.Participant, "_prove_life", lambda self: setattr(self, "_has_lived", True))
+    monkeypatch.setattr(liveness.Liveness, "prove", lambda self, *_, **__: setattr(self, "has_lived", True))
 
 
 def ends_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for no node that is lost to come back and learn of the end."""
-    monkeypatch.setattr(node.Participant, "_awaits_lost", lambda _: False)
+    monkeypatch.setattr(store_view.StoreView, "awaits_lost", lambda _: False)
 
 
 def concludes_with_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

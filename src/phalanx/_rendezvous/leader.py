@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from phalanx._rendezvous import candidates, membership, records
+from phalanx._rendezvous import candidates, membership, records, roll_call
 from phalanx._rendezvous.evidence import JobEvidence
-from phalanx._rendezvous.records import Job, Node, Refusal, Stop
+from phalanx._rendezvous.liveness import Liveness
+from phalanx._rendezvous.records import Job, Node, Refusal, Stop, Waiting
 from phalanx._rendezvous.rules import Notes, Rules
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import JOB, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
@@ -32,7 +33,6 @@ class Leader:
 
     Attributes:
         decided: The revision that its last decision has made; nothing is decided before that is told.
-        lives: Whether somebody was found to be left of a job that goes on.
         asks: The generation whose evidence is to be read for its next decision, see `learn`; -1: none.
     """
 
@@ -42,7 +42,6 @@ class Leader:
         self._chance = chance
         self.since = since
         self._notes: Notes | None = None
-        self.lives = False
         self._began: float | None = None  # when it could decide first
         self.decided = 0
         self.asks = -1
@@ -54,28 +53,37 @@ class Leader:
         if job is not None and job.generation == self.asks:
             self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
-    def waits_until(self, job: Job, *, is_enough: bool) -> float:
-        """Return until when a generation waits for nodes: for too few of them; or for more than enough.
+    def waiting(self, view: StoreView, now: float) -> tuple[Transaction, str] | None:
+        """Return the write of who is missing in a generation that waits, and a text that changes when that does.
 
-        As of the last `decide`; inf: nothing was decided yet.
+        As of the last `decide`. None: it waits for nobody, as far as is known. Raises DamagedError.
         """
-        notes = self._notes
-        if notes is None:
-            return math.inf
+        (job, modified), notes = view.job(), self._notes
+        if job is None or notes is None or not view.told(records.NODES):
+            return None
+        there = candidates.ready(job, view.nodes)
+        is_enough = len(there) >= job.min_nodes
+        if is_enough and (len(there) >= job.max_nodes or job.ends):
+            return None  # it begins
         since = notes.since + job.delay
-        if is_enough:
-            return max(since, (since if notes.enough is None else notes.enough) + self._rules.last_call)
-        return since + self._rules.join_timeout
+        enough = since if notes.enough is None else notes.enough
+        until = max(since, enough + self._rules.last_call) if is_enough else since + self._rules.join_timeout
+        if until == math.inf:
+            return None
+        words, ranks = roll_call.call((view.nodes[name].node for name in there), job.min_nodes, job.max_nodes)
+        rank = ranks[0] if ranks else -1
+        waiting = Waiting(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
+        transaction = Transaction((Unchanged(records.STATE, modified),), (_put(records.WAITING, waiting),))
+        return transaction, "\n".join((words, *there))  # who comes is to know how long it lasts
 
     def decide(
-        self, view: StoreView, now: float, *, is_new: bool, has_lived: bool = True, regained: float = -math.inf
+        self, view: StoreView, liveness: Liveness, now: float, regained: float = -math.inf
     ) -> tuple[Transaction | None, float]:
         """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError.
 
-        ``is_new``: whether this node has seen no job that goes on. One that is over is of others then: what is left of
-        it is removed, once none of them is there. ``has_lived``: whether it has seen that somebody is left of a job
-        that goes on: else its agents may have been killed, and it is over. ``regained``: when it had the store again
-        that was away.
+        A job that is over is of others where this node has found none that goes on: what is left of it is removed, once
+        none of them is there. One that goes on may have had its agents killed until somebody is found to be left of it.
+        ``regained``: when this node had the store again that was away.
         """
         if not view.told(records.NODES) or self.decided > view.told(records.JOB):
             return None, math.inf
@@ -85,11 +93,11 @@ class Leader:
             first = _put(records.STATE, Job(0, "forming", *self._nodes, keep=self._rules.keep, policy=self._policy))
             return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
         self._began = now if self._began is None else self._began
-        if is_new if job.phase == "over" else not has_lived:
+        if liveness.is_new if job.phase == "over" else not liveness.has_lived:
             until = self._of_others_until(job, view, regained)
             if now < until or not _is_left(job, view):
                 return (None, until) if now < until else (_remove_job(mine, modified, view), math.inf)
-            self.lives = job.phase != "over"
+            liveness.has_lived = liveness.has_lived or job.phase != "over"
         if self._notes is None:
             self._notes = Notes(job, now)
         self._notes.regained = regained
@@ -107,7 +115,7 @@ class Leader:
             writes.append(_put(records.STATE, made.job))
             old = f"{records.STOP}{job.generation - 1}"  # a node that has not seen it sees a later generation
             writes += [Delete(old)] if view.entry(old) else []
-            if made.job.is_kept:  # in the place of an earlier one, see `NodeWrites`
+            if made.job.is_kept:  # in the place of an earlier one, see `Kept`
                 writes.append(Delete(records.KEPT, below=True))
         if made.stop is not None:
             key = f"{records.STOP}{job.generation}"
@@ -143,5 +151,5 @@ def _remove_job(mine: Created, modified: int, view: StoreView) -> Transaction:
     return Transaction((mine, Unchanged(records.STATE, modified)), tuple(Delete(key) for key in keys))
 
 
-def _put(key: str, record: Job | Stop | Refusal) -> Put:
+def _put(key: str, record: Job | Stop | Refusal | Waiting) -> Put:
     return Put(key, records.write(record), JOB)

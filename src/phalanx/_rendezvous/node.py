@@ -1,8 +1,8 @@
 """A node of a job: what its agent does as the store and its workers tell. Pure: it returns what is to be done.
 
-Owns the node's part in each generation. Any event may come at any time. What it wants the store to hold is the business
-of `node_writes`; what it waits for, and how it leaves, of `node_waits`; where the ranks are, if somebody asks, of
-`looks`.
+Owns the node's part in each generation, and its waits, each of which is bounded. Any event may come at any time. What
+it has to write of itself stands in `writes`, what it decides while it leads in `leader`, whether somebody is left of
+the job in `liveness`, and where the ranks are, if somebody asks, in `looks`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ import math
 from collections.abc import Callable, Iterable
 from signal import SIGKILL
 
-from phalanx._rendezvous import records
-from phalanx._rendezvous.effects import Earlier, Effect, Finish, Found, Heard, Watch
+from phalanx._base.clock import format_duration
+from phalanx._rendezvous import effects, life, records, roll_call
+from phalanx._rendezvous.effects import Effect, Finish, Found, Heard
+from phalanx._rendezvous.leader import Leader
+from phalanx._rendezvous.liveness import Liveness
 from phalanx._rendezvous.looks import Looks
-from phalanx._rendezvous.node_waits import HURRY, PATIENCE, NodeWaits
-from phalanx._rendezvous.records import DamagedError, Job, Node, Stop, replace
+from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
+from phalanx._rendezvous.roll_call import RollCall
 from phalanx._rendezvous.rules import Rules
 from phalanx._rendezvous.store_view import StoreView
+from phalanx._rendezvous.writes import Kept, OwnEntry, Stops, Writes
 from phalanx._store import store
-from phalanx._store.store import StoreEvent
+from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
+
+PATIENCE = 5.0
+"""Seconds for which a node that leaves waits for the store, and the leader for the others."""
+
+HURRY = 0.5
+"""The same, where somebody does not want to wait: what is on its way comes in milliseconds."""
+
+HOST_PATIENCE = 15.0
+"""Seconds for which a node that hosts the store waits at the end for the others."""
 
 
-class Participant(NodeWaits):
+class Participant:
     """A node of a job.
 
     Args:
@@ -45,28 +58,58 @@ class Participant(NodeWaits):
         away_timeout: float = math.inf,
         chance: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(me, rules, barrier=barrier, hosts=hosts, away_timeout=away_timeout, chance=chance)
+        self.state = "WAITING"
+        """See `life.STATES`."""
+        self.wake = math.inf
+        """When to call `tick`, though nothing has happened (monotonic seconds)."""
+        self._id = me.id
+        self._rules = rules
+        self._barrier = math.inf if hosts else barrier
+        self._hosts = hosts
+        self._away_timeout = away_timeout
+        self._chance = chance
+        self._effects: list[Effect] = []
+        self._now = 0.0
+        self._since = 0.0  # when the state was entered
         self._begun = False
-        self._ended = -1  # the generation whose end was said
-        self._heard: tuple[int, str] = (-1, "")
-        self._is_late = False  # whether an earlier job was met
-        self._has_reached = False  # whether the store has answered at all
-        self._was_away = False  # whether it has not, for a while
-        self._store = b""  # which one that was
+        self._view = StoreView()
+        self._writes = Writes()
+        self._entry = OwnEntry(me)
+        self._stops = Stops()  # why generations are to end: to be written
+        self._kept = Kept()
+        self._liveness = Liveness(rules.return_timeout)
+        self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
+        self._waiting = 0, 0.0  # which `Waiting` was read last, and until when it lasts
         self._looks = Looks(me.id)
+        self._leader: Leader | None = None  # while this node leads
+        self._knows_nodes = False  # whether the entries of the nodes are watched
+        self._heard: tuple[int, str] = (-1, "")
+        self._ended = -1  # the generation whose end was said
+        self._last: Job | None = None  # the job as it was last, that this node has part in
+        self._read: tuple[Entry, ...] | None = None
+        self._cause: tuple[Entry, ...] | None = None  # evidence that the leader has asked for
+        self._is_led = False  # whether the others run, and this node waits
+        self._store: bytes | None = None  # which one has answered last
+        self._away: float | None = 0.0  # since when it does not answer
+        self._was_away = False  # whether it has not, for a while
+        self._regained = -math.inf  # when it was there again, or a lease in place of one that was lost
+        self._asked: Stop | None = None  # somebody wants the job to end
+        self._by = math.inf  # when the end that somebody wants is waited for no more
+        self._leaves = ""  # why this node goes
+        self._wants_leave = False  # whether somebody has asked for its departure
+        self._cannot_start = ""  # why no worker can be started here, as far as is known
+        self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
+        self._lost_why = ""  # why it is not known here how the job has ended, or will
+        self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
     # --- what happens
 
     def begin(self, now: float) -> list[Effect]:
         """Enter the job."""
-        self._now = self._since = self._away = now
+        self._since = self._away = now
         self._begun = True
-        self._effects.append(Watch(records.JOB))
-        return self._settle()
-
-    def store_told(self, event: StoreEvent, now: float) -> list[Effect]:
-        """See what the store tells."""
-        return self.all_told((event,), now)
+        self._effects.append(effects.Watch(records.JOB))
+        return self._settle(now)
 
     def all_told(self, events: Iterable[StoreEvent], now: float) -> list[Effect]:
         """See all that the store has told meanwhile, in its order, before anything is decided.
@@ -74,11 +117,11 @@ class Participant(NodeWaits):
         What a leader decides costs time for each node there is: of many that come at once, it costs that once.
         """
         self._now = now
-        self._prove_life()  # by what was known until now
+        self._liveness.prove(self._view, self._entry, now, is_away=self._away is not None)  # as known until now
         for event in events:
             if not self._looks.hear(event, now):
                 self._take(event)
-        return self._settle()
+        return self._settle(now)
 
     def _take(self, event: StoreEvent) -> None:
         now = self._now
@@ -101,18 +144,27 @@ class Participant(NodeWaits):
             self._see_back(event)
         elif isinstance(event, store.LeaseLost):
             self._regained = now
-            self._entered = None
+            self._entry.entered = None
             self._writes.drop("enter")  # it may have been made with the lease that is lost
             self._writes.reopen()
         else:
             self._give_up("refused", event.why)
 
+    def _note_done(self, event: store.Done) -> None:
+        what = self._writes.end(event, self._now)
+        if what == "keep" and event.made is not None:  # False: the job has gone
+            self._kept.written()
+        if event.made and what == "enter":
+            self._entry.written(event.revision)
+        elif event.made and what == "decide" and self._leader is not None:
+            self._leader.decided = event.revision
+
     def _see_back(self, event: store.Back) -> None:
-        self._regained = self._now if self._has_reached or self._was_away else self._regained
-        if self._has_reached and event.store != self._store:
+        self._regained = self._regained if self._store is None and not self._was_away else self._now
+        if self._store not in (None, event.store):
             self._forget_store()
-        self._has_reached, self._away, self._store = True, None, event.store
-        self._seen = 0, self._now
+        self._away, self._store = None, event.store
+        self._liveness.reach_store(self._now)
         self._writes.reopen()
 
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
@@ -120,92 +172,86 @@ class Participant(NodeWaits):
         self._now = now
         self._stops.say(stop)
         self._see("FAILED")
-        return self._settle()
+        return self._settle(now)
 
     def workers_gone(self, me: Node, evidence: bytes, now: float) -> list[Effect]:
         """See that the workers are gone. ``me``: the entry, with how they ended, and a port that is free."""
         self._now = now
-        generation = self._me.generation
         succeeded = me.outcome == "succeeded"
-        self._me = replace(me, state="left" if self._leaves else "ready", generation=generation)
-        self._evidence = evidence
+        self._entry.node = replace(me, state="left" if self._leaves else "ready", generation=self.generation)
+        self._entry.evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._stops.say(Stop(generation, "failure", me.id, me.host, "its workers are gone"))
+            self._stops.say(self._stop("failure", "its workers are gone"))
         self._see("SUCCEEDED" if succeeded else "GONE")
-        return self._settle()
+        return self._settle(now)
 
     def ask_stop(self, signal: int, error: str, grace: float, now: float) -> list[Effect]:
         """End the whole job, because somebody here wants that: within ``grace``, or at once where no worker runs."""
         self._now = now
-        me, runs = self._me, self.state in ("RUNNING", "STOPPING", "CLOSING")
-        self._asked = Stop(max(0, me.generation), "signal", me.id, me.host, records.one_line(error), signal=signal)
+        runs = self.state in ("RUNNING", "STOPPING", "CLOSING")
+        self._asked = replace(self._stop("signal", error), generation=max(0, self.generation), signal=signal)
         patience = HURRY if signal == SIGKILL else PATIENCE
         self._by = min(self._by, now + (grace if runs else 0.0) + patience)
         if self.state == "RUNNING":
             self._see("ENDED")
-        return self._settle()
+        return self._settle(now)
 
     def ask_leave(self, why: str, now: float, *, at_once: bool = False) -> list[Effect]:
         """Take this node out of the job, which goes on without it if it can. ``at_once``: nobody wants to wait."""
         self._now = now
-        me = self._me
-        job = self._known_job()
-        if self.state == "LEAVING" or (job is not None and job.phase == "over" and not self._is_new):
+        job = self._view.known_job()
+        if self.state == "LEAVING" or (job is not None and job.phase == "over" and not self._liveness.is_new):
             self._by = min(self._by, now + (HURRY if at_once else PATIENCE))
-            return self._settle()
+            return self._settle(now)
         self._leaves, self._wants_leave = self._leaves or why, True
         if self.state == "RUNNING":
-            self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
+            self._stops.say(self._stop("left", why))
         self._by = min(self._by, now + HURRY) if at_once else self._by
         if self.state == "DONE":  # its success is to stay known
             self._barrier = min(self._barrier, now - self._since)
         else:
             self._see("LEAVE")
-        return self._settle()
+        return self._settle(now)
 
     def cannot_start(self, why: str, now: float) -> list[Effect]:
         """See that no worker can be started here. A node that waits leaves a job that has begun to others.
 
         Before that, and if it hosts the store, it stays: the others hear of it when a generation begins with it.
         """
-        self._now = now
         self._cannot_start = why if self.state == "WAITING" else ""
-        return self._settle()
+        return self._settle(now)
 
     def ask_look(self, tell: Callable[[Found], None], now: float) -> list[Effect]:
         """Find out where all ranks of the job are: `Looked` has ``tell`` called, unless this node leaves before."""
-        self._now = now
         self._looks.ask(tell)
-        return self._settle()
+        return self._settle(now)
 
     def has_looked(self, looks: tuple[str, ...], data: bytes, now: float) -> list[Effect]:
         """See where the workers here are, as `Look` has asked: ``data`` is to be told to those who ask."""
-        self._now = now
         self._looks.answer(looks, data, self._view)
-        return self._settle()
+        return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
         """See that it is `wake`, or later."""
-        self._now = now
-        return self._settle()
+        return self._settle(now)
 
     @property
     def is_spare(self) -> bool:
         """Whether the job runs without this node, which waits."""
-        job = self._known_job()
-        return self.state == "WAITING" and job is not None and job.phase == "running" and job.rank_of(self._me.id) < 0
+        job = self._view.known_job()
+        return self.state == "WAITING" and job is not None and job.phase == "running" and job.rank_of(self._id) < 0
 
     @property
     def generation(self) -> int:
         """The generation whose workers run here, or have ended here last; -1: none."""
-        return self._me.generation
+        return self._entry.node.generation
 
     # --- what follows
 
-    def _settle(self) -> list[Effect]:
+    def _settle(self, now: float) -> list[Effect]:
         """Do all that follows from what is known now."""
-        self.wake = math.inf
-        if self._begun and not self._is_final:
+        self._now, self.wake = now, math.inf
+        if self._begun and self.state != "LEFT":
             try:
                 if self._given_up is None:
                     self._look()
@@ -213,41 +259,64 @@ class Participant(NodeWaits):
                     self._write()
                     self._wait()
             except DamagedError as error:
-                self._give_up_for(error)
+                self._give_up("refused" if isinstance(error, OtherVersionError) else "damaged", str(error))
             if self._given_up is not None and self.state == "LEAVING":
                 self._see("READ")
-            if not self._is_final:
+            if self.state != "LEFT":
                 is_away = self._away is not None or self._given_up is not None
-                self._effects += self._looks.settle(self._view, self._known_job(), self._now, is_away=is_away)
+                self._effects += self._looks.settle(self._view, self._view.known_job(), now, is_away=is_away)
                 self.wake = min(self.wake, self._looks.wake)
-        effects, self._effects = self._effects, []
-        return effects
+        due, self._effects = self._effects, []
+        return due
+
+    def _see(self, event: str) -> None:
+        before = self.state
+        self.state, actions = life.step(before, event)
+        if self.state != before:
+            self._since = self._now
+            self._roll, self._writing_roll = RollCall(), RollCall()
+        for action in actions:
+            if action == "START":
+                job = self._view.job()[0]
+                assert job is not None
+                self._entry.start(job.generation)
+                self._cannot_start = ""
+                self._stops.forget()
+                self._effects.append(effects.Start(job, job.rank_of(self._id)))
+            elif action == "STOP":
+                known = None if self._given_up is not None else self._view.known_stop(self.generation)
+                self._effects.append(effects.End(self._asked or known or self._stops.own))
+            elif action == "ENTER":
+                self._entry.node = replace(self._entry.node, state="done" if self.state == "DONE" else "ready")
+            elif action == "FINISH":
+                self._leave()
 
     def _look(self) -> None:
         """See what the store holds, and what that means for the workers here."""
-        job = self._job()  # first: of a job of another version, nothing else is understood
-        self._prove_life()
-        is_early = self._waits_for_earlier(job)
-        refused = self._view.refusal(self._me.id)
-        if refused and self.state == "WAITING" and not self._hosts and (job is None or not is_early):
+        job = self._view.job()[0]  # first: of a job of another version, nothing else is understood
+        self._liveness.prove(self._view, self._entry, self._now, is_away=self._away is not None)
+        if self._liveness.find_earlier(self._view):
+            self._effects.append(effects.Earlier())
+        refused = self._view.refusal(self._id)
+        if refused and self.state == "WAITING" and not self._hosts and (job is None or not self._liveness.is_new):
             self._finish(Finish("refused", refused, job))
             return
-        if is_early:
+        if self._liveness.is_new:
             return
         if self._lost_job or self._view.is_job_gone():
-            self._see_gone()
+            self._lost_job = True
+            self._see("OVER")
         if job is None or self._lost_job:
             return
         self._last = job
-        mine, stop = self._me.generation, self._hear(job)
+        mine, stop = self.generation, self._hear(job)
         if job.phase == "over":
-            if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
-                self._see("OVER")
+            self._see("OVER")
             return
         if self.state in ("RUNNING", "DONE") and (stop is not None or job.generation > mine):
             self._see("ENDED")
-        is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._me.id) >= 0
-        if self.state == "WAITING" and is_next and self._entered is not None:  # else it is about to be lost
+        is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._id) >= 0
+        if self.state == "WAITING" and is_next and self._entry.entered is not None:  # else it is about to be lost
             self._take_part(job)
 
     def _hear(self, job: Job) -> Stop | None:
@@ -255,47 +324,12 @@ class Participant(NodeWaits):
         if self._heard != (job.generation, job.phase):
             self._heard = job.generation, job.phase
             self._effects.append(Heard(job))
-        mine = self._me.generation
+        mine = self.generation
         stop = self._view.stop(mine) if mine >= 0 else None
         if stop is not None and self._ended < mine:
             self._ended = mine
             self._effects.append(Heard(stop))
         return stop
-
-    def _prove_life(self) -> None:
-        """See whether the job is one that lives: what was written by agents that were killed may outlive them a while.
-
-        It lives if this node takes part; if its leader has changed it since this node came; or if it has had the same
-        leader for longer than such a one takes to find that nobody is left, see `Leader`.
-        """
-        job, now = self._known_job(), self._now
-        leader, since = self._view.leader()
-        if self._seen[0] != since:
-            self._seen = since, now
-        if job is None or job.phase == "over" or self._view.is_job_gone():  # the last: it is another one
-            return
-        is_led = leader not in ("", self._me.id) and self._away is None
-        is_changed = self._entered is not None and self._view.job()[1] > self._entered_at
-        lives = job.rank_of(self._me.id) >= 0 or is_changed
-        self._has_lived = self._has_lived or lives or (is_led and now >= self._seen[1] + 3 * self._rules.return_timeout)
-
-    def _waits_for_earlier(self, job: Job | None) -> bool:
-        """Whether there is no job yet for this node: one that ends when it comes is an earlier one of its id."""
-        is_over = job is not None and job.phase == "over"
-        is_ending = is_over if self._has_lived else self._view.is_ending()
-        self._is_new = self._is_new and (job is None or is_ending)
-        if not self._has_lived and self._view.is_job_gone():  # nobody was left of it
-            self._view.forget_job()
-            self._is_new = job is None or is_ending
-        if self._is_new and job is not None and not self._is_late:
-            self._is_late = True
-            self._effects.append(Earlier())
-        return self._is_new
-
-    def _see_gone(self) -> None:
-        self._lost_job = True
-        if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
-            self._see("OVER")
 
     def _forget_store(self) -> None:
         """See that the store is another one, which knows nothing of what was in the one before.
@@ -303,12 +337,12 @@ class Participant(NodeWaits):
         A node that waits enters the job that is made there; the workers of another node end with the job that was.
         """
         self._view = StoreView()
-        self._entered, self._entered_at, self._seen = None, 0, (0, self._now)
+        self._entry.entered, self._entry.revision = None, 0
         self._waiting, self._heard = (0, 0.0), (-1, "")
         if self.state == "WAITING" and self._asked is None and not self._leaves:
-            self._me = replace(_without_end(self._me), generation=-1, outcome="")
-            self._ended, self._evidence = -1, b""
-            self._is_new, self._has_lived, self._is_late = True, False, False
+            self._entry.miss(-1)
+            self._ended = -1
+            self._liveness = Liveness(self._rules.return_timeout)
             self._stops.forget()
             self._since, self._by = self._now, math.inf
         else:
@@ -317,14 +351,248 @@ class Participant(NodeWaits):
 
     def _take_part(self, job: Job) -> None:
         """Begin a generation, unless it has ended already."""
-        if self._asked is None and not self._leaves and self._view.stop(job.generation) is None:
-            self._see("FORMED")
+        takes_part = self._asked is None and not self._leaves and self._view.stop(job.generation) is None
+        if not takes_part:
+            self._entry.miss(job.generation)
+        self._see("FORMED" if takes_part else "MISSED")
+
+    def _stop(self, kind: records.Kind, error: str) -> Stop:
+        """Return why the generation of this node is to end, because of this node."""
+        me = self._entry.node
+        return Stop(me.generation, kind, me.id, me.host, records.one_line(error))
+
+    # --- the leader
+
+    def _lead(self) -> None:
+        """Decide what follows, if this node leads."""
+        who, since = self._view.leader()
+        # Who leaves decides nothing more: the others do not wait for what it makes of them, nor it for them.
+        since = since if who == self._id and not self._lost_job and not self._leaves else 0
+        if since != (self._leader.since if self._leader else 0):  # another one may have led meanwhile
+            self._leader = Leader(self._entry.node, self._rules, self._chance, since) if since else None
+            self._writes.drop("cause")
+            self._cause = None
+        knows = since > 0 or (bool(self._hosts) and self.state == "LEAVING")
+        if knows != self._knows_nodes:
+            self._knows_nodes = knows
+            if not knows:
+                self._view.forget(records.NODES)
+            self._effects.append(effects.Watch(records.NODES) if knows else effects.Unwatch(records.NODES))
+        if self._leader is None or self._writes.is_open("decide"):
             return
-        self._me = replace(_without_end(self._me), generation=job.generation, outcome="not started")
-        self._evidence = b""
-        self._see("MISSED")
+        if self._cause is not None:
+            self._leader.learn(self._cause, self._view)
+            self._cause = None
+        transaction, wake = self._leader.decide(self._view, self._liveness, self._now, self._regained)
+        self.wake = min(self.wake, wake)
+        if transaction is not None:
+            self._submit("decide", transaction)
+        if self._leader.asks >= 0 and not self._writes.is_open("cause") and self._is_due("cause"):
+            self._effects.append(effects.Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
 
+    def _can_lead(self) -> bool:
+        """Whether nobody leads, and this node may."""
+        is_here = self._entry.entered is not None and self.state != "CLOSING" and not self._leaves
+        return is_here and not self._waits_until(self._liveness.conceded_until(self._view, hosts=self._hosts))
 
-def _without_end(me: Node) -> Node:
-    """Return a node's entry without what it says of the end of its workers."""
-    return replace(me, uptime=0.0, step=None, survivors=0, error="", rank=None, exitcode=None, is_cut_off=False)
+    # --- the store
+
+    def _write(self) -> None:
+        """Have written what is to be in the store, and is not."""
+        if self._away is not None or self.state == "LEFT":
+            return
+        writes, view, own = self._writes, self._view, self._entry
+        if self.state == "LEAVING" and self._read is None and not writes.is_open("read"):
+            self._read_left()
+        if self._lost_job:
+            return  # another job of this id may be there
+        if own.is_due(view) and not writes.is_open("enter"):
+            self._submit("enter", own.write())
+        if self._can_lead() and not writes.is_open("lead"):
+            put = Put(records.LEADER, self._id.encode(), OWN)
+            self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
+        if not writes.is_open("stop") and (stop := self._stops.due(view, self._asked)):
+            self._submit("stop", stop)
+        if (left := self._left_to_keep()) and not writes.is_open("keep"):
+            self._submit("keep", self._kept.write(left, view))
+
+    def _read_left(self) -> None:
+        """Read what the workers of all nodes have left, if there is anything to be read."""
+        job = self._view.job()[0]
+        generation = -1 if job is None or self._lost_job else job.with_evidence
+        self._read = () if generation < 0 else None
+        if generation >= 0 and self._is_due("read"):
+            self._effects.append(effects.Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
+
+    def _left_to_keep(self) -> tuple[Put, ...]:
+        """Return what is to be kept of the job, and is not yet."""
+        if self.state != "LEAVING" or self._lost_job:
+            return ()
+        return self._kept.due(self._view, self._entry, leads=self._leader is not None)
+
+    def _submit(self, what: str, transaction: Transaction) -> None:
+        if self._is_due(what):
+            self._effects.append(effects.Submit(self._writes.begin(what), transaction))
+
+    def _is_due(self, what: str) -> bool:
+        """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
+        return not self._waits_until(self._writes.closed_until(what))
+
+    # --- waits
+
+    def _waits_until(self, moment: float) -> bool:
+        """Whether a moment has yet to come: the node wakes then."""
+        if self._now < moment:
+            self.wake = min(self.wake, moment)
+        return self._now < moment
+
+    def _wait(self) -> None:
+        """See what has taken too long, and when the next thing will have."""
+        if self._away is not None and self.state in ("RUNNING", "DONE"):
+            self._wait_for_store(self._away)
+        if self.state == "DONE":
+            self._wait_for_others()
+        if self.state == "WAITING":
+            job = None if self._liveness.is_new else self._view.job()[0]
+            if self._cannot_start and not self._hosts and job is not None and (job.phase == "running" or job.ends):
+                self._leaves = self._leaves or self._cannot_start
+            self._see("LEAVE") if self._leaves else self._wait_for_job()
+        asked = self._asked if self.state in ("WAITING", "DONE") else None
+        if asked is not None and (self._away is not None or not self._waits_until(self._by)):  # nobody is waited for
+            self._leaves = self._leaves or asked.error
+            self._see("LEAVE")
+        if self.state == "LEAVING":
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        """Leave once all is read, and written; and, where this node ends the store, when the others have left.
+
+        A signal shortens that, and changes nothing else.
+        """
+        now = self._now
+        is_last = self._knows_nodes and self._hosts is not False
+        others = is_last and not (self._view.told(records.NODES) and self._view.is_alone(self._id))
+        until = min(self._since + (HOST_PATIENCE if self._hosts else PATIENCE), max(self._by, self._since + HURRY))
+        back = self._since + self._rules.lease
+        others = others or bool(is_last and self._hosts and now < back and self._view.awaits_lost())
+        writes = self._writes.is_open("stop") or self._writes.is_open("enter") or bool(self._left_to_keep())
+        is_lost = self._away is not None and (bool(self._leaves) or self._asked is not None or self._lost_job)
+        if now >= until or is_lost or (self._read is not None and not others and not writes):
+            self._see("READ")
+            return
+        self.wake = min(self.wake, until, back if back > now else math.inf)
+
+    def _wait_for_store(self, away: float) -> None:
+        """Leave if the store, which another node hosts, does not answer for too long."""
+        if self._waits_until(away + self._away_timeout):
+            return
+        self._leaves = self._lost_why = f"its store has not answered for {format_duration(self._away_timeout)}"
+        if self.state == "RUNNING":
+            self._effects.append(Heard(self._stop("left", self._leaves)))
+        self._see("LEAVE")
+
+    def _wait_for_others(self) -> None:
+        """Leave if the workers of other nodes go on for too long: this node's entry says that its own are done."""
+        until = self._since + self._barrier
+        is_entered = self._entry.entered == self._entry.node
+        if not self._waits_until(until) and (is_entered or not self._waits_until(until + PATIENCE)):
+            self._see("BARRIER")
+
+    def _wait_for_job(self) -> None:
+        """Give up where nobody decides, or the store is not there: the leader's own waits are shorter than this."""
+        job = self._view.job()[0]
+        if self._away is not None:
+            self._wait_for_answer(job, max(self._away, self._since))
+            return
+        is_led = job is not None and job.phase == "running" and bool(self._view.leader()[0])
+        if is_led and job is not None and self._view.stop(job.generation) is None:
+            self._is_led = True
+            return  # a spare waits for as long as the others run; of their end, whoever leads has to make something
+        self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
+        self._is_led = False
+        since = self._since + (0.0 if job is None else job.delay)
+        if not self._waits_until(since + self._rules.join_timeout + self._rules.end_timeout + PATIENCE):
+            self._finish(Finish("timeout", "", job, self._entry.failure))
+        elif self._asked is None and job is not None and job.phase == "forming":
+            self._call_roll(job, since)
+
+    def _wait_for_answer(self, job: Job | None, since: float) -> None:
+        """Give up where the store does not answer for too long."""
+        state, why = "unreachable", ""
+        stop = self._view.stop(self.generation)
+        if job is not None and stop is not None and stop.kind == "signal":  # all nodes end their workers
+            until, state, job = since + PATIENCE, "stopped", replace(job, verdict=Verdict("stopped", "", stop))
+        else:
+            known = self._rules.join_timeout if job is None else min(self._rules.join_timeout, self._away_timeout)
+            until = since + known
+            if self.generation >= 0:
+                state, why = "unknown", f"its store has not answered for {format_duration(known)}"
+        if not self._waits_until(until):
+            self._finish(Finish(state, why, job, self._entry.failure))
+
+    def _call_roll(self, job: Job, since: float) -> None:
+        """Report who is missing, if that has lasted for a while. The leader writes it, for all nodes."""
+        now, view = self._now, self._view
+        if self._waits_until(since + roll_call.FIRST):
+            return
+        leader = None if self._writes.is_open("waiting") else self._leader
+        if leader is not None and (waits := leader.waiting(view, now)) is not None:
+            write, text = waits
+            if self._writing_roll.call(text, since, now):
+                self._submit("waiting", write)
+            self.wake = min(self.wake, self._writing_roll.wake)
+        waiting, told = view.waiting(job.generation)
+        if waiting is None or told < self._entry.revision:  # the latter: it was written before this node came
+            return
+        if told != self._waiting[0]:
+            self._waiting = told, now + waiting.seconds
+        if self._roll.call(waiting.words, since, now):
+            left = max(0.0, self._waiting[1] - now)
+            self._effects.append(effects.Missing(waiting.words, waiting.rank, left, waiting.is_enough))
+        self.wake = min(self.wake, self._roll.wake)
+
+    # --- the end
+
+    def _leave(self) -> None:
+        """Leave: the job is over, or goes on without this node."""
+        own = self._entry.failure
+        if self._given_up is not None:
+            state, why = ("stopped", "") if self._asked is not None else self._given_up
+            self._finish(Finish(state, why, self._view.known_job(), own))
+            return
+        # What is new is another one.
+        job = None if self._liveness.is_new else self._last if self._lost_job else self._view.job()[0]
+        if job is None or (verdict := job.verdict) is None:
+            state, why = self._how_left()
+            self._finish(Finish(state, why, job, own))
+            return
+        # Where another node hosts the store, that one is the last, though its entry may be gone: it has yet to read.
+        is_last = self._knows_nodes and self._hosts is not False and not self._lost_job
+        read = self._read or ()
+        if self.generation != job.with_evidence or {entry.key for entry in own} & {entry.key for entry in read}:
+            own = ()
+        ends_job = is_last and self._view.is_alone(self._id)
+        self._finish(Finish(verdict.state, verdict.why, job, (*read, *own), ends_job))
+
+    def _how_left(self) -> tuple[str, str]:
+        """Return how this node leaves a job that has not ended, as far as is known, and why: see `Finish`."""
+        me = self._entry.node
+        if self._asked is not None:
+            return "stopped", self._leaves
+        is_known = not (self._lost_job or self._lost_why)
+        if is_known and me.outcome == "succeeded" and me.state == "done":
+            return "succeeded", self._leaves
+        return ("left", self._leaves) if self._wants_leave or is_known else ("unknown", self._lost_why)
+
+    def _give_up(self, state: str, why: str) -> None:
+        """Leave, for nothing can be had of the store any more: when the workers here are gone."""
+        if self._given_up is not None or self.state == "LEFT":
+            return
+        self._given_up = state, why
+        if self.state == "RUNNING":
+            self._effects.append(Heard(self._stop("left", why)))
+        self._see("LEAVE")
+
+    def _finish(self, finish: Finish) -> None:
+        self.state, self.wake = "LEFT", math.inf
+        self._effects.append(finish)

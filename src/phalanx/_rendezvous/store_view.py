@@ -123,6 +123,20 @@ class StoreView:
             self._job = entry.modified, records.read_job(entry)
         return self._job[1], entry.modified
 
+    def known_job(self) -> Job | None:
+        """Return the job; None: there is none yet, or what is there cannot be one."""
+        try:
+            return self.job()[0]
+        except DamagedError:
+            return None
+
+    def known_stop(self, generation: int) -> Stop | None:
+        """Return why a generation ends; None: nobody has said, or what is there cannot be that."""
+        try:
+            return self.stop(generation)
+        except DamagedError:
+            return None
+
     def is_ending(self) -> bool:
         """Whether the job is over, or somebody has asked for its end. Raises DamagedError."""
         job, _ = self.job()
@@ -157,6 +171,21 @@ class StoreView:
         entry = self._entries.get(records.WAITING)
         found = None if entry is None else records.read(Waiting, entry)
         return (found, entry.modified) if entry and found and found.generation == generation else (None, 0)
+
+    def is_alone(self, node: str) -> bool:
+        """Whether no other node is there that has not left: who has come to an end waits for the next job."""
+        job, modified = self.job()
+        others = {name: seen for name, seen in self._nodes.items() if name != node}
+        if job is not None and job.phase == "over":
+            its = {*job.ids}
+            others = {name: seen for name, seen in others.items() if seen.created < modified or name in its}
+        return all(seen.node.state == "left" for seen in others.values())
+
+    def awaits_lost(self) -> bool:
+        """Whether the job has ended with the loss of a node: if that was stopped or cut off, it may come back."""
+        job, _ = self.job()
+        stop = None if job is None or job.verdict is None else job.verdict.stop
+        return stop is not None and stop.kind == "lost" and stop.node not in self._nodes
 
     def leader(self) -> tuple[str, int]:
         """Return the id of the leader, and the revision at which it became that; "" and 0: there is none."""
