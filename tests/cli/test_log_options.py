@@ -11,6 +11,7 @@ import select
 import shlex
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -24,6 +25,7 @@ from phalanx._logs.dedup import Dedup
 from phalanx._logs.prefixes import stamp
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
+from tests.support.etcd import free_port
 from tests.support.helpers import TIMEOUT, Gate, Ready
 from tests.support.screen import Emulator
 
@@ -132,6 +134,21 @@ def test_ranks_and_local_ranks_filter_both_hold(place: Place) -> None:
 def test_ranks_that_cannot_be(place: Place, text: str, words: str) -> None:
     refused(sh(place, "echo", "--ranks", text, n=2), "--ranks", words)
     assert not place.logs.exists()
+
+
+def test_ranks_are_those_of_all_machines(place: Place) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "phalanx", "run", "--nnodes=2", "--nproc-per-node=2", f"--master-port={port}"]
+    command += [f"--rdzv-conf=agent_port={port}", f"--log-dir={place.logs}", "--ranks=0,3", "--no-python"]
+    machines = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", "sh", "-c", "echo rank $RANK"], stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    host = os.uname().nodename
+    shown = [machine.communicate(timeout=TIMEOUT)[0] for machine in machines]
+    assert shown == [f"[{host} 0] rank 0\n", f"[{host} 3] rank 3\n"]
 
 
 def test_ranks_are_global(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:

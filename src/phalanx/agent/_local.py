@@ -412,7 +412,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _report_failure(self, end: AttemptEnd) -> None:
         if self._node is not None:
-            root = None if self._groups.result is None else self._groups.result.root_cause
+            result = (
+                None if end.rank is None else self._groups.result
+            )  # of a start that failed, it is of another attempt
+            root = None if result is None else result.root_cause
             self._node.report_failure(end, is_hang=root is not None and is_of_timer(root.error_file_data))
 
     def _report_of_all(self) -> ChildFailedError | None:

@@ -91,7 +91,8 @@ class RunPlan:
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
         self.console = console_specs(config, drain=config.drain)
-        _check_ranks("--ranks", self.console.ranks, nprocs)
+        if self.meeting.machines is None:  # of several, nobody knows yet how many workers the others have
+            _check_ranks("--ranks", self.console.ranks, nprocs)
         self._filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
         bounds = {
             "max_size": config.log_max_size, "keep": config.log_keep, "compress": config.log_compress,
