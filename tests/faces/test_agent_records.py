@@ -41,7 +41,7 @@ def agent(folder: Path, *command: str, kind: type[LocalElasticAgent] = LocalElas
     return kind(spec, DefaultLogsSpecs(str(folder)))
 
 
-def test_a_run_that_succeeds_fails_or_is_launched(tmp_path: Path) -> None:
+def test_runs_that_succeed_fail_or_are_launched_are_recorded(tmp_path: Path) -> None:
     agent(tmp_path / "good", "true").run()
     assert how(tmp_path / "good") == ("succeeded", 0, "")
     agent(tmp_path / "bad", "sh", "-c", "exit $((3 * LOCAL_RANK))").run()
@@ -52,7 +52,7 @@ def test_a_run_that_succeeds_fails_or_is_launched(tmp_path: Path) -> None:
     assert record(tmp_path / "launched")["pid"] == os.getpid()
 
 
-def test_a_run_that_is_stopped(tmp_path: Path) -> None:
+def test_a_stopped_run_is_recorded_as_stopped(tmp_path: Path) -> None:
     it = agent(tmp_path, "sleep", "600")
     thread = threading.Thread(target=it.run, daemon=True)
     thread.start()

@@ -412,9 +412,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _report_failure(self, end: AttemptEnd) -> None:
         if self._node is not None:
-            result = (
-                None if end.rank is None else self._groups.result
-            )  # of a start that failed, it is of another attempt
+            # When a start has failed, the last result is that of the attempt before.
+            result = None if end.rank is None else self._groups.result
             root = None if result is None else result.root_cause
             self._node.report_failure(end, is_hang=root is not None and is_of_timer(root.error_file_data))
 
