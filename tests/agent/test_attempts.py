@@ -19,8 +19,8 @@ import pytest
 from phalanx._agent.attempt_end import Ending
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.group_team import GroupTeam
-from phalanx._base.latch import Latch
 from phalanx._base.stderr import mention
+from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
 from phalanx._logs import pump, pump_end
 from phalanx.agent import RestartPolicy

@@ -16,7 +16,7 @@ from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.runner import Team
 from phalanx._base import clock
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import SignalException

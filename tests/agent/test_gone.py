@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, alive, wait_gone

@@ -19,12 +19,9 @@ import pytest
 
 from phalanx._base import channels, clock, linux, procfs
 from phalanx._base import loop as loop_module
-from phalanx._base.deadlines import Deadlines
-from phalanx._base.exit_status import Exit
-from phalanx._base.latch import Latch
-from phalanx._base.loop import READ, WRITE, Loop
-from phalanx._base.process import Process, descends_from, lineage, reap_later, wait_all
-from phalanx._base.suspension import Pauses
+from phalanx._base.loop import READ, WRITE, Deadlines, Loop, Pauses
+from phalanx._base.process import Exit, Process, descends_from, lineage, reap_later, wait_all
+from phalanx._base.threads import Latch
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT, wait_gone
 from tests.support.workers import run_script

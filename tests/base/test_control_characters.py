@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.control_chars import Colours, escape_json, sanitise
 from phalanx._base.stderr import tell
+from phalanx._base.tty import Colours, escape_json, sanitise
 from phalanx._logs.formats import Json, Text
 from phalanx._logs.line_state import Source
 from phalanx._logs.prefixes import Prefixes

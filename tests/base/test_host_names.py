@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx._base.host_names import await_name, look_up
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 
 ADDRESS = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import interrupts
-from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
+from phalanx._base.threads import Latch
 from phalanx._engine.host_signals import acquire, release
 from phalanx._engine.mirror import Mirror
 from phalanx._engine.pickling.pack import pack

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import clock, procfs, sealed_memfd
+from phalanx._base import clock, linux, procfs
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
@@ -198,14 +198,14 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
 @pytest.mark.slow
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    read = sealed_memfd.read
+    read = linux.read_sealed
 
     def slowly(fd: int, limit: int) -> bytes:
         reading.set()
         go_on.wait(TIMEOUT)
         return read(fd, limit)
 
-    monkeypatch.setattr(sealed_memfd, "read", slowly)
+    monkeypatch.setattr(linux, "read_sealed", slowly)
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("g", returns_much, args, start_method="fork") as group:
         pids = ready.pids(2)

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from phalanx._base import channels, interpreter, procfs
-from phalanx._base.deadlines import Deadlines
-from phalanx._base.durations import seconds
-from phalanx._base.loop import Loop
+from phalanx._base.loop import Deadlines, Loop
+from phalanx._base.text import seconds
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, LogsDest, LogsSpecs, Placement, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import workers

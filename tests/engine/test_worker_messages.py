@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._base import channels, sealed_memfd
+from phalanx._base import channels, linux
 from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
 from phalanx._engine.pickling.passed_fds import ReceivedFds
@@ -48,12 +48,12 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def memory(content: bytes = b"", size: int = -1, seals: int = -1) -> int:
     """A file in memory, sealed as a value is, or by ``seals``."""
-    fd = sealed_memfd.new("phalanx-attack")
+    fd = linux.memory_file("phalanx-attack")
     os.write(fd, content)
     if size >= 0:
         os.truncate(fd, size)
     if seals < 0:
-        sealed_memfd.seal(fd)
+        linux.seal(fd)
     return fd
 
 

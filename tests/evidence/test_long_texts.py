@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._base.control_chars import plain
+from phalanx._base.tty import plain
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, without_own_frames
 from phalanx._evidence.error_file import READ_LIMIT, message_of, read_error_file, write_error_file

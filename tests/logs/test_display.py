@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base.background import SerialExecutor
 from phalanx._base.loop import Loop
+from phalanx._base.threads import SerialExecutor
 from phalanx._engine import group_events, keeper_link
 from phalanx._logs import display, pump
 from phalanx._logs.pump import Pump

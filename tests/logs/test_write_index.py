@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._logs import rotated, timeline_reader, timeline_trimming, timeline_writer
+from phalanx._logs import rotated, timeline_reader, timeline_writer
 from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
 from phalanx._logs.merge import merge
@@ -462,56 +462,6 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
 
 
 # --- what rotation has removed
-
-
-@pytest.mark.long
-def test_what_is_said_of_removed_files_goes_with_them(
-    tmp_path: Path, time: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rest is as it was: its times, and its order among the others."""
-    monkeypatch.setattr(timeline_trimming, "LEAST", 2048)
-    monkeypatch.setattr(timeline_trimming, "_PIECE", 1000)
-    monkeypatch.setattr(clock, "wall", Wall(time))
-    logs = {0: tmp_path / "log", 2: tmp_path / "quiet"}
-    other = tmp_path / "other"
-    for path in (*logs.values(), other):
-        path.touch()
-    times = TimelineWriter(str(tmp_path / "timeline"), {stream: str(path) for stream, path in logs.items()})
-    growths = {stream: Growth(str(path), rotates=True) for stream, path in logs.items()}
-    written = []
-    largest = 0
-
-    def look(stream: int) -> None:
-        for number, size in growths[stream].look():
-            times.note(stream, size, number)
-
-    for number in range(6000):
-        time.advance(0.2)
-        for stream, path in (*logs.items(), (1, other)):
-            if stream == 0 or number % 500 == stream:
-                line = b"%d of %d\n" % (number, stream)
-                append(str(path), line)
-                written.append((round(time() - 100.0, 3), stream, line))
-        look(0)
-        look(2)
-        times.note(1, other.stat().st_size)
-        if number % 100 == 99:
-            which = number // 100 + 1
-            rotate(logs[0], which)
-            if which > 3:
-                os.unlink(f"{logs[0]}.{which - 3}")
-        times.flush()
-        largest = max(largest, os.path.getsize(times.path))
-    times.close()
-    assert largest < 8192  # it would be three times as much
-    assert sorted(path.name for path in tmp_path.glob("timeline*")) == ["timeline"]
-    kept = [(at, stream, line) for at, stream, line in written if stream or int(line.split()[0]) >= 5700]
-    followers = {stream: Follower(str(path), rotates=stream != 1) for stream, path in {**logs, 1: other}.items()}
-    found = [(round(at - START, 3), stream, data) for at, stream, data in merge(followers, times.path)]
-    for follower in followers.values():
-        follower.close()
-    assert [rest for _at, *rest in found] == [list(rest) for _at, *rest in kept]
-    assert all(abs(seen[0] - said[0]) < 0.02 for seen, said in zip(found, kept, strict=True))
 
 
 # --- what others have written

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, start_processes
 from phalanx.timer import TimerSpecs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import stderr
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx._events import stream as stream_module
 from phalanx._events.kinds import Event, EventsDropped, GroupState
 from phalanx._events.stream import EventStream

@@ -26,10 +26,10 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Self
 
-from phalanx._base import sealed_memfd
+from phalanx._base import linux
 from phalanx._base.channels import _PACKET as PACKET
-from phalanx._base.exit_status import Exit
 from phalanx._base.loop import Loop
+from phalanx._base.process import Exit
 from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
 from phalanx._evidence.describe import TEXT_LIMIT
@@ -230,10 +230,10 @@ class Fuzz:
         yield out
         yield os.open("/", os.O_RDONLY | os.O_CLOEXEC)
         for bound in (False, True):
-            file = sealed_memfd.new("fuzz")
+            file = linux.memory_file("fuzz")
             os.write(file, bytes(_LARGE))
             if bound:
-                sealed_memfd.seal(file)
+                linux.seal(file)
             yield file
         ours, theirs = socket.socketpair()
         theirs.close()

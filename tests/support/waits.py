@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx._base import interpreter
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx._engine import group_lines, keeper_client, keeper_link, keeper_watchdog, result_receiver, supervisor
 from phalanx._stacks import collect, snapshot
 from phalanx._timers import escalation, hang_reporter

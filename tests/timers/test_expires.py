@@ -904,7 +904,7 @@ def test_to_import_it_costs_little() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.sigpipe",
+        "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.linux",
         "phalanx._timers", "phalanx._timers.client", "phalanx._timers.layout",
         "phalanx.timer", "phalanx.timer._beats", "phalanx.timer._expires", "phalanx.timer._routing",
     ]  # fmt: skip

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 
 from phalanx._base import clock, procfs
-from phalanx._base.suspension import Pauses
+from phalanx._base.loop import Pauses
 from phalanx._timers import client, escalation, layout
 from phalanx._timers import table as table_module
 from phalanx._timers.client import Seat

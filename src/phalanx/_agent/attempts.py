@@ -16,8 +16,7 @@ from phalanx._agent.history import describe_failure
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
 from phalanx._agent.runner import NoAttemptError, Runner, Step, Team
 from phalanx._base import clock, interrupts
-from phalanx._base.durations import seconds
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line, seconds
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx._group.arguments import check_signal

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from phalanx._base import durations
+from phalanx._base.text import parse_duration
 
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 """The rendezvous backends of torchrun. On one machine they are all the same: nothing is connected to."""
@@ -90,7 +90,7 @@ def read_settings(text: str) -> dict[str, str]:
             raise ValueError(msg)
         if key in _TIMES:
             try:
-                durations.parse(value)
+                parse_duration(value)
             except ValueError as error:
                 msg = f"{text!r}: {key}: {error}"
                 raise ValueError(msg) from None

@@ -8,8 +8,8 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.runner import Team
 from phalanx._base import clock, interrupts
-from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
+from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.context import PContext

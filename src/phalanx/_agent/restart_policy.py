@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx._base.clock import format_duration
-from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many, seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

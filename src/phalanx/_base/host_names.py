@@ -6,7 +6,7 @@ For no longer than is wanted; and until a name is known, where that is wanted.
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def look_up(host: str, port: int, *, datagram: bool = False, seconds: float = LO
     kind = socket.SOCK_DGRAM if datagram else socket.SOCK_STREAM
     with suppress(OSError):
         return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
-    from phalanx._base.background import SerialExecutor
+    from phalanx._base.threads import SerialExecutor
 
     found: list[tuple[Any, ...]] = []
     errors: list[Exception] = []

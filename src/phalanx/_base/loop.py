@@ -1,22 +1,181 @@
-"""Waits for descriptors, deadlines and calls of other threads in one blocking call, epoll_wait(2). No polling."""
+"""Waits for descriptors, deadlines and calls of other threads in one blocking call, epoll_wait(2). No polling.
+
+Owns the heap of deadlines, and the pauses: how long a process that watches timers was suspended, and by how much their
+deadlines move for that. A container is paused, a virtual machine migrated, a process stopped. The watched processes may
+have been stopped as well, and could not use that time: their deadlines move by it. A suspension shows as a wait that
+ended too late; time that the watcher spends on its own work, however slowly, stops no other process and does not count.
+A suspension within a wait cannot be seen, so a watcher of timers waits in slices, see `wait_slice`.
+"""
 
 from __future__ import annotations
 
 import select
 from _thread import RLock
+from itertools import count
 
 from phalanx._base import clock, unpatched
-from phalanx._base.deadlines import Deadline, Deadlines
-from phalanx._base.suspension import Pauses, wait_slice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
     from collections import deque
     from collections.abc import Callable
+    from heapq import heapify, heappop, heappush
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
     from _collections import deque  # the C half: `collections` itself costs the keeper 1.5 ms
+    from _heapq import heapify, heappop, heappush  # the C half, which the keeper has sooner
+
+_FEW = 64  # cancelled entries that are not worth a rebuilding of the heap
+
+
+class Deadline:
+    """A moment and the action that is due then."""
+
+    __slots__ = ("_heap", "action", "at")
+
+    def __init__(self, at: float, action: Callable[[], None], heap: Deadlines) -> None:
+        self.at = at
+        self.action: Callable[[], None] | None = action
+        self._heap = heap
+
+    @property
+    def pending(self) -> bool:
+        """Whether the action has neither been called nor cancelled."""
+        return self.action is not None
+
+    def cancel(self) -> None:
+        """Drop the action. Idempotent, in constant time.
+
+        The entry leaves the heap at its moment, or earlier when too many are cancelled.
+        """
+        if self.action is not None:
+            self.action = None
+            self._heap.note_cancelled()
+
+
+class Deadlines:
+    """Deadlines in order of their time; equal times in order of arrival.
+
+    >>> due = Deadlines()
+    >>> first = due.add(2.0, lambda: None)
+    >>> due.next()
+    2.0
+    >>> first.cancel(); due.next() is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Deadline]] = []
+        self._arrival = count()
+        self._cancelled = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, at: float, action: Callable[[], None]) -> Deadline:
+        """Have ``action`` called by `run` once the clock shows ``at`` (seconds, monotonic)."""
+        deadline = Deadline(at, action, self)
+        heappush(self._heap, (at, next(self._arrival), deadline))
+        return deadline
+
+    def next(self) -> float | None:
+        """The time of the earliest live deadline, or None."""
+        heap = self._heap
+        while heap and heap[0][2].action is None:
+            heappop(heap)
+            self._cancelled -= 1
+        return heap[0][0] if heap else None
+
+    def run(self, now: float) -> None:
+        """Call, in order, every action that is due at ``now``, once."""
+        while (at := self.next()) is not None and at <= now:
+            deadline = heappop(self._heap)[2]
+            action = deadline.action
+            deadline.action = None
+            if action is not None:
+                action()
+
+    def note_cancelled(self) -> None:
+        """Count a cancelled entry. Once they are most of the heap, remove them: heartbeats would fill it otherwise."""
+        self._cancelled += 1
+        if self._cancelled > _FEW and 2 * self._cancelled > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].action is not None]
+            heapify(self._heap)
+            self._cancelled = 0
+
+
+SLACK = 0.05
+"""Seconds by which a wait may end late on a busy machine."""
+
+LONG = 0.5
+"""Seconds by which a wait ends late only if the process was suspended."""
+
+_PARTS = 8
+_KEPT = 256  # pauses that are kept apart
+
+
+def wait_slice(seconds: float) -> float:
+    """Return how long a watcher waits at a time when its next deadline is ``seconds`` away: an eighth of that.
+
+    That is the most that an unseen suspension can take from a timer. It is no polling: where no timer runs, nothing
+    waits in slices.
+
+    >>> wait_slice(60), wait_slice(0.1)
+    (7.5, 0.05)
+    """
+    return max(SLACK, seconds / _PARTS)
+
+
+class Pauses:
+    """The times in which a watcher was suspended. All moments are in seconds, monotonic.
+
+    >>> pauses = Pauses()
+    >>> pauses.note(10.0, 12.0, 12.01), pauses.note(20.0, 22.0, 22.5), pauses.note(30.0, 32.0, 40.0)
+    (None, None, None)
+    >>> pauses.lost(0.0), pauses.lost(22.25), pauses.lost(35.0), pauses.lost(50.0)
+    (10.5, 10.25, 5.0, 0)
+    """
+
+    def __init__(self) -> None:
+        self._all: list[tuple[float, float, float]] = []  # since when, until when, and how many seconds of that
+
+    def note(self, began: float, planned: float, ended: float) -> None:
+        """Note a wait that ``began``, was to end as ``planned`` at the latest, and has ``ended``.
+
+        If it was late by more than `SLACK`, the delay counts: the machine may be busy. If it was late by more than
+        `LONG`, the process was suspended at an unknown moment: the whole wait counts.
+        """
+        late = ended - planned
+        if late > SLACK:
+            since = began if late > LONG else planned
+            self._all.append((since, ended, ended - since))
+            if len(self._all) > _KEPT:
+                self._join(ended)
+
+    def _join(self, now: float) -> None:
+        """Merge the two neighbours that lie closest for their age: no pause is dropped, for timers that are old."""
+        pairs = list(zip(self._all, self._all[1:], strict=False))
+        spans = [(second[1] - first[0]) / (now - first[0]) for first, second in pairs]
+        where = spans.index(min(spans))
+        first, second = pairs[where]
+        self._all[where : where + 2] = [(first[0], second[1], first[2] + second[2])]
+
+    def owed(self, since: float, began: float, ended: float) -> float:
+        """Return by how many seconds a timer moves that was set at ``since`` and is first seen now.
+
+        If it was set in the last wait (which ``began``, and has ``ended``), it should have ended that wait at once.
+        """
+        delay = ended - since if since >= began else 0.0
+        return max(self.lost(since), delay if delay > SLACK else 0.0)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def lost(self, since: float) -> float:
+        """Return for how many seconds after ``since`` the watcher was suspended."""
+        return sum(min(seconds, ended - max(began, since)) for began, ended, seconds in self._all if ended > since)
+
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT

@@ -13,9 +13,8 @@ import select
 import sys
 
 from phalanx._base import linux
-from phalanx._base.background import SerialExecutor
-from phalanx._base.control_chars import sanitise
-from phalanx._base.tty import printable
+from phalanx._base.threads import SerialExecutor
+from phalanx._base.tty import printable, sanitise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ Owns the group's part of the `display`, and the thread for lines that the displa
 
 from __future__ import annotations
 
-from phalanx._base.background import SerialExecutor
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine.protocol import ANSWER_WAIT
 
 TYPE_CHECKING = False

@@ -10,10 +10,10 @@ import os
 from functools import partial
 
 from phalanx._base import channels, clock
-from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE
 from phalanx._base.process import Process
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
+from phalanx._base.threads import Latch
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.keeper_watchdog import KeeperWatchdog
 from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, SHORT_SETTLE, START_WAIT

@@ -7,7 +7,7 @@ import signal
 
 from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
 from phalanx._engine.protocol import Orphan
 
 TYPE_CHECKING = False

@@ -10,9 +10,9 @@ import os
 from functools import partial
 
 from phalanx._base import channels, clock
-from phalanx._base.exit_status import Exit
-from phalanx._base.latch import Latch
 from phalanx._base.linux import SIGKILL
+from phalanx._base.process import Exit
+from phalanx._base.threads import Latch
 from phalanx._engine import worker_messages
 from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.protocol import ExitReport
@@ -322,9 +322,9 @@ def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> Non
     """Read a large value from its file, which must be in memory: a read from any other may block."""
     file = fds.pop()
     try:
-        from phalanx._base import procfs, sealed_memfd
+        from phalanx._base import linux, procfs
 
-        said.result = sealed_memfd.read(file, procfs.available_memory())
+        said.result = linux.read_sealed(file, procfs.available_memory())
         said.received_fds = ReceivedFds(fds)
         os.close(file)
     except (OSError, MemoryError, ValueError) as error:

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 
 from phalanx._base import channels
-from phalanx._base.background import SerialExecutor
+from phalanx._base.threads import SerialExecutor
 from phalanx._engine import mp_parent, worker_messages
 from phalanx._engine.protocol import ANSWER_WAIT
 

@@ -13,9 +13,8 @@ import os
 from functools import partial
 
 from phalanx._base import interpreter, procfs, unpatched
-from phalanx._base.background import SerialExecutor
-from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
+from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.group_end import guarded, load_for_end
 from phalanx._engine.group_lines import GroupLines

@@ -9,7 +9,7 @@ not known here: `pickling.results` unpickles it when it is wanted.
 A packet is a letter and a content::
 
     R  the pickle of a value; descriptors: those that belong to the value
-    L  nothing: a large value; the last descriptor is of its file, see `sealed_memfd`
+    L  nothing: a large value; the last descriptor is of its file, see `linux.seal`
     E  evidence that the worker could not write to a file, see `_evidence.sent`
     X  the exit code (1 byte) of a program that has left its main function
     T  nothing: a worker asks for the resource tracker, over the socket that is the one descriptor

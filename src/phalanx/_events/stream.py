@@ -26,7 +26,7 @@ from collections import deque
 from contextlib import suppress
 
 from phalanx._base import clock, interrupts, stderr, unpatched
-from phalanx._base.latch import Latch
+from phalanx._base.threads import Latch
 from phalanx._events.kinds import EventsDropped
 
 TYPE_CHECKING = False

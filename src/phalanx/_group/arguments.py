@@ -8,7 +8,7 @@ import signal
 import time
 from types import NoneType
 
-from phalanx._base.durations import seconds
+from phalanx._base.text import seconds
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.specs import DefaultLogsSpecs
 from phalanx._logs.std import Std

@@ -11,7 +11,7 @@ import warnings
 from abc import abstractmethod
 from contextlib import nullcontext, suppress
 
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._engine import host_signals
 from phalanx._group.arguments import GRACE, check_signal, check_timeout
 from phalanx._group.end_fd import EndFd
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Literal, NoReturn, Self, overload
 
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.supervisor import Supervisor
     from phalanx._outcomes.result import RunProcsResult

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from _thread import RLock, allocate_lock
 
-from phalanx._base.control_chars import sanitise
-from phalanx._base.one_line import one_line
 from phalanx._base.stderr import warn
+from phalanx._base.text import one_line
+from phalanx._base.tty import sanitise
 from phalanx._logs.specs import DefaultLogsSpecs, FolderLogsSpecs
 from phalanx._outcomes.result import failures_of, first_of
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
     from phalanx._engine.forkserver import ForkServer
     from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.stop_flag import StopFlag

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from operator import index
 
-from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
+from phalanx._base.text import seconds
 from phalanx._logs.prefixes import checked_template
 
 TYPE_CHECKING = False

@@ -14,10 +14,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from phalanx._base import clock, unpatched
-from phalanx._base.deadlines import Deadline
-from phalanx._base.latch import Latch
-from phalanx._base.loop import READ, Loop
+from phalanx._base.loop import READ, Deadline, Loop
 from phalanx._base.stderr import mention
+from phalanx._base.threads import Latch
 from phalanx._logs.pump import Pump
 from phalanx._logs.terminal import PlainOutput
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx._base.control_chars import escape_json
+from phalanx._base.tty import escape_json
 from phalanx._logs.line_state import Source
 
 

@@ -40,7 +40,7 @@ def make_pump(
     views = _Views(envs, prefixes, console)
     try:
         streams, copies = _streams(views, logs, console, filters)
-        timeline = TimelineWriter(logs.timeline, _rotated(streams)) if logs.timeline else None
+        timeline = TimelineWriter(logs.timeline) if logs.timeline else None
     except BaseException:
         views.close()
         raise
@@ -51,11 +51,6 @@ def make_pump(
     pump = Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
     pump.readers = views.readers(on_reader_gone)
     return pump
-
-
-def _rotated(streams: Iterable[Stream]) -> dict[int, str]:
-    """Return the paths of the logs that are rotated, by their numbers."""
-    return {it.number: it.follower.path for it in streams if it.follower.rotates and it.number >= 0}
 
 
 def _streams(

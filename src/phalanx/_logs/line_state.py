@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx._base.control_chars import Colours
+from phalanx._base.tty import Colours
 from phalanx._logs.lines import Cutter
 
 

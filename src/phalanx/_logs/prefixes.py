@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from phalanx._base.control_chars import sanitise
-from phalanx._base.rank_ranges import format_ranks
+from phalanx._base.text import format_ranks
+from phalanx._base.tty import sanitise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import os
 from collections import deque
 
 from phalanx._base import clock
-from phalanx._base.control_chars import sanitise
 from phalanx._base.stderr import tell
+from phalanx._base.tty import sanitise
 from phalanx._logs import unshown  # now: at the end, there may be no descriptor left for an import
 from phalanx._logs.pump_end import STUCK, PumpEnd
 from phalanx._logs.sink import TURN
@@ -23,8 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
+    from phalanx._base.loop import Deadline, Loop
     from phalanx._logs.follower import Follower
     from phalanx._logs.render import View
     from phalanx._logs.sink import Sink

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from phalanx._base import clock, linux
-from phalanx._base.background import SerialExecutor
 from phalanx._base.files import opened_log
 from phalanx._base.loop import WRITE, Loop
+from phalanx._base.threads import SerialExecutor
 
 TURN = 256 * 1024
 """Bytes of one file that a sink takes at a time, at most."""

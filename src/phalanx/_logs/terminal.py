@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container
 
 from phalanx._base import clock, tty
-from phalanx._base.control_chars import RESET, Colours
+from phalanx._base.tty import RESET, Colours
 from phalanx._logs.line_state import Source
 from phalanx._logs.sink import Sink
 

@@ -4,7 +4,7 @@ A stream has a record for each growth as long as there is no more than one in `S
 come at once: they are saved up while the stream is quiet, so that a traceback after hours of silence has its times.
 Beyond these, a stream's growth is noted once in `SPACING`, with that of all others that are held, at the end of that
 time: so late may a time be, and so far out of order across streams. `SPACING` doubles with each `DOUBLING` bytes of the
-timeline. Records of files that rotation has removed are removed, too: see `timeline_trimming`.
+timeline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from phalanx._logs.timeline_format import APART, CLOCK, CUT, GREW, HEAD, KINDS, 
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from io import FileIO
-
-    from phalanx._logs.timeline_trimming import Trimming
 
 SPACING = 0.1
 """Seconds between two records of one stream, once it has had more than `BURST` that were closer;"""
@@ -35,14 +32,9 @@ _BUFFER = 4096
 
 
 class TimelineWriter:
-    """Writes a timeline. An error in writing ends it: the log files are complete without it.
+    """Writes the timeline ``path``. An error in writing ends it: the log files are complete without it."""
 
-    Args:
-        path: The file.
-        logs: The paths of the rotated logs, by stream number: records of their removed files are removed, too.
-    """
-
-    def __init__(self, path: str, logs: Mapping[int, str] | None = None) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         self._file: FileIO | None = None
         self._sizes: dict[int, int] = {}
@@ -55,11 +47,6 @@ class TimelineWriter:
         self._held: dict[int, tuple[bool, int]] = {}  # streams that wait for that: whether cut, and the growth since
         self._release_at = math.inf  # when records are made of these
         self._size = 0
-        self._trimming: Trimming | None = None
-        if logs:
-            from phalanx._logs.timeline_trimming import Trimming
-
-            self._trimming = Trimming(path, logs)
         self._given_up = False
 
     @property
@@ -88,7 +75,6 @@ class TimelineWriter:
         self._write(stream, now, cut, held + grown)
         if number != NEWEST:
             self._put(self._pause(now), ROTATED, stream, number)
-            self._part_ended(stream, number)
         if len(self._records) > _BUFFER:
             self.flush()
 
@@ -127,13 +113,8 @@ class TimelineWriter:
     def _write(self, stream: int, at: float, cut: bool, grown: int) -> None:  # noqa: FBT001 - two facts of one growth
         if cut:
             self._put(self._pause(at), CUT, stream, 0)
-            self._part_ended(stream, NEWEST)
         if grown:
             self._grow(self._pause(at), stream, grown)
-
-    def _part_ended(self, stream: int, number: int) -> None:
-        if self._trimming is not None:
-            self._trimming.ended(stream, number)
 
     def _pause(self, at: float) -> int:
         """Return the milliseconds since the last record. Notes the wall clock first if it has gone on differently."""
@@ -183,10 +164,6 @@ class TimelineWriter:
             self._given_up = True
             return
         self._size += len(records)
-        trimmed = None if self._trimming is None else self._trimming.go_on(self._size)
-        if trimmed is not None:
-            self._file.close()
-            self._file, self._size = trimmed
 
     def close(self) -> None:
         """Write the records that are left, and close the file. Idempotent."""
@@ -194,8 +171,6 @@ class TimelineWriter:
             self._release(max(clock.now(), self._last))
         self.flush()
         self._given_up = True
-        if self._trimming is not None:
-            self._trimming.close()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from phalanx._base.files import UnfitError
-from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import tell
+from phalanx._base.text import how_many
 from phalanx._base.tty import printable
 from phalanx._logs.follower import Follower
 from phalanx._logs.sink import Sink

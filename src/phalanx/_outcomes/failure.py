@@ -9,9 +9,9 @@ import os
 import signal
 import time
 
-from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
-from phalanx._base.one_line import SHORT, one_line
+from phalanx._base.text import SHORT_LINE, one_line
+from phalanx._base.tty import plain
 from phalanx._evidence.attribution import attribute
 from phalanx._evidence.error_file import is_observed, message_of, read_error_file, recorded_at, wall_clock, written_by
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_path, read_fatal_stacks
@@ -188,7 +188,7 @@ class ProcessFailure(Value):
     def __repr__(self) -> str:
         rank = self.local_rank if self.rank is None else self.rank
         how = f"signal {self.signal_name()}" if self.exitcode < 0 else f"exit code {self.exitcode}"
-        text = one_line(plain(self.message), SHORT)
+        text = one_line(plain(self.message), SHORT_LINE)
         return f"<{type(self).__name__} of rank {rank}, pid {self.pid}, {how}: {text}>"
 
     @property

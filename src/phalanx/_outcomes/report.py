@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from phalanx._base.control_chars import plain
-from phalanx._base.rank_ranges import how_many, name_ranks
+from phalanx._base.text import how_many, name_ranks
+from phalanx._base.tty import plain
 from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, first_failure
 from phalanx._outcomes.outcome import NOT_AVAILABLE
 

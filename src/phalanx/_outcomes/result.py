@@ -11,10 +11,9 @@ import signal
 
 from phalanx._base import clock, disk
 from phalanx._base.clock import format_duration
-from phalanx._base.control_chars import plain
 from phalanx._base.frozen import Value
-from phalanx._base.one_line import SHORT, one_line
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import SHORT_LINE, how_many, one_line
+from phalanx._base.tty import plain
 from phalanx._engine.host_signals import SignalException
 from phalanx._evidence.describe import describe
 from phalanx._evidence.error_file import (
@@ -114,9 +113,9 @@ class RunProcsResult(Value):
         )
 
     def __repr__(self) -> str:
-        name = f" {one_line(self.name, SHORT)!r}" if self.name else ""
+        name = f" {one_line(self.name, SHORT_LINE)!r}" if self.name else ""
         ranks = how_many(len(self.outcomes), "rank")
-        cause = one_line(plain(verdict(self)[1]), SHORT)
+        cause = one_line(plain(verdict(self)[1]), SHORT_LINE)
         return f"<{type(self).__name__}{name}: {self.state}, {'; '.join(filter(None, (ranks, cause)))}>"
 
     @property

@@ -11,7 +11,7 @@ import os
 import re
 
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._placement import devices, topology
 
 TYPE_CHECKING = False

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from resource import RLIM_INFINITY as UNLIMITED  # -1; the largest number there is, since Python 3.15
 
-from phalanx._base import byte_size, procfs
+from phalanx._base import procfs
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many, parse_size
 from phalanx._placement.devices import VARIABLES, one_each
 
 TYPE_CHECKING = False
@@ -177,7 +177,7 @@ def _read_value(name: str, value: Any) -> int:
     if value == "unlimited":
         return UNLIMITED
     try:
-        number = value if isinstance(value, int) else byte_size.parse(value) if name in _BYTES else int(value)
+        number = value if isinstance(value, int) else parse_size(value) if name in _BYTES else int(value)
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 63:

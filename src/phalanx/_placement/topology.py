@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx._base import procfs
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 
 SYSTEM = "/sys/devices/system"
 WAYS = ("none", "core", "numa")

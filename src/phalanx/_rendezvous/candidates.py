@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._rendezvous.records import VERSION, Job, Node
 from phalanx._rendezvous.rules import Notes, Rules, Seen
 

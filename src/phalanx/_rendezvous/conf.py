@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx._agent.endpoint import FALSE, split_endpoint, where_is
-from phalanx._base import durations
+from phalanx._base.text import parse_duration
 
 SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable
 """The environment variable that holds the secret of a job."""
@@ -197,7 +197,7 @@ def seconds(name: str, text: str) -> float:
     (2.5, 600.0)
     """
     try:
-        number = durations.parse(text)
+        number = parse_duration(text)
     except ValueError as error:
         msg = f"{name}: {error}"
         raise ValueError(msg) from None

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.hub.listening import Place
@@ -253,7 +253,7 @@ def _serve_or_find(
     What else is at that port is waited for: it may be the agent of the run before, which ends. Raises OSError.
     """
     from phalanx._base import clock
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
     from phalanx._store.hub.hub_store import HubStore
     from phalanx._store.hub.listening import is_taken
 
@@ -305,7 +305,7 @@ def _where(place: Place) -> str:
 
 def _await_name(host: str, seconds: float, warn: Callable[[str], None], over: Latch | None) -> None:
     from phalanx._base.host_names import await_name
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
 
     def say() -> None:
         warn(f"{host}, where the store is to be, is no name that is known here; it is waited for")

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
 from phalanx._evidence.describe import cut_middle
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import ProcessFailure

@@ -18,8 +18,8 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.master_port import ReservedPort
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock, interrupts, unpatched
-from phalanx._base.latch import Latch
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
+from phalanx._base.threads import Latch
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.effects import Finish, Missing

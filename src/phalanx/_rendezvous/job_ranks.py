@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
 from phalanx._rendezvous.records import Job, Member
 
 _MOST = 1 << 20  # ranks: of more, nothing is told

@@ -15,7 +15,7 @@ from functools import partial
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
 from phalanx._engine import host_signals
 from phalanx._rendezvous import effects, stack_report
 from phalanx._rendezvous.effects import Effect, Finish, Found, Missing

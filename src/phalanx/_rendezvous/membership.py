@@ -23,7 +23,7 @@ from typing import NamedTuple
 from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._rendezvous import candidates, roll_call
 from phalanx._rendezvous.records import (
     LONGEST_DELAY,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from phalanx._base.control_chars import sanitise
-from phalanx._base.rank_ranges import format_ranks
+from phalanx._base.text import format_ranks
+from phalanx._base.tty import sanitise
 from phalanx._rendezvous.records import Node
 
 FIRST = 3.0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from phalanx._agent.history import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base.control_chars import sanitise
 from phalanx._base.host_names import is_loopback
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
+from phalanx._base.tty import sanitise
 from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._rendezvous.records import End, Job, Stop, replace
 

@@ -17,10 +17,10 @@ from contextlib import suppress
 from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
-from phalanx._base.control_chars import sanitise
-from phalanx._base.latch import Latch
-from phalanx._base.one_line import one_line
 from phalanx._base.stderr import say
+from phalanx._base.text import one_line
+from phalanx._base.threads import Latch
+from phalanx._base.tty import sanitise
 from phalanx._engine import host_signals
 from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.outcome import signal_name

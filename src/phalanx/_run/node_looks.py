@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx._base.background import SerialExecutor
-from phalanx._base.latch import Latch
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
+from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._rendezvous import stack_report

@@ -11,10 +11,9 @@ from phalanx._agent.common_stop import WITHIN
 from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
-from phalanx._base.control_chars import sanitise
-from phalanx._base.one_line import one_line
-from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._base.stderr import mention
+from phalanx._base.text import how_many, name_ranks, one_line
+from phalanx._base.tty import sanitise
 from phalanx._events import agent_kinds
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args

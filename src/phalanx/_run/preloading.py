@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx._base import interrupts
-from phalanx._base.background import SerialExecutor
+from phalanx._base.threads import SerialExecutor
 from phalanx._group.warm import Warm
 from phalanx.multiprocessing import PreloadError
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx._agent.worker_env import STEP, step_of
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._run.hostlist import hosts
 
 PORTS = range(63002, 65535, 2)

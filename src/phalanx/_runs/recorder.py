@@ -11,9 +11,8 @@ from contextlib import suppress
 from typing import cast
 
 from phalanx._base import clock, disk, procfs
-from phalanx._base.background import SerialExecutor
-from phalanx._base.one_line import one_line
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many, one_line
+from phalanx._base.threads import SerialExecutor
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
 from phalanx._outcomes.outcome import Outcome
@@ -329,7 +328,7 @@ class Recorder:
 
     def _prune(self) -> None:
         """Remove the oldest runs beyond ``keep_runs``. It may take long; the run's end waits for `PATIENCE` at most."""
-        from phalanx._base import byte_size
+        from phalanx._base.text import format_size
         from phalanx._runs.prune import prune
 
         assert self._keep_runs is not None
@@ -339,7 +338,7 @@ class Recorder:
             self._warn(f"--keep-runs: {error}")
             return
         if removed:
-            what = f"{how_many(removed, 'run')}, {byte_size.format_size(freed)}"
+            what = f"{how_many(removed, 'run')}, {format_size(freed)}"
             self._warn(f"--keep-runs {self._keep_runs}: removed {what}")
         if failed:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
 from phalanx._evidence.describe import OWN_FOLDERS, is_own_file
 
 NO_STACK = "# no Python stack: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx._base import procfs
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 
 MOST_THREADS = 64
 """Threads of a process that are looked at."""

@@ -21,7 +21,7 @@ import os
 import struct
 import sys
 
-from phalanx._base import clock, sigpipe
+from phalanx._base import clock, linux
 from phalanx._timers.layout import (
     FIRST,
     GIVEN_UP,
@@ -260,7 +260,7 @@ class Seat:
             raise RuntimeError(gone)
         try:
             if file_identity(self._fds[1]) == self._files[1]:
-                sigpipe.write(self._fds[1], b"\0")
+                linux.write_to_pipe(self._fds[1], b"\0")
             else:
                 self._wake_by_path()
         except BrokenPipeError:
@@ -273,7 +273,7 @@ class Seat:
         bell = os.open(self._bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if file_identity(bell) == self._files[1]:
-                sigpipe.write(bell, b"\0")
+                linux.write_to_pipe(bell, b"\0")
         finally:
             os.close(bell)
 

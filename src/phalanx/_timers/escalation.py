@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 
 from phalanx._base import clock, linux
+from phalanx._base.loop import wait_slice
 from phalanx._base.process import Process, lineage
-from phalanx._base.suspension import wait_slice
 from phalanx._timers.hang import Hang
 from phalanx._timers.scheduler import TimerScheduler
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
 
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
+    from phalanx._base.loop import Deadline, Loop
     from phalanx._timers.table import TimerTable
     from phalanx._timers.timer import Timer
 else:

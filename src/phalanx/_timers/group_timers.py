@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._base.control_chars import sanitise
+from phalanx._base.tty import sanitise
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable

@@ -11,9 +11,9 @@ import os
 import signal
 
 from phalanx._base import clock, procfs
-from phalanx._base.background import SerialExecutor
 from phalanx._base.clock import format_duration
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
+from phalanx._base.threads import SerialExecutor
 from phalanx._evidence.error_file import remove_timer_evidence
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import hang_report

@@ -7,7 +7,7 @@ was stopped. A group's keeper has one (`escalation` decides what follows there);
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._base.suspension import SLACK
+from phalanx._base.loop import SLACK
 from phalanx._timers.layout import NEVER
 
 TYPE_CHECKING = False
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
 
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
+    from phalanx._base.loop import Deadline, Loop
     from phalanx._timers.table import TimerTable
     from phalanx._timers.timer import Key, Timer
 else:

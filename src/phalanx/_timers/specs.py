@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx._base.durations import parse, seconds
 from phalanx._base.frozen import Value
+from phalanx._base.text import parse_duration, seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _step(part: Any) -> tuple[str, float]:
     if isinstance(part, str):
         name, colon, text = (word.strip() for word in part.partition(":"))
         try:
-            delay: Any = parse(text) if colon else 0.0
+            delay: Any = parse_duration(text) if colon else 0.0
         except ValueError as error:
             msg = f"on_expiry: {part!r}: {error}"
             raise ValueError(msg) from None

@@ -7,8 +7,8 @@ from __future__ import annotations
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.history import describe_restart
 from phalanx._agent.runner import Team
-from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
+from phalanx._base.text import one_line
 from phalanx.agent._spec import check_type
 from phalanx.agent._types import RunResult, WorkerState
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousError

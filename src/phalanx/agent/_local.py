@@ -13,7 +13,7 @@ from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.health import address_of_environment
 from phalanx._agent.history import describe_attempts
 from phalanx._agent.worker_env import OF_PART, with_local_rank, worker_env
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._events import agent_kinds

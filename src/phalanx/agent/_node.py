@@ -8,8 +8,8 @@ from collections.abc import Callable
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.group_team import GroupTeam
 from phalanx._base import interrupts
-from phalanx._base.latch import Latch
-from phalanx._base.one_line import one_line
+from phalanx._base.text import one_line
+from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
 from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult

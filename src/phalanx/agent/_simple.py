@@ -14,7 +14,7 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock, interrupts, stderr
-from phalanx._base.durations import seconds
+from phalanx._base.text import seconds
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds

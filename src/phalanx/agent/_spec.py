@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
+from phalanx._base.text import seconds
 from phalanx._group.arguments import is_sequence
 from phalanx._placement.placement import Placement
 from phalanx.rendezvous import OneMachineRendezvous, RendezvousHandler

@@ -6,8 +6,7 @@ from enum import Enum
 from typing import Any
 
 from phalanx._base.frozen import Value
-from phalanx._base.one_line import SHORT, one_line
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import SHORT_LINE, how_many, one_line
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx.agent._spec import WorkerSpec
 
@@ -149,10 +148,10 @@ class RunResult(Value):
 
     def __repr__(self) -> str:
         text = super().__repr__()
-        if len(text) < 3 * SHORT and "\n" not in text:
+        if len(text) < 3 * SHORT_LINE and "\n" not in text:
             return text
         failed = min(self.failures.values(), key=lambda one: getattr(one, "first_key", 0), default=None)
-        cause = "" if failed is None else f", first {one_line(repr(failed), 2 * SHORT)}"
+        cause = "" if failed is None else f", first {one_line(repr(failed), 2 * SHORT_LINE)}"
         counts = f"{how_many(len(self.return_values), 'return value')}, {how_many(len(self.failures), 'failure')}"
         return f"<{type(self).__name__} {self.state.value}: {counts}{cause}>"
 

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from phalanx import __version__
-from phalanx._base.sigpipe import reader_is_gone
+from phalanx._base.linux import reader_is_gone
 from phalanx._base.tty import printable
 from phalanx.cli._declare import origin
 

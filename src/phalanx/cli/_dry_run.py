@@ -12,8 +12,8 @@ import click
 
 from phalanx._agent.health import PORT_ENV
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
-from phalanx._base.rank_ranges import how_many, name_ranks
 from phalanx._base.stderr import say
+from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from phalanx._base import byte_size, durations
+from phalanx._base.text import parse_duration, parse_size
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import bounds
 from phalanx._runs import paths
@@ -66,8 +66,8 @@ class Folder(click.Path):
 
 
 def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float]:
-    """Return a function that reads a time in seconds, and refuses what is none: see `durations.parse`."""
-    return functools.partial(durations.parse, zero=zero, endless=endless)
+    """Return a function that reads a time in seconds, and refuses what is none: see `parse_duration`."""
+    return functools.partial(parse_duration, zero=zero, endless=endless)
 
 
 class Time(Option[float]):
@@ -114,7 +114,7 @@ def read_size(text: str) -> int:
     >>> read_size("100MB"), read_size("1GiB"), read_size("4096")
     (100000000, 1073741824, 4096)
     """
-    number = byte_size.parse(text)
+    number = parse_size(text)
     if number < 1:
         raise ValueError(f"{text!r}: expected a size, like 500000, 100MB or 1GiB")
     return number

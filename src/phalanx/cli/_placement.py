@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import click
 
-from phalanx._base.rank_ranges import how_many
+from phalanx._base.text import how_many
 from phalanx._placement import accelerators, topology
 from phalanx._placement.placement import divide
 from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, Option

@@ -13,7 +13,7 @@ import click
 
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base import durations
+from phalanx._base.text import parse_duration
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Count, time_of
 
@@ -47,7 +47,7 @@ def read_budget(text: str) -> Budget:
     right = count.strip().isdecimal() and int(count) < _MOST
     if right and slash:
         with suppress(ValueError):
-            window = durations.parse(within, zero=False)
+            window = parse_duration(within, zero=False)
         right = window is not None
     if not right:
         msg = f"{text!r}: expected a number of restarts, like 3, or so many within a time, like 5/1h"
@@ -62,7 +62,7 @@ def read_pair(text: str) -> tuple[float, float | None]:
     ((1.0, None), (1.0, 60.0), (30.0, 3600.0))
     """
     first, colon, second = text.partition(":")
-    return durations.parse(first), durations.parse(second) if colon else None
+    return parse_duration(first), parse_duration(second) if colon else None
 
 
 def read_starts(text: str) -> tuple[float, int]:
@@ -74,7 +74,7 @@ def read_starts(text: str) -> tuple[float, int]:
     first, colon, second = text.partition(":")
     if colon and not (second.strip().isdecimal() and int(second)):
         raise ValueError(f"{text!r}: expected a time, and how many times in a row, like 30s:3")
-    return durations.parse(first), int(second) if colon else 3
+    return parse_duration(first), int(second) if colon else 3
 
 
 def read_codes(text: str) -> list[int]:

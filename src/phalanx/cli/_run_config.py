@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from phalanx._base import durations
+from phalanx._base.text import parse_duration
 from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
@@ -106,7 +106,7 @@ def read_notice(text: str) -> tuple[int, float]:
     name, _, span = text.partition(":")
     wrong = f"{text!r}: expected a signal that a process can handle and a time, more than 0, like USR1:60 or USR1:2m"
     try:
-        notice = checked_notice((signal_of(name, wrong), durations.parse(span)))
+        notice = checked_notice((signal_of(name, wrong), parse_duration(span)))
     except ValueError:
         raise ValueError(wrong) from None
     assert notice is not None

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from phalanx._base import disk, procfs
-from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import say
+from phalanx._base.text import how_many
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
 from phalanx.cli._options import MANY
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std

@@ -10,9 +10,8 @@ import sys
 import click
 
 from phalanx._base.host_names import is_loopback
-from phalanx._base.one_line import one_line
-from phalanx._base.rank_ranges import how_many
 from phalanx._base.stderr import say
+from phalanx._base.text import how_many, one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from phalanx._agent.worker_env import OF_PART, worker_env
-from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.stderr import say
+from phalanx._base.text import name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import click
 
-from phalanx._base import durations
+from phalanx._base.text import parse_duration
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options, reading
@@ -35,7 +35,7 @@ def read_since(text: str) -> float:
     1795176000.0
     """
     with contextlib.suppress(ValueError):
-        return time.time() - durations.parse(text)
+        return time.time() - parse_duration(text)
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):

@@ -16,8 +16,7 @@ import click
 
 from phalanx._base import files
 from phalanx._base.clock import format_duration
-from phalanx._base.one_line import one_line
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks, one_line
 from phalanx._base.tty import printable
 from phalanx.cli._commands import SETTINGS, Command, put
 from phalanx.cli._options import resolved, run_argument

@@ -15,11 +15,9 @@ import time
 import click
 from click.core import ParameterSource
 
-from phalanx._base import byte_size, durations
 from phalanx._base.clock import format_duration
-from phalanx._base.control_chars import escape_json
-from phalanx._base.rank_ranges import how_many
-from phalanx._base.tty import printable, use_colour
+from phalanx._base.text import format_size, how_many, parse_duration, parse_size
+from phalanx._base.tty import escape_json, printable, use_colour
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import reading
 from phalanx.cli._options import LOG_DIR, MANY, Whole, places, refusal
@@ -123,10 +121,10 @@ def runs(
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)
-@click.option("--older", callback=reading(_with_unit(durations.parse, "d")), metavar="TIME",
+@click.option("--older", callback=reading(_with_unit(parse_duration, "d")), metavar="TIME",
               help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
 @click.option("--keep", type=Whole(min=0), metavar="N", help="All but the newest N.")
-@click.option("--larger", callback=reading(_with_unit(byte_size.parse, "GiB")), metavar="SIZE",
+@click.option("--larger", callback=reading(_with_unit(parse_size, "GiB")), metavar="SIZE",
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -172,19 +170,18 @@ def prune(
     begun, freed = half_removed(where), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
-        click.echo(f"nothing to remove: {how_many(len(stored), 'run')}, {byte_size.format_size(total)}, in {there}")
+        click.echo(f"nothing to remove: {how_many(len(stored), 'run')}, {format_size(total)}, in {there}")
         return
     now = time.time()
     rows = [("RUN", "STATE", "AGE", "SIZE")]
     rows += [
-        (printable(it.run.name), it.run.state, format_duration(now - it.changed), byte_size.format_size(it.size))
-        for it in chosen
+        (printable(it.run.name), it.run.state, format_duration(now - it.changed), format_size(it.size)) for it in chosen
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if chosen else ():
         click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
-    rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {byte_size.format_size(total - freed)}"
-    click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {byte_size.format_size(freed)}; {rest}")
+    rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {format_size(total - freed)}"
+    click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {format_size(freed)}; {rest}")
     if begun:
         click.echo(f"and what is left of {how_many(len(begun), 'run')} whose removal was interrupted")
     if dry_run:
@@ -194,7 +191,7 @@ def prune(
             raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
         click.confirm("Remove them?", abort=True)
     number, freed, failed = remove(begun, chosen)
-    click.echo(f"removed {how_many(number, 'run')}, {byte_size.format_size(freed)}")
+    click.echo(f"removed {how_many(number, 'run')}, {format_size(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
 
@@ -216,7 +213,7 @@ def _hint(found: list[RunDir]) -> None:
     if taken >= _LARGE or len(found) > MANY:
         more = "" if is_all else " or more"
         click.echo(
-            f"{how_many(len(found), 'run')}, {byte_size.format_size(taken)}{more}; phalanx runs prune removes old ones",
+            f"{how_many(len(found), 'run')}, {format_size(taken)}{more}; phalanx runs prune removes old ones",
             err=True,
         )
 

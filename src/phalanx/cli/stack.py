@@ -17,7 +17,7 @@ import click
 
 from phalanx._base import files
 from phalanx._base.process import Process
-from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable, use_colour
 from phalanx._stacks.dump import (
     EXITED,

@@ -26,14 +26,14 @@ __all__ = [
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx._base.rank_ranges import format_ranks
+    from phalanx._base.text import format_ranks
     from phalanx._outcomes.report import format_report
 
 
 def __getattr__(name: str) -> object:
     """Import the report's functions when they are first used: they are needed only after a failure."""
     if name == "format_ranks":
-        from phalanx._base.rank_ranges import format_ranks
+        from phalanx._base.text import format_ranks
 
         return format_ranks
     if name == "format_report":

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from phalanx._base.handler_guard import Guard
+from phalanx._base.delivery import Guard
 from phalanx.events._registry import SILENT, registered
 
 TYPE_CHECKING = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._base.handler_guard import Guard
+from phalanx._base.delivery import Guard
 from phalanx.metrics._handlers import MetricData, MetricHandler, NullMetricHandler
 
 TYPE_CHECKING = False

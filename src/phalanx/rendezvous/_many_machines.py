@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base.durations import seconds
+from phalanx._base.text import seconds
 from phalanx._rendezvous import bounds
 from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError

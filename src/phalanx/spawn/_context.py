@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from phalanx._base.durations import seconds
+from phalanx._base.text import seconds
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx.spawn._spawn_group import Sentinel, SpawnGroup
 

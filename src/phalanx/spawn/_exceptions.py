@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copyreg
 
-from phalanx._base.control_chars import plain, sanitise
-from phalanx._base.one_line import SHORT, one_line
+from phalanx._base.text import SHORT_LINE, one_line
+from phalanx._base.tty import plain, sanitise
 from phalanx._outcomes.outcome import signal_name
 
 TYPE_CHECKING = False
@@ -41,7 +41,7 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
         self.error_pid = error_pid
 
     def __repr__(self) -> str:
-        last = one_line(plain(self.msg.rstrip()).rpartition("\n")[2], SHORT)
+        last = one_line(plain(self.msg.rstrip()).rpartition("\n")[2], SHORT_LINE)
         return f"<{type(self).__name__} of process {self.error_index}, pid {self.error_pid}: {last}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ def failed(result: RunProcsResult) -> ProcessException:
 
 
 def _lines(first: ProcessFailure, others: Iterable[ProcessFailure], stopped: Collection[int]) -> list[str]:
-    from phalanx._base.rank_ranges import format_ranks
+    from phalanx._base.text import format_ranks
     from phalanx._outcomes.report import signature
 
     alike: dict[object, list[ProcessFailure]] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multiprocessing.util import Finalize
     from typing import Any
 
-    from phalanx._base.latch import Latch
+    from phalanx._base.threads import Latch
     from phalanx._engine.mirror import WorkerRecord
 
 _kept: set[SpawnGroup] = set()

@@ -21,7 +21,7 @@ import os
 import select
 import signal as signals
 
-from phalanx._base import clock, procfs, sigpipe
+from phalanx._base import clock, linux, procfs
 from phalanx.timer import _pipe
 from phalanx.timer._requests import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
@@ -232,7 +232,7 @@ class FileTimerClient(TimerClient):
         deadline = None
         while True:
             try:
-                sigpipe.write(fd, line)
+                linux.write_to_pipe(fd, line)
             except BlockingIOError:
                 now = clock.now()
                 deadline = now + _FULL_PATIENCE if deadline is None else deadline

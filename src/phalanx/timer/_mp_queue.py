@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import ExitStack
 from struct import Struct
 
-from phalanx._base import clock, sigpipe
+from phalanx._base import clock, linux
 from phalanx._base.loop import wait_promptly
 from phalanx.timer._requests import RequestQueue
 
@@ -91,7 +91,7 @@ class Outbox:
         end = 0.0
         while True:
             try:
-                sigpipe.write(self._fds[0], message)
+                linux.write_to_pipe(self._fds[0], message)
             except BlockingIOError:
                 end = end or clock.now() + self._patience
                 poll = select.poll()

@@ -14,8 +14,8 @@ import threading
 from contextlib import ExitStack, suppress
 
 from phalanx._base import clock, unpatched
-from phalanx._base.durations import seconds
 from phalanx._base.loop import Loop
+from phalanx._base.text import seconds
 from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang
 from phalanx._timers.layout import LONGEST, SLOTS, encode

@@ -12,7 +12,8 @@ import math
 from copy import copy
 from threading import Event, Thread, current_thread
 
-from phalanx._base import clock, suspension
+from phalanx._base import clock
+from phalanx._base.loop import LONG, SLACK, Pauses, wait_slice
 from phalanx.timer import _forks
 from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
 
@@ -123,7 +124,7 @@ class Watchdog:
         # Workers that could not be reaped: when to try again, and the delay after that.
         self._late: dict[Any, tuple[float, float]] = {}
         self._faults = 0
-        self._pauses = suspension.Pauses()
+        self._pauses = Pauses()
         self._waited = math.inf, -math.inf  # from when until when `get` last waited, if it did
         self._goal, self._part = math.inf, math.inf  # the moment that is waited for, and the seconds of one part
         # Expired timers that are postponed, because this process could not run: until when, and what they had at first.
@@ -201,7 +202,7 @@ class Watchdog:
         seconds = max(0.0, min(min(moments) - now, self._interval))
         if self._punctual:  # then it waits in parts, as a pause within a wait is not seen
             if min(moments) != self._goal:
-                self._goal, self._part = min(moments), suspension.wait_slice(min(moments) - now)
+                self._goal, self._part = min(moments), wait_slice(min(moments) - now)
             seconds = min(seconds, self._part)
         self._take(seconds)
         if self._stopping.is_set():
@@ -226,7 +227,7 @@ class Watchdog:
         now = clock.now()
         if timeout:
             self._pauses.note(began, began + timeout, now)
-        if now - began > suspension.SLACK:
+        if now - began > SLACK:
             self._waited = began, now
         requests = [request for request in map(received, came) if request is not None]
         for request in requests:
@@ -258,9 +259,7 @@ class Watchdog:
             for timer in timers:
                 key = worker, timer.scope_id, timer.expiration_time
                 known = key in before
-                span = (
-                    before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or suspension.LONG
-                )
+                span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or LONG
                 until = timer.expiration_time + self._pauses.lost(timer.expiration_time - span)
                 if not self._punctual:  # `get` may be slow whenever it is called: that is a reason only once
                     until = before[key][0] if known else min(until, now + span)

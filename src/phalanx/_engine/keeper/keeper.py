@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._base.deadlines import Deadline
+    from phalanx._base.loop import Deadline
     from phalanx._engine.keeper.notice import Notice
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._engine.keeper.start_group import Start

@@ -14,8 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._base.deadlines import Deadline
-    from phalanx._base.loop import Loop
+    from phalanx._base.loop import Deadline, Loop
 
 FOREVER = float("inf")
 

@@ -10,7 +10,7 @@ import marshal
 import os
 import sys
 
-from phalanx._base import sealed_memfd
+from phalanx._base import linux
 from phalanx._engine import mp_parent
 from phalanx._engine.pickling.call_pickler import Spawning, pickle_call
 from phalanx._engine.pickling.payload import HEADER, page_after
@@ -107,7 +107,7 @@ def pack(
     index["fds"] = numbers
     index["prepared"] = mp_parent.prepared_by_others()
     fds, fd_indices = _without_duplicates(passed, numbers)
-    memfd = sealed_memfd.new("phalanx-payload")
+    memfd = linux.memory_file("phalanx-payload")
     try:
         index["start"] = page_after(sum(map(len, blobs)))  # of the buffers, from where the pickles begin
         head = marshal.dumps(index)
@@ -115,7 +115,7 @@ def pack(
         _write(memfd, 0, len(head).to_bytes(HEADER, "little"), head)
         _write(memfd, first, *blobs)
         buffers.write(memfd, first + index["start"])
-        sealed_memfd.seal_for_maps(memfd)  # no worker can change what another one reads
+        linux.seal_for_maps(memfd)  # no worker can change what another one reads
     except BaseException:
         os.close(memfd)
         raise

@@ -15,7 +15,7 @@ import sys
 from _thread import get_ident
 from functools import partial
 
-from phalanx._base import sealed_memfd
+from phalanx._base import linux
 from phalanx._base.loaded_modules import loaded
 from phalanx._engine import main_module
 from phalanx._engine.pickling.passed_fds import FdHandle
@@ -39,7 +39,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
 
     ``known`` is what the launcher's main module holds. Raises UnpicklableError.
     """
-    memfd = sealed_memfd.new("phalanx-result")
+    memfd = linux.memory_file("phalanx-result")
     fds: list[int] = []
     try:
         try:
@@ -52,7 +52,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=True)
         _check_number(fds)
-        sealed_memfd.seal(memfd)  # the launcher refuses an unsealed one: its size could change during the reading
+        linux.seal(memfd)  # the launcher refuses an unsealed one: its size could change during the reading
     except BaseException as error:
         os.close(memfd)
         _close(fds)

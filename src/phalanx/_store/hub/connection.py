@@ -10,8 +10,7 @@ import socket
 from collections.abc import Callable
 
 from phalanx._base import clock
-from phalanx._base.deadlines import Deadline
-from phalanx._base.loop import Loop
+from phalanx._base.loop import Deadline, Loop
 from phalanx._store.hub import messages, words
 from phalanx._store.hub.cipher import Cipher
 from phalanx._store.hub.dialer import Dialer

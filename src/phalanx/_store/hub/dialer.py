@@ -11,9 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from phalanx._base.background import SerialExecutor
-from phalanx._base.deadlines import Deadline
-from phalanx._base.loop import WRITE, Loop
+from phalanx._base.loop import WRITE, Deadline, Loop
+from phalanx._base.threads import SerialExecutor
 from phalanx._store.hub import words
 
 

@@ -13,8 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from phalanx._base.deadlines import Deadline
-from phalanx._base.loop import Loop
+from phalanx._base.loop import Deadline, Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.cipher import Cipher
 from phalanx._store.hub.handshake import StoreSide, TurnedAwayError

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from phalanx._base import clock
-from phalanx._base.deadlines import Deadline
-from phalanx._base.loop import Loop
+from phalanx._base.loop import Deadline, Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
 from phalanx._store.hub.link import Link
