@@ -25,8 +25,8 @@ from phalanx._rendezvous.settings import prefix_of
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.hub_store import HubStore
-from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import Changed, Done, Put, Snapshot, Store
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ def _check_tls(conf: Mapping[str, str]) -> None:
     """See that the files for TLS can be used, and that our certificate has not expired. Raises ValueError."""
     if conf.keys().isdisjoint(("ca", "cert")):
         return
-    from phalanx._store.etcd.tls import Files
+    from phalanx._store.etcd.settings import Files
 
     files = Files(*(conf.get(name, "") for name in ("ca", "cert", "key")))
     try:
@@ -212,7 +212,7 @@ def _encryption(text: str) -> str:
         msg = f"encrypt: expected auto, require or no, got {text!r}"
         raise ValueError(msg)
     if text == "require":
-        from phalanx._store.hub.cipher import NEEDS, can_encrypt
+        from phalanx._store.hub.wire import NEEDS, can_encrypt
 
         if not can_encrypt():
             msg = f"encrypt: require: {NEEDS} is needed, whose OpenSSL has TLS 1.3 with pre-shared keys"

@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.rules import Rules
-    from phalanx._store.hub.settings import Encryption
+    from phalanx._store.hub.addresses import Encryption
 
 
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
@@ -47,7 +47,7 @@ class Machines(NamedTuple):
         hosts: Whether this one has the store, unless another one of its machine has been quicker; None: where the
             endpoint is tells, but its name was not known yet.
         bind: Where the store listens, if this one has it: an address, "" for all that there are, and a port, 0 for the
-            endpoint's. None: see `listening`.
+            endpoint's. None: see `addresses`.
         secret: What the agents know each other by, where one of them has the store; empty: nothing.
         encrypt: Whether what they say to each other is encrypted then, see `HubSettings`.
         node_rank: The rank of this node, if it is given; -1: it is not.
