@@ -61,12 +61,10 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "job_run", "leader")),
-            *(f"_rendezvous/{name}" for name in ("effects", "job_ranks", "membership", "node", "roll_call", "rules")),
-            *(f"_rendezvous/{name}" for name in ("candidates", "liveness", "store_view", "writes")),
-            *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
+            *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "job_run", "life", "membership", "node")),
+            *(f"_rendezvous/{name}" for name in ("node_thread", "stack_requests", "store_view")),
+            *("cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
-            "_rendezvous/words",
             *("_run/stack_door", "agent/_node"),
             *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "server")),
         )
