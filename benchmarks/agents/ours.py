@@ -20,13 +20,12 @@ from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, Stop, replace
-from phalanx._rendezvous.rules import Rules
-from phalanx._rendezvous.settings import prefix_of
+from phalanx._rendezvous.settings import Rules, prefix_of
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.hub_store import HubStore
-from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import Changed, Done, Put, Snapshot, Store
 
 if TYPE_CHECKING:

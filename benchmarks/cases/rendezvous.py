@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.agents.crowd import Said
-    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.addresses import Place
     from phalanx._store.hub.server import HubServer
 
 TIMES = {2: 5, 16: 5, 64: 3, 256: 2}
@@ -63,7 +63,7 @@ def _leave(crowd: Crowd) -> None:
 
 def _phalanx() -> Sample:
     from benchmarks.agents.ours import HUB
-    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.addresses import Place
 
     figures: dict[str, list[float]] = {}
     port = free_port()

@@ -64,7 +64,7 @@ def _etcd(nodes: int, workers: int) -> dict[str, list[float]]:
 def _hub(nodes: int, workers: int) -> dict[str, list[float]]:
     """The store in an agent: in this process, which has nothing else to do."""
     from benchmarks.agents.ours import HUB, SECRET, TTL
-    from phalanx._store.hub.listening import Place
+    from phalanx._store.hub.addresses import Place
     from phalanx._store.hub.server import HubServer
 
     before = _rss()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._rendezvous import stack_report
-from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import Job, Member
 from phalanx._run.stack_door import MOST_CALLERS, NAME, SEEN, StackDoor
 from phalanx._runs import record, record_writer

@@ -36,7 +36,7 @@ from phalanx.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from phalanx.rendezvous._settings import machines_of
+from phalanx.rendezvous._parameters import machines_of
 from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support import leaks
 from tests.support.etcd import Etcd, free_port
@@ -482,12 +482,12 @@ def test_one_hosts_the_store_and_machines_come_and_go() -> None:
         info = met(first)[0]
         assert (info.rank, info.world_size, comes.result(SOON).rank) == (0, 2, 1)
         waits = threads.submit(spare.next_rendezvous)
-        until(lambda: spare._guest.is_spare)
+        until(lambda: spare._node.is_spare)
         assert second.shutdown()  # a departure is not a close
         hear(ended)
         assert [first.next_rendezvous().world_size, waits.result(SOON).rank] == [2, 1]
         waits = threads.submit(late.next_rendezvous)
-        until(lambda: late._guest.is_spare)
+        until(lambda: late._node.is_spare)
         assert at_once(first.tell_success, spare.tell_success) == [True, True]
         with pytest.raises(RendezvousGracefulExitError, match="the job has succeeded without this machine"):
             waits.result(SOON)

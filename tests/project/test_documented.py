@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 PAGES = "".join(
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("environment.md", "install.md", "reference/index.md")
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("environment.md", "install.md", "reference/index.md")
 )
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 

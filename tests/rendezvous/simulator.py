@@ -20,11 +20,10 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx._rendezvous import conclusion, effects, evidence, records
-from phalanx._rendezvous.job_ranks import first_rank
+from phalanx._rendezvous import conclusion, evidence, life, records
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Job, Refusal, Stop, replace
-from phalanx._rendezvous.rules import Rules
+from phalanx._rendezvous.records import Job, Refusal, Stop, first_rank, replace
+from phalanx._rendezvous.settings import Rules
 from phalanx._store.store import (
     JOB,
     OWN,
@@ -339,7 +338,7 @@ class Simulation:
         self.succeeded.clear()
         self.failed.clear()
 
-    def see_finish(self, node: SimulatedNode, finish: effects.Finish, end: conclusion.Conclusion) -> None:
+    def see_finish(self, node: SimulatedNode, finish: life.Finish, end: conclusion.Conclusion) -> None:
         """Check how a node concludes: that its exit code tells the truth."""
         job, verdict = finish.job, None if finish.job is None else finish.job.verdict
         if end.code == 0 and (verdict is None or verdict.state != "succeeded"):
@@ -580,7 +579,7 @@ class SimulatedNode:
         self.code = 0  # with which a worker has failed
         self.workers: int | None = None  # the generation whose workers are there
         self.ran = -1  # that whose workers were started last
-        self.finish: effects.Finish | None = None
+        self.finish: life.Finish | None = None
         self.part_of = 0  # the job in which it has started workers: when that was made
         self.submitted = self.submitted_for_looks = self.looks = 0
         self.leased = self.started = simulation.now  # since when it has its lease, and its workers
@@ -695,7 +694,7 @@ class SimulatedNode:
                 for _ in range(2 if self._simulation.chance(0.02) else 1):
                     self._later(partial(self._see, event))
 
-    def _submit(self, effect: effects.Submit) -> None:
+    def _submit(self, effect: life.Submit) -> None:
         simulation = self._simulation
         self.submitted += 1
         keys = [write.key for write in effect.transaction.writes]
@@ -725,7 +724,7 @@ class SimulatedNode:
         is_late = simulation.setting.faults and simulation.chance(0.03)
         simulation.at(simulation.random.uniform(1, 20) if is_late else self._delay(), arrive)
 
-    def _fetch(self, effect: effects.Fetch) -> None:
+    def _fetch(self, effect: life.Fetch) -> None:
         def arrive() -> None:
             away = simulation.store.is_away or not self._is_connected
             entries = None if away else simulation.store.below(effect.prefix)[1]
@@ -736,15 +735,15 @@ class SimulatedNode:
 
     # --- what the node asks for
 
-    def do(self, due: list[effects.Effect]) -> None:
+    def do(self, due: list[life.Effect]) -> None:
         """Carry out what the node has decided."""
         for effect in due:
-            if isinstance(effect, effects.Start):
+            if isinstance(effect, life.Start):
                 self._start(effect.job, effect.rank)
-            elif isinstance(effect, effects.End):
+            elif isinstance(effect, life.End):
                 self._simulation.see_end(self, effect.stop)
                 self._end()
-            elif isinstance(effect, effects.Finish):
+            elif isinstance(effect, life.Finish):
                 self._leave(effect)
             else:
                 self._ask(effect)
@@ -756,32 +755,32 @@ class SimulatedNode:
         if wake < math.inf and self.finish is None:
             self._later(self._tick, max(0.0, wake - self._simulation.now))
 
-    def _ask(self, effect: effects.Effect) -> None:
+    def _ask(self, effect: life.Effect) -> None:
         """Ask the store for something."""
-        if isinstance(effect, effects.Submit):
+        if isinstance(effect, life.Submit):
             self._submit(effect)
-        elif isinstance(effect, effects.Fetch):
+        elif isinstance(effect, life.Fetch):
             self._fetch(effect)
-        elif isinstance(effect, effects.Watch):
+        elif isinstance(effect, life.Watch):
             self._watches[effect.prefix] = 0
             if self._is_connected:
                 self._snapshot(effect.prefix)
-        elif isinstance(effect, effects.Unwatch):
+        elif isinstance(effect, life.Unwatch):
             self._watches.pop(effect.prefix, None)
-        elif isinstance(effect, effects.Look):
+        elif isinstance(effect, life.Look):
             self._later(partial(self._have_looked, effect), self._simulation.random.uniform(0, 2))
-        elif isinstance(effect, effects.Looked):
+        elif isinstance(effect, life.Looked):
             effect.tell(effect.found)
 
-    def _have_looked(self, look: effects.Look) -> None:
+    def _have_looked(self, look: life.Look) -> None:
         if self.is_alive and self.finish is None:
             self.do(self.node.has_looked(look.looks, self.name.encode(), self._simulation.now))
 
     def ask_look(self) -> None:
         """Have somebody ask where all ranks are; and see that he is told once, and what the nodes have said."""
-        told: list[effects.Found] = []
+        told: list[life.Found] = []
 
-        def tell(found: effects.Found) -> None:
+        def tell(found: life.Found) -> None:
             told.append(found)
             wrong = [node for node, data in found.answers.items() if data != node.encode()]
             if len(told) > 1 or wrong or (found.job is not None and not set(found.answers) <= set(found.job.ids)):
@@ -803,7 +802,7 @@ class SimulatedNode:
         if self.is_alive and self.finish is None and self.node.wake <= self._simulation.now:
             self.do(self.node.tick(self._simulation.now))
 
-    def _leave(self, finish: effects.Finish) -> None:
+    def _leave(self, finish: life.Finish) -> None:
         self._simulation.tell(f"{self.name} leaves: {finish.state} {finish.why}")
         if self.workers is not None:
             raise BrokenError(f"{self.name} leaves, and has workers of generation {self.workers}")

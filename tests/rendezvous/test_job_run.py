@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._rendezvous import effects, stack_report
-from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous import life, stack_report
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
+from phalanx._rendezvous.life import Found
 from phalanx._store.store import Away, Back, Changed
 
 if TYPE_CHECKING:
-    from phalanx._rendezvous.effects import Effect
+    from phalanx._rendezvous.life import Effect
 
 
 class Told:
@@ -57,11 +57,11 @@ class Looks(Told):
 
     def ask_look(self, tell: Any, _now: float) -> list[Effect]:
         self.tell = tell
-        return [effects.Look(0, 2, ("a.1", "b.7"))]
+        return [life.Look(0, 2, ("a.1", "b.7"))]
 
     def has_looked(self, looks: tuple[str, ...], data: bytes, _now: float) -> list[Effect]:
         assert looks == ("a.1", "b.7")
-        return [effects.Looked(self.tell, Found(None, {"a": data}))]
+        return [life.Looked(self.tell, Found(None, {"a": data}))]
 
 
 def test_an_agent_that_shows_no_stacks_says_so() -> None:
@@ -87,10 +87,10 @@ class Starts(Told):
         self.gone: AttemptEnd | None = None
 
     def ask_stop(self, *_: Any) -> list[Effect]:
-        return [effects.End(None)]
+        return [life.End(None)]
 
     def workers_gone(self, *_: Any) -> list[Effect]:
-        return [effects.Finish("stopped", "", None)]
+        return [life.Finish("stopped", "", None)]
 
     def assign(self, *_: Any) -> None:
         self.done.append("assign")
@@ -118,7 +118,7 @@ def test_a_stop_that_comes_as_a_start_is_decided_keeps_its_signal_and_its_grace(
     it = Starts()
     run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
     run._has_begun = True
-    run._decide([effects.Start(cast("Any", SimpleNamespace(generation=0)), 0)])
+    run._decide([life.Start(cast("Any", SimpleNamespace(generation=0)), 0)])
     run.ask_stop(2, "SIGINT", 77.0)
     assert run.run().state == "stopped"
     assert it.done == ["assign", "start", (2, 77.0)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx._rendezvous import effects, records
-from phalanx._rendezvous.effects import Found, Look, Looked
-from phalanx._rendezvous.looks import INTERVAL, MOST_ANSWER, PATIENCE
+from phalanx._rendezvous import life, records
+from phalanx._rendezvous.life import Found, Look, Looked
 from phalanx._rendezvous.records import Stop, Verdict, replace
+from phalanx._rendezvous.stack_requests import INTERVAL, MOST_ANSWER, PATIENCE
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Fetched, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
@@ -21,18 +21,18 @@ class Asks(Story):
         super().__init__(**options)
         self.told: list[Found] = []
 
-    def ask(self) -> list[effects.Effect]:
+    def ask(self) -> list[life.Effect]:
         return self._take(self.node.ask_look(self.told.append, self.now))
 
-    def looked(self, look: Any, data: bytes = b"here") -> list[effects.Effect]:
+    def looked(self, look: Any, data: bytes = b"here") -> list[life.Effect]:
         return self._take(self.node.has_looked(look.looks, data, self.now))
 
-    def answers(self, name: str, node: str, data: bytes) -> list[effects.Effect]:
+    def answers(self, name: str, node: str, data: bytes) -> list[life.Effect]:
         self.revision += 1
         prefix = f"looks/{name}/"
         return self.tell(Changed(prefix, self.revision, (Entry(f"{prefix}{node}", data, 1, self.revision),), ()))
 
-    def removes(self, key: str) -> list[effects.Effect]:
+    def removes(self, key: str) -> list[life.Effect]:
         self.revision += 1
         self.created.pop(key, None)
         return self.tell(Changed("job/", self.revision, (), (key,)))
@@ -48,7 +48,7 @@ def written(story: Asks) -> tuple[Any, ...]:
     return tuple(story.asked[0].transaction)
 
 
-def only(kind: type[Any], due: list[effects.Effect]) -> Any:
+def only(kind: type[Any], due: list[life.Effect]) -> Any:
     (one,) = [each for each in due if isinstance(each, kind)]
     return one
 
@@ -57,7 +57,7 @@ def test_all_answer_and_nothing_is_left() -> None:
     story = Asks().running()
     due = story.ask()
     assert kinds(due) == ["Watch", "Submit", "Look"]
-    assert due[0] == effects.Watch("looks/a.1/")
+    assert due[0] == life.Watch("looks/a.1/")
     put = Put("job/look/a.1", records.write(records.Look("a", 0)), OWN)
     assert written(story) == ((), (put,))
     assert due[2] == Look(0, 2, ("a.1",))
@@ -85,10 +85,10 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_agreed() -> None:
     assert story.asked[0].transaction.writes == (Delete("job/look/a.1"),)
     assert story.answers("a.1", "b", b"late") == []
     due = story.answer()  # the question is gone: none can answer any more, and one may have
-    assert due == [effects.Fetch(only(effects.Fetch, due).ticket, "looks/a.1/")]
+    assert due == [life.Fetch(only(life.Fetch, due).ticket, "looks/a.1/")]
     late = Entry("looks/a.1/b", b"late", 1, 2)
-    due = story.tell(Fetched(only(effects.Fetch, due).ticket, (late,)))
-    assert only(effects.Submit, due).transaction == ((), (Delete("looks/a.1/b"),))
+    due = story.tell(Fetched(only(life.Fetch, due).ticket, (late,)))
+    assert only(life.Submit, due).transaction == ((), (Delete("looks/a.1/b"),))
     assert story.tell(Fetched(-99, ())) == []
 
 
@@ -169,13 +169,13 @@ def test_a_store_that_is_away() -> None:
     assert only(Looked, story.ask()).found == Found(None, {}, "the store does not answer")
     assert story.looked(Look(0, 2, ("a.1",))) == []  # too late
     due = story.tell(Back())
-    assert only(effects.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
-    due = story.tell(Done(only(effects.Submit, due).ticket, None, 0))
+    assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
+    due = story.tell(Done(only(life.Submit, due).ticket, None, 0))
     assert (due, story.node.wake) == ([], 1.0)
     assert only(Looked, story.ask()).found == Found(None, {}, "the store could not be asked")
     due = story.wait(1.0)
-    assert only(effects.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
-    story.tell(Done(only(effects.Submit, due).ticket, True, 99))
+    assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
+    story.tell(Done(only(life.Submit, due).ticket, True, 99))
     assert only(Looked, story.tell(Away("again")) + story.ask()).found.why == "the store does not answer"
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from phalanx._rendezvous import leader as leading
-from phalanx._rendezvous.liveness import Liveness
+from phalanx._rendezvous import membership
+from phalanx._rendezvous.candidates import Notes, Seen
 from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
-from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
-from phalanx._rendezvous.store_view import StoreView
+from phalanx._rendezvous.settings import RANK_TIMEOUT, Rules
+from phalanx._rendezvous.store_view import Liveness, StoreView
 from phalanx._store.store import Absent, Changed, Delete, Entry, Put, Snapshot, Transaction
 from phalanx.agent import RestartPolicy
 
@@ -301,7 +301,7 @@ def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
     view, job = StoreView(), running("a", "b")
     view.take(Snapshot("job/", 5, (Entry("job/state", write(job), 5, 5),)))
     view.take(Snapshot("nodes/", 5, (Entry("nodes/a", write(node("a")), 4, 4),)))
-    leader = leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    leader = membership.Leader(node("a"), RULES, lambda: 0.0, 3)
     made, _ = leader.decide(view, living(), 10.0)
     assert made is not None
     assert Absent("nodes/b") in made.conditions
@@ -472,9 +472,9 @@ def test_ranks_that_were_given() -> None:
 def test_a_rank_that_is_given_twice_is_waited_for_a_while() -> None:
     leader = Leader(FORMING)
     twice = node("a", order=1), node("b", order=1)
-    assert leader.at(1, *twice) == Decision(wake=1 + PATIENCE)
-    assert leader.at(1 + PATIENCE - 1, *twice).refused == ()
-    refused = leader.at(1 + PATIENCE, *twice).refused
+    assert leader.at(1, *twice) == Decision(wake=1 + RANK_TIMEOUT)
+    assert leader.at(1 + RANK_TIMEOUT - 1, *twice).refused == ()
+    refused = leader.at(1 + RANK_TIMEOUT, *twice).refused
     assert refused == (("b", "its node rank is 1, and so is that of host host-a, which came first"),)
     assert names(leader.at(40, node("b", order=1), node("c", order=0)).job) == ["c", "b"]
 
@@ -523,11 +523,11 @@ def test_a_restart_is_as_old_as_the_generation_after_it_at_least() -> None:
 def test_a_rank_that_is_taken_is_refused_while_a_generation_runs() -> None:
     leader = Leader(running("a", "b"))
     there = node("late", order=1), node("a", order=0, state="running"), node("b", order=1, state="running")
-    assert leader.at(5, *there) == Decision(wake=5 + PATIENCE)
-    made = leader.at(5 + PATIENCE, *there)  # who takes part keeps it, though the other one's entry is older
+    assert leader.at(5, *there) == Decision(wake=5 + RANK_TIMEOUT)
+    made = leader.at(5 + RANK_TIMEOUT, *there)  # who takes part keeps it, though the other one's entry is older
     assert ([name for name, _ in made.refused], made.stop) == (["late"], None)
     other = node("later", order=0)
-    assert leader.at(6 + PATIENCE, *there, other).wake == 6 + 2 * PATIENCE  # each has its own time
+    assert leader.at(6 + RANK_TIMEOUT, *there, other).wake == 6 + 2 * RANK_TIMEOUT  # each has its own time
 
 
 def test_a_node_that_has_succeeded_is_waited_for_before_a_restart() -> None:
@@ -562,7 +562,7 @@ def test_ranks_that_are_given_to_some() -> None:
 
 def leads(job: Job | None, *nodes: Node, keep: bool = True) -> Transaction:
     """What is written by a leader that finds a job so."""
-    view, leader = StoreView(), leading.Leader(node("a"), RULES._replace(keep=keep), lambda: 0.0, 3)
+    view, leader = StoreView(), membership.Leader(node("a"), RULES._replace(keep=keep), lambda: 0.0, 3)
     state = () if job is None else (Entry("job/state", write(job), 4, 4),)
     view.take(Snapshot("job/", 5, (*state, Entry("job/leader", b"a", 3, 3))))
     view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in nodes)))
@@ -586,7 +586,7 @@ def test_who_makes_a_job_decides_whether_it_is_kept_and_nobody_later(keep: bool)
 
 def test_a_job_that_has_never_run_leaves_what_was_kept_before() -> None:
     signal = Stop(0, "signal", "a", "host-a", "SIGINT", signal=2)
-    view, leader = StoreView(), leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    view, leader = StoreView(), membership.Leader(node("a"), RULES, lambda: 0.0, 3)
     entries = Entry("job/state", write(replace(FORMING, keep=True)), 4, 4), Entry("job/stop/0", write(signal), 5, 5)
     view.take(Snapshot("job/", 5, (*entries, Entry("job/leader", b"a", 3, 3))))
     view.take(Snapshot("nodes/", 5, ()))
@@ -599,7 +599,7 @@ def test_a_job_that_has_never_run_leaves_what_was_kept_before() -> None:
 
 
 def test_many_are_refused_in_several_transactions() -> None:
-    view, leader = StoreView(), leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    view, leader = StoreView(), membership.Leader(node("a"), RULES, lambda: 0.0, 3)
     job = Entry("job/state", write(Job(0, "forming", 2, 2)), 4, 4)
     view.take(Snapshot("job/", 5, (job, Entry("job/leader", b"a", 3, 3))))
     strangers = [node(f"x{number}", 3, 3) for number in range(200)]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from phalanx._rendezvous import effects, evidence, records, roll_call
+from phalanx._rendezvous import candidates, evidence, life, records
 from phalanx._rendezvous.node import HOST_PATIENCE, PATIENCE, Participant
 from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, Waiting, replace
-from phalanx._rendezvous.rules import Rules
+from phalanx._rendezvous.settings import Rules
 from phalanx._store.store import (
     JOB,
     KEPT,
@@ -47,32 +47,32 @@ class Story:
         self.now = 0.0
         self.revision = 10
         self.created: dict[str, int] = {}
-        self.asked: list[effects.Submit] = []
+        self.asked: list[life.Submit] = []
         self.due = self._take(self.node.begin(0.0))
         if away:
             self.tell(Away("no answer"))
         self.tell(Back())
         self.tell(Snapshot("job/", self.revision, ()))
 
-    def _take(self, due: list[effects.Effect]) -> list[effects.Effect]:
-        self.asked += [each for each in due if isinstance(each, effects.Submit)]
+    def _take(self, due: list[life.Effect]) -> list[life.Effect]:
+        self.asked += [each for each in due if isinstance(each, life.Submit)]
         self.due = due
         return due
 
-    def tell(self, event: Any) -> list[effects.Effect]:
+    def tell(self, event: Any) -> list[life.Effect]:
         return self._take(self.node.all_told((event,), self.now))
 
-    def writes(self, key: str, record: Any) -> list[effects.Effect]:
+    def writes(self, key: str, record: Any) -> list[life.Effect]:
         self.revision += 1
         value = record if isinstance(record, bytes) else records.write(record)
         entry = Entry(key, value, self.created.setdefault(key, self.revision), self.revision)
         return self.tell(Changed("job/", self.revision, (entry,), ()))
 
-    def answer(self, made: bool | None = True) -> list[effects.Effect]:
+    def answer(self, made: bool | None = True) -> list[life.Effect]:
         self.revision += 1
         return self.tell(Done(self.asked.pop(0).ticket, made, self.revision))
 
-    def wait(self, seconds: float) -> list[effects.Effect]:
+    def wait(self, seconds: float) -> list[life.Effect]:
         self.now += seconds
         return self._take(self.node.tick(self.now))
 
@@ -92,7 +92,7 @@ class Story:
         return self
 
 
-def kinds(due: list[effects.Effect]) -> list[str]:
+def kinds(due: list[life.Effect]) -> list[str]:
     return [type(each).__name__ for each in due]
 
 
@@ -142,9 +142,9 @@ def test_a_leader_tells_all_who_is_missing_and_for_how_long_that_is_waited_for()
     told = Waiting(0, "1 of 2 nodes has come: host-a; 1 more is needed", -1, 97.0)
     assert (put.key, records.read(Waiting, Entry(put.key, put.value, 1, 1)), put.lease) == ("job/waiting", told, JOB)
     assert story.answer() == []
-    assert story.writes("job/waiting", told) == [effects.Missing(told.words, -1, 97.0)]
+    assert story.writes("job/waiting", told) == [life.Missing(told.words, -1, 97.0)]
     assert story.wait(9.9) == []
-    assert effects.Missing(told.words, -1, 87.0) in story.wait(0.1)
+    assert life.Missing(told.words, -1, 87.0) in story.wait(0.1)
 
 
 def test_a_node_says_who_is_missing_as_the_leader_has_it() -> None:
@@ -153,16 +153,16 @@ def test_a_node_says_who_is_missing_as_the_leader_has_it() -> None:
     story.writes("job/waiting", Waiting(7, "of another generation", -1, 97.0))
     assert story.wait(3.0) == []
     told = Waiting(0, "2 of 2 to 4 nodes have come: a, b; 2 more may come", -1, 30.0, is_enough=True)
-    assert story.writes("job/waiting", told) == [effects.Missing(told.words, -1, 30.0, is_enough=True)]
+    assert story.writes("job/waiting", told) == [life.Missing(told.words, -1, 30.0, is_enough=True)]
     assert story.wait(5.0) == []
     more = replace(told, words="3 of 2 to 4 nodes have come: a, b, c; 1 more may come", seconds=25.0)
-    assert story.writes("job/waiting", more) == [effects.Missing(more.words, -1, 25.0, is_enough=True)]
+    assert story.writes("job/waiting", more) == [life.Missing(more.words, -1, 25.0, is_enough=True)]
     assert story.writes("job/waiting", b"[]")[-1].state == "damaged"  # type: ignore[union-attr]  # it finishes
 
 
 def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
     story = Story().run()
-    assert effects.Start(RUNS, 1) in story.due
+    assert life.Start(RUNS, 1) in story.due
     stop = Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1)
     story._take(story.node.workers_failed(stop, story.now))
     told = story.asked[0].transaction
@@ -179,7 +179,7 @@ def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
 def test_it_ends_its_workers_when_another_has_said_so() -> None:
     story = Story().run()
     stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
-    assert story.writes("job/stop/0", stop) == [effects.Heard(stop), effects.End(stop)]
+    assert story.writes("job/stop/0", stop) == [life.Heard(stop), life.End(stop)]
 
 
 def test_a_lease_that_is_lost_costs_no_workers() -> None:
@@ -199,7 +199,7 @@ def test_a_job_that_has_gone_on_without_it_does() -> None:
     story.tell(LeaseLost())
     story.tell(Back())
     due = story.writes("job/state", replace(RUNS, generation=1, members=MEMBERS[:1], ends=ENDS))
-    assert effects.End(None) in due
+    assert life.End(None) in due
     story.answer()
     story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
     assert (story.node.state, story.entry().state) == ("WAITING", "ready")
@@ -244,7 +244,7 @@ def test_it_waits_for_the_others_and_then_leaves() -> None:
     assert (put.key, put.lease) == ("nodes/a/done", JOB)  # it stays when the node has gone
     story.answer()
     assert story.node.wake == 7.0
-    assert story.wait(7) == [effects.Finish("succeeded", "", RUNS)]
+    assert story.wait(7) == [life.Finish("succeeded", "", RUNS)]
 
 
 def test_a_failure_elsewhere_after_its_own_success() -> None:
@@ -265,11 +265,11 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
         RUNS, generation=1, phase="over", ends=ENDS, verdict=Verdict("failed", "1 restart, and no more", stop)
     )
     fetch = story.writes("job/state", over)[-1]
-    assert isinstance(fetch, effects.Fetch)
+    assert isinstance(fetch, life.Fetch)
     assert fetch.prefix == "evidence/0/"
     entry = Entry("evidence/0/b", b"its", 3, 3)
     due = story.tell(Fetched(fetch.ticket, (entry,)))
-    assert due == [effects.Finish("failed", "1 restart, and no more", over, (entry,))]
+    assert due == [life.Finish("failed", "1 restart, and no more", over, (entry,))]
     assert story.node.wake == math.inf
 
 
@@ -292,7 +292,7 @@ def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None
     assert (told.kind, told.generation, told.signal) == ("signal", 0, 2)
     due = story.wait(PATIENCE)
     assert kinds(due) == ["Finish"]
-    assert isinstance(due[0], effects.Finish)
+    assert isinstance(due[0], life.Finish)
     assert due[0].state == "stopped"
 
 
@@ -318,23 +318,23 @@ def test_nobody_waits_for_ever(away: bool) -> None:
         story.tell(Away("no answer"))
     due = story.wait(100.0 if away else 100.0 + 20.0 + PATIENCE)
     finish = due[-1]
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     assert finish.state == ("unreachable" if away else "timeout")
 
 
 def test_a_refusal() -> None:
     story = Story().enter()
-    assert story.writes("job/refused/a", Refusal("there is no room")) == [effects.Finish("refused", "there is no room")]
-    assert Story().tell(Refused("wrong password")) == [effects.Finish("refused", "wrong password")]
+    assert story.writes("job/refused/a", Refusal("there is no room")) == [life.Finish("refused", "there is no room")]
+    assert Story().tell(Refused("wrong password")) == [life.Finish("refused", "wrong password")]
 
 
 def test_a_store_that_refuses_while_workers_run_is_left_when_they_are_gone() -> None:
     story = Story().run()
     why = Stop(0, "left", "a", "host-a", "permission denied")
-    assert story.tell(Refused("permission denied")) == [effects.Heard(why), effects.End(None)]
+    assert story.tell(Refused("permission denied")) == [life.Heard(why), life.End(None)]
     assert story.wait(36000) == []
     due = story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
-    assert due == [effects.Finish("refused", "permission denied", RUNS)]
+    assert due == [life.Finish("refused", "permission denied", RUNS)]
     ends = Story().run()
     ends.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert ends.tell(Refused("permission denied")) == []  # they are being ended already
@@ -360,7 +360,7 @@ def test_a_job_of_another_version_is_not_misread(state: bytes) -> None:
         "Phalanx"
     )
     story = Story().enter()
-    assert story.writes("job/state", state) == [effects.Finish("refused", why)]
+    assert story.writes("job/state", state) == [life.Finish("refused", why)]
     runs = Story().run()
     assert kinds(runs.writes("job/state", state)) == ["Heard", "End"]
     finish = finish_of(runs._take(runs.node.workers_gone(replace(ME, outcome="stopped"), b"", runs.now)))
@@ -381,7 +381,7 @@ def test_what_is_told_at_once_is_decided_at_once() -> None:
 def test_garbage_in_the_store_is_named() -> None:
     story = Story().enter()
     finish = story.writes("job/state", b'{"generation": "x"}')[-1]
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     assert (finish.state, finish.why) == ("damaged", "job/state: Expected `int`, got `str` - at `$.generation`")
 
 
@@ -404,23 +404,23 @@ def test_it_goes_when_it_is_asked_to() -> None:
     story.answer()
     story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
     finish = story.answer()[-1]
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     assert (finish.state, finish.why) == ("left", "preempted")
 
 
-def finish_of(due: list[effects.Effect]) -> effects.Finish:
+def finish_of(due: list[life.Effect]) -> life.Finish:
     finish = due[-1]
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     return finish
 
 
-def nodes_are(story: Story, *names: str) -> list[effects.Effect]:
+def nodes_are(story: Story, *names: str) -> list[life.Effect]:
     story.revision += 1
     entries = tuple(Entry(f"nodes/{name}", records.write(replace(ME, id=name)), 11, story.revision) for name in names)
     return story.tell(Snapshot("nodes/", story.revision, entries))
 
 
-def succeed(story: Story) -> list[effects.Effect]:
+def succeed(story: Story) -> list[life.Effect]:
     story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
     story.answer()
     over = replace(RUNS, phase="over", verdict=Verdict("succeeded"))
@@ -433,7 +433,7 @@ def test_who_hosts_the_store_leaves_as_the_last_one() -> None:
     story.answer()
     assert story.wait(1000.0) == []  # the workers of the others go on
     due = story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("succeeded")))
-    assert effects.Watch("nodes/") in due
+    assert life.Watch("nodes/") in due
     assert nodes_are(story, "a", "b") == []
     finish = finish_of(nodes_are(story, "a"))
     assert (finish.state, finish.ends_job) == ("succeeded", True)
@@ -475,7 +475,7 @@ def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> N
     assert story.wait(59.0) == []
     due = story.wait(1.0)
     why = "its store has not answered for 1m00s"
-    assert due == [effects.Heard(Stop(0, "left", "a", "host-a", why)), effects.End(None)]
+    assert due == [life.Heard(Stop(0, "left", "a", "host-a", why)), life.End(None)]
     finish = finish_of(story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"left", story.now)))
     assert (finish.state, finish.why, finish.evidence) == ("unknown", why, ())
 
@@ -507,9 +507,9 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
     story.writes("job/state", other)
     story.wait(36000)
     following = replace(other, generation=1, phase="forming", ends=ENDS, delay=8.0)
-    assert story.writes("job/state", following) == [effects.Heard(following)]
-    assert story.node.wake == 36000 + 8 + roll_call.FIRST
-    assert story.wait(8 + roll_call.FIRST) == []
+    assert story.writes("job/state", following) == [life.Heard(following)]
+    assert story.node.wake == 36000 + 8 + candidates.ROLL_CALL_AFTER
+    assert story.wait(8 + candidates.ROLL_CALL_AFTER) == []
     assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
     stuck = Story().enter()
     stuck.writes("job/state", other)
@@ -517,7 +517,7 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
     stuck.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert (stuck.node.state, stuck.node.wake) == ("WAITING", 36000 + 100 + 20 + PATIENCE)
     [finish] = stuck.wait(100 + 20 + PATIENCE)  # its agent keeps its lease, and decides nothing
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     assert finish.state == "timeout"
     led = Story().enter()
     led.writes("job/state", other)
@@ -557,20 +557,20 @@ def failed(leader: str) -> Story:
 @pytest.mark.parametrize("leader", LEADERS)
 def test_each_node_keeps_its_evidence_and_the_leader_the_job(leader: str) -> None:
     story = failed(leader)
-    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, effects.Fetch))
+    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, life.Fetch))
     told = story.asked[-1].transaction
     assert told.conditions == (Unchanged("job/state", story.revision),)
     values = {"kept/evidence/0/a": b"left", "kept/job/state": records.write(OVER)}
     assert told.writes == tuple(Put(key, values[key], KEPT) for key in LEADERS[leader])
     assert story.tell(Snapshot("nodes/", story.revision, ())) == []
     assert story.tell(Fetched(fetch.ticket, ())) == []  # not before it is written
-    assert isinstance(story.answer()[-1], effects.Finish)
+    assert isinstance(story.answer()[-1], life.Finish)
 
 
 @pytest.mark.parametrize("made", [None, False])
 def test_what_cannot_be_kept_is_tried_again_unless_the_job_is_gone(made: bool | None) -> None:
     story = failed("b")
-    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, effects.Fetch))
+    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, life.Fetch))
     story.tell(Fetched(fetch.ticket, ()))
     due = story.answer(made)
     assert kinds(due) == ([] if made is None else ["Finish"])
@@ -601,17 +601,17 @@ def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: 
     story.writes("job/state", forming)
     assert story.node.state == "WAITING"
     due = story.writes("job/state", SPARE)
-    assert due[1:] == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+    assert due[1:] == ([] if hosts else [life.Finish("left", "no module", SPARE)])
     again = Story(hosts=hosts).enter()
     again.writes("job/state", SPARE)
     due = again._take(again.node.cannot_start("no module", again.now))
-    assert due == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+    assert due == ([] if hosts else [life.Finish("left", "no module", SPARE)])
 
 
 def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part() -> None:
     story = Story().enter()
     story._take(story.node.cannot_start("no module", story.now))
-    assert effects.Start(RUNS, 1) in story.writes("job/state", RUNS)
+    assert life.Start(RUNS, 1) in story.writes("job/state", RUNS)
     story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"", story.now))
     assert story.node.state == "WAITING"
 
@@ -627,12 +627,12 @@ def test_a_departure_after_its_success_does_not_undo_that() -> None:
     story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
     story.answer()
     leaves = story._take(story.node.ask_leave("preempted", story.now))
-    assert leaves == [effects.Finish("succeeded", "preempted", RUNS)]
+    assert leaves == [life.Finish("succeeded", "preempted", RUNS)]
     failed = Story().run()
     failed._take(failed.node.workers_gone(replace(ME, outcome="succeeded"), b"", failed.now))
     failed._take(failed.node.ask_leave("preempted", failed.now))
     due = failed.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
-    assert effects.Finish("left", "preempted", RUNS) in due
+    assert life.Finish("left", "preempted", RUNS) in due
 
 
 def test_another_job_of_the_same_id_is_not_taken_for_its_own() -> None:
@@ -649,13 +649,13 @@ def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_hold
     story.writes("job/state", replace(RUNS, phase="forming", members=()))
     stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
     fetch = story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("failed", "", stop)))[-1]
-    assert isinstance(fetch, effects.Fetch)
+    assert isinstance(fetch, life.Fetch)
     assert story.tell(Fetched(fetch.ticket, None)) == []
     assert story.node.wake == 1.0
     assert kinds(story.wait(1.0)) == ["Fetch"]
     assert story.tell(Away("no answer")) == []
     finish = story.wait(PATIENCE)[-1]
-    assert isinstance(finish, effects.Finish)
+    assert isinstance(finish, life.Finish)
     assert finish.state == "failed"
 
 
@@ -678,7 +678,7 @@ def test_a_job_that_is_over_when_it_comes_is_an_earlier_one() -> None:
     stop = Stop(0, "failure", "x", "host-x", "exit code 1", 0, 1)
     over = Job(0, "over", 1, 1, (Member("x", "host-x", 2, "default"),), verdict=Verdict("failed", "", stop))
     story.writes("job/stop/0", stop)
-    assert story.writes("job/state", over) == [effects.Earlier()]
+    assert story.writes("job/state", over) == [life.Earlier()]
     modified = story.revision
     assert story.node.state == "WAITING"
     story.tell(Changed("job/", story.revision + 1, (), ("job/leader",)))
@@ -707,14 +707,14 @@ def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
     story.asked.clear()
     due = story.writes("job/stop/0", Stop(0, "failure", "a", "host-a", "it was the first to say so", 2))
     due += story._take(story.node.workers_gone(mine, b"", story.now))
-    fetch = next(each for each in due if isinstance(each, effects.Fetch))
+    fetch = next(each for each in due if isinstance(each, life.Fetch))
     assert fetch.prefix == "evidence/0/"
-    assert [effect for effect in story.wait(0.1) if isinstance(effect, effects.Fetch)] == []  # once
+    assert [effect for effect in story.wait(0.1) if isinstance(effect, life.Fetch)] == []  # once
     failed = RunProcsResult(failures={0: ProcessFailure(0, 42, 1, "<N/A>", rank=0)})
     lost = evidence.write("b", "host-b", "", failed, 0, machine=other.machine)
     story.asked.clear()
     story.tell(Fetched(fetch.ticket, None))  # in vain: again in a while
-    again = next(each for each in story.wait(2) if isinstance(each, effects.Fetch))
+    again = next(each for each in story.wait(2) if isinstance(each, life.Fetch))
     story.tell(Fetched(again.ticket, (Entry("evidence/0/b", lost, 12, 12),)))
     put = next(one for each in story.asked for one in each.transaction.writes if one.key == "job/state")
     assert isinstance(put, Put)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._rendezvous import candidates, conclusion, leader, liveness, membership, node, store_view, writes
+from phalanx._rendezvous import candidates, conclusion, membership, node, store_view
 from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
 from phalanx._store.store import Created, Delete, Transaction, Unchanged
@@ -129,7 +129,7 @@ def overwrites_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leads_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write decisions though another one leads, or the job has changed."""
-    real = leader.Leader.decide
+    real = membership.Leader.decide
 
     def decide(self: Any, *args: Any) -> tuple[Transaction | None, float]:
         transaction, wake = real(self, *args)
@@ -138,7 +138,7 @@ def leads_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             transaction = transaction._replace(conditions=kept)
         return transaction, wake
 
-    monkeypatch.setattr(leader.Leader, "decide", decide)
+    monkeypatch.setattr(membership.Leader, "decide", decide)
 
 
 def goes_on_with_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeps_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave before what is to be kept is written."""
-    real = writes.Kept.due
-    monkeypatch.setattr(writes.Kept, "due", lambda *args, leads: real(*args, leads=True) if leads else ())
+    real = store_view.Kept.due
+    monkeypatch.setattr(store_view.Kept, "due", lambda *args, leads: real(*args, leads=True) if leads else ())
 
 
 def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the evidence of an earlier job be among that of a later one."""
-    real = leader.Leader.decide
+    real = membership.Leader.decide
 
     def decide(self: Any, *args: Any) -> tuple[Transaction | None, float]:
         transaction, wake = real(self, *args)
@@ -182,7 +182,7 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
             transaction = transaction._replace(writes=kept)
         return transaction, wake
 
-    monkeypatch.setattr(leader.Leader, "decide", decide)
+    monkeypatch.setattr(membership.Leader, "decide", decide)
 
 
 def leaves_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def leaves_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loses_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have it go with the lease that workers have succeeded."""
-    real = writes.OwnEntry.write
-    monkeypatch.setattr(writes.OwnEntry, "write", lambda self: Transaction((), real(self).writes[:1]))
+    real = store_view.OwnEntry.write
+    monkeypatch.setattr(store_view.OwnEntry, "write", lambda self: Transaction((), real(self).writes[:1]))
 
 
 def succeeds_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def holds_on_to_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def goes_on_with_a_job_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a job for one that lives, whoever is left of it."""
-    monkeypatch.setattr(liveness.Liveness, "prove", lambda self, *_, **__: setattr(self, "has_lived", True))
+    monkeypatch.setattr(store_view.Liveness, "prove", lambda self, *_, **__: setattr(self, "has_lived", True))
 
 
 def ends_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._rendezvous import stack_report
-from phalanx._rendezvous.effects import Found
-from phalanx._rendezvous.looks import MOST_ANSWER
+from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import DamagedError, Job, Member
 from phalanx._rendezvous.stack_report import Answer, JobStacks
+from phalanx._rendezvous.stack_requests import MOST_ANSWER
 from phalanx._stacks import dump
 
 MEMBERS = (Member("a", "host-a", 2, "x"), Member("b", "host-b", 3, "x"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx._rendezvous.conclusion import earlier_attempts, failed_attempts, follows
 from phalanx._rendezvous.records import End, Job, replace
-from phalanx._rendezvous.words import earlier_attempts, failed_attempts, follows
 from phalanx.agent import RestartPolicy
 
 

@@ -21,11 +21,10 @@ import pytest
 
 from phalanx._rendezvous.settings import Machines
 from phalanx._store.etcd.settings import EtcdSettings
-from phalanx._store.hub import cipher, door, link, messages, wire
+from phalanx._store.hub import link, messages, server, wire
+from phalanx._store.hub.addresses import HubSettings, Place, is_taken, listen
 from phalanx._store.hub.hub_store import HubStore
-from phalanx._store.hub.listening import Place, is_taken, listen
 from phalanx._store.hub.server import HubServer
-from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import (
     JOB,
     OWN,
@@ -261,7 +260,7 @@ def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
     script = (
         "import sys\n"
         "from phalanx._store.hub.hub_store import HubStore\n"
-        "from phalanx._store.hub.settings import HubSettings\n"
+        "from phalanx._store.hub.addresses import HubSettings\n"
         "from phalanx._store.store import *\n"
         "store = HubStore(HubSettings('127.0.0.1', int(sys.argv[1]), 'run', b'secret', 1))\n"
         "def take(event):\n"
@@ -428,7 +427,7 @@ def test_what_is_changed_on_its_way_to_an_agent_ends_the_connection_only(hub: Hu
 
 @pytest.mark.slow
 def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "WITHIN", 0.3)
+    monkeypatch.setattr(server, "WITHIN", 0.3)
     hello = wire.frame(b"x" * 1024, wire.checksum)
     with hub.client() as one:
         one.next(Back)
@@ -458,8 +457,8 @@ def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_among_too_many_strangers_the_oldest_goes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(door, "WITHIN", 100.0)
+    monkeypatch.setattr(server, "MOST_NEWCOMERS", 8)
+    monkeypatch.setattr(server, "WITHIN", 100.0)
     strangers = [Stranger(hub.settings) for _ in range(20)]
     with hub.client() as one:
         one.next(Back, never=NEVER)
@@ -604,7 +603,7 @@ def test_settings_do_not_show_the_secret() -> None:
 
 # --- encryption
 
-can_encrypt = pytest.mark.skipif(not cipher.can_encrypt(), reason="this Python cannot encrypt: it is older than 3.13")
+can_encrypt = pytest.mark.skipif(not wire.can_encrypt(), reason="this Python cannot encrypt: it is older than 3.13")
 
 
 @can_encrypt
@@ -677,7 +676,7 @@ def test_who_answers_without_the_key_is_told_nothing(tmp_path: Path) -> None:
     context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     theirs = context.wrap_bio(incoming, outgoing, server_side=True)
-    ours = cipher.Cipher(b"k" * 32, is_store=False)
+    ours = wire.Cipher(b"k" * 32, is_store=False)
 
     def agree() -> None:
         for _ in range(3):
@@ -686,7 +685,7 @@ def test_who_answers_without_the_key_is_told_nothing(tmp_path: Path) -> None:
                 theirs.do_handshake()
             ours.feed(outgoing.read())
 
-    with pytest.raises(cipher.CipherError, match="CERTIFICATE"):
+    with pytest.raises(wire.CipherError, match="CERTIFICATE"):
         agree()
     assert not ours.is_up
 
@@ -712,7 +711,7 @@ def test_what_is_put_behind_the_welcome_ends_a_connection_and_no_agent(hub: Hub)
 @can_encrypt
 def test_a_large_value_leaves_no_large_buffers() -> None:
     """OpenSSL's are as large as the largest piece that they have had: that is small."""
-    ends = [cipher.Cipher(b"k" * 32, is_store=is_store) for is_store in (False, True)]
+    ends = [wire.Cipher(b"k" * 32, is_store=is_store) for is_store in (False, True)]
     for _ in range(2):
         ends[1].feed(ends[0].take())
         ends[0].feed(ends[1].take())

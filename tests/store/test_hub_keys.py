@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx._store.hub import messages, wire
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide, RefusedError, StoreSide, TurnedAwayError
 from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
-from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
 
 A, B = b"a" * 16, b"b" * 16
@@ -170,7 +170,7 @@ def test_a_seal_depends_on_all_that_was_said() -> None:
     changed = [(b"", 1), (b"secret", 2), (b"secret", 1, b"R" * 32), (*said[:3], b"A" * 32), (*said[:4], b"S" * 32)]
     variants = [said, *((*each, *said[len(each) :]) for each in changed)]
     can = [{"can": True}, {"do": True}, {"can": True, "do": True}]  # what each end can: nobody on the way changes that
-    made = [wire.keys(*each) for each in variants] + [wire.keys(*said, **each) for each in can]  # type: ignore[arg-type]  # their types are mixed
+    made = [wire.connection_keys(*each) for each in variants] + [wire.connection_keys(*said, **each) for each in can]  # type: ignore[arg-type]  # their types are mixed
     seals = [seal for each in made for seal in (each.agent, each.store)]
     assert len({seal(b"x") for seal in seals} | {seal(b"x") for seal in seals}) == 4 * len(made)
     assert len({each.cipher for each in made}) == len(made)

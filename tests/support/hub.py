@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx._store.hub import messages, wire
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide, StoreSide
-from phalanx._store.hub.settings import HubSettings
 from tests.support.stores import SOON
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCRIPT = """
 import sys
-from phalanx._store.hub.listening import Place
+from phalanx._store.hub.addresses import Place
 from phalanx._store.hub.server import HubServer
 place = Place(int(sys.argv[1]), ("127.0.0.1",))
 with HubServer(place, run_id="run", secret=b"secret", ttl=int(sys.argv[2]), warn=print) as it:

@@ -18,8 +18,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx._store.hub import messages, wire
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide
-from phalanx._store.hub.settings import HubSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

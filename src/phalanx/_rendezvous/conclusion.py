@@ -1,14 +1,89 @@
-"""What the end of a node means for its user: how the job has ended, as far as is known here; the exit code. Pure."""
+"""How a job, an attempt and a node have ended, in words and as an exit code. Pure.
+
+It knows no console: `phalanx run` prints these words, and the errors of agents have them.
+"""
 
 from __future__ import annotations
 
 import signal
 from typing import NamedTuple
 
+from phalanx._agent.history import describe_restart
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base.host_names import is_loopback
+from phalanx._base.text import one_line
+from phalanx._base.tty import sanitise
+from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._outcomes.result import RunProcsResult, verdict
-from phalanx._rendezvous.effects import Finish
 from phalanx._rendezvous.evidence import JobEvidence
-from phalanx._rendezvous.words import told
+from phalanx._rendezvous.life import Finish
+from phalanx._rendezvous.records import End, Job, Stop, replace
+
+
+def told(stop: Stop | End) -> str:
+    """Return why a generation ends, in words. Who can write to the store has chosen them: none has any effect.
+
+    >>> from phalanx._rendezvous.records import Stop
+    >>> told(Stop(0, "failure", "a", "host0", "ValueError: bad batch", rank=3))
+    'rank 3 on host host0, ValueError: bad batch'
+    """
+    stop = replace(stop, error=sanitise(one_line(stop.error)), host=sanitise(one_line(stop.host)))
+    if stop.kind in ("failure", "hang"):
+        who = f"host {stop.host}" if stop.rank is None else f"rank {stop.rank} on host {stop.host}"
+        return f"{who}, {stop.error}" if stop.error else f"{who} failed"
+    if stop.kind == "signal":
+        return f"{stop.error} on host {stop.host}"
+    if stop.kind == "left":
+        return f"host {stop.host} leaves: {stop.error}"
+    return stop.error
+
+
+def unreachable(job: Job) -> str:
+    """Return what is wrong with where the workers of a job meet; "": nothing is known to be.
+
+    >>> from phalanx._rendezvous.records import Job, Member
+    >>> members = (Member("a", "h1", 1, "default"), Member("b", "h2", 1, "default"))
+    >>> unreachable(Job(0, "running", 2, 2, members, "127.0.0.1", 29500))
+    'MASTER_ADDR is 127.0.0.1, which is another machine on each of h1, h2: give each its address with --local-addr'
+    """
+    hosts = list(dict.fromkeys(sanitise(one_line(member.host)) for member in job.members))
+    if len(hosts) <= 1 or not job.address or not is_loopback(job.address):
+        return ""
+    where = ", ".join(hosts[:8])
+    what = "which is another machine on each"
+    return f"MASTER_ADDR is {job.address}, {what} of {where}: give each its address with --local-addr"
+
+
+def follows(job: Job, policy: RestartPolicy) -> str:
+    """Return what is said of the attempt that follows the one that has ended last: see `describe_restart`.
+
+    A restart is not counted if a machine was lost or has come, or if the policy says so of the exit code.
+    """
+    last = job.ends[-1]
+    counted = last.failed and last.exitcode not in policy.always_on
+    return describe_restart(job.generation, job.delay, policy.describe_count(job.restarts, counted=counted))
+
+
+def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
+    """Return how the attempts have ended before the one that a report is about: equal ones in a row have one line.
+
+    ``has_failed``: whether the last one that has ended is that one.
+    """
+    return describe([_earlier(end) for end in (job.ends[:-1] if has_failed else job.ends)])
+
+
+def failed_attempts(job: Job) -> list[str]:
+    """Return how the attempts have ended that have failed, likewise: of a job that was stopped."""
+    return describe([_earlier(end) for end in job.ends if end.failed])
+
+
+def _earlier(end: End) -> Earlier:
+    """The moment of its end is not known: there are as many clocks as machines."""
+    from phalanx._outcomes.report import mask  # when a report is made
+
+    masked = told(replace(end, error=mask(end.error)))
+    return Earlier(end.generation, told(end), masked, (end.kind, end.failed, end.exitcode), end.step, end.uptime)
+
 
 UNKNOWN = 69
 """The exit code of a node that cannot learn how its job has ended: EX_UNAVAILABLE of sysexits(3head)."""
@@ -41,7 +116,7 @@ def conclude(finish: Finish, asked: int = 0, why: str = "") -> Conclusion:
         asked: The signal by which this node was to end; 0: none.
         why: What is said of an end of which the job has not decided.
 
-    >>> from phalanx._rendezvous.effects import Finish
+    >>> from phalanx._rendezvous.life import Finish
     >>> conclude(Finish("unknown", "its store is gone"), why="it is not known how the job has ended").code
     69
     >>> conclude(Finish("left", "SIGTERM"), signal.SIGTERM).code

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from phalanx._base.threads import Latch
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
-    from phalanx._store.hub.listening import Place
-    from phalanx._store.hub.settings import HubSettings
+    from phalanx._store.hub.addresses import HubSettings, Place
     from phalanx._store.store import Store, StoreEvent
 
 PROBE = 5.0
@@ -107,7 +106,7 @@ def probe(machines: Machines, run_id: str) -> str:
     if machines.is_hosted:
         host, port = machines.host_and_port()
         if _is_to_have_it(machines, host):
-            from phalanx._store.hub.listening import is_taken, listen
+            from phalanx._store.hub.addresses import is_taken, listen
 
             place = _place(machines, host, port)
             try:
@@ -205,7 +204,7 @@ def _is_to_have_it(machines: Machines, host: str) -> bool:
 
 
 def _settings(machines: Machines, run_id: str) -> HubSettings:
-    from phalanx._store.hub.settings import HubSettings
+    from phalanx._store.hub.addresses import HubSettings
 
     host, port = machines.host_and_port()
     return HubSettings(host, port, run_id, machines.secret, ttl=machines.lease_ttl, encrypt=machines.encrypt)
@@ -225,7 +224,7 @@ def _if_exposed(machines: Machines, warn: Callable[[str], None] | None) -> Calla
 
 def _place(machines: Machines, host: str, port: int) -> Place:
     """Return where the store listens on this machine."""
-    from phalanx._store.hub.listening import Place, find_place
+    from phalanx._store.hub.addresses import Place, find_place
 
     if machines.bind is None:
         return find_place(host, port)
@@ -254,8 +253,8 @@ def _serve_or_find(
     """
     from phalanx._base import clock
     from phalanx._base.threads import Latch
+    from phalanx._store.hub.addresses import is_taken
     from phalanx._store.hub.hub_store import HubStore
-    from phalanx._store.hub.listening import is_taken
 
     until, over, said = clock.now() + machines.join_timeout, over or Latch(), set[str]()
     where = address_text(place.own, place.port)

@@ -27,8 +27,7 @@ from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records
-from phalanx._rendezvous.job_ranks import JobRanks, first_rank
-from phalanx._rendezvous.records import Job, Kind, Member, Node, Stop
+from phalanx._rendezvous.records import Job, JobRanks, Kind, Member, Node, Stop, first_rank
 from phalanx._stacks import dump
 from phalanx._stacks.dump import Location
 from phalanx._store.store import Entry

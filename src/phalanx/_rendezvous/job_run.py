@@ -17,8 +17,8 @@ from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.text import one_line
 from phalanx._engine import host_signals
-from phalanx._rendezvous import effects, stack_report
-from phalanx._rendezvous.effects import Effect, Finish, Found, Missing
+from phalanx._rendezvous import life, stack_report
+from phalanx._rendezvous.life import Effect, Finish, Found, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop
 from phalanx._store.store import Away, Back, Store, StoreEvent
@@ -223,37 +223,37 @@ class JobRun(Runner):
     def _decide(self, due: Iterable[Effect]) -> None:
         """Have done what the node has decided."""
         for effect in due:
-            if isinstance(effect, effects.Start):
+            if isinstance(effect, life.Start):
                 self._due.append(Step("start", partial(self._assign, effect), effect.job.generation))
-            elif isinstance(effect, effects.End):
+            elif isinstance(effect, life.End):
                 self._due.append(Step("end", partial(self._end_workers, effect.stop)))
-            elif isinstance(effect, effects.Finish):
+            elif isinstance(effect, life.Finish):
                 self._due.append(Step("finish", partial(setattr, self, "finish", effect)))
             else:
                 self._due.append(Step("pass on", partial(self._pass_on, effect)))
 
-    def _assign(self, effect: effects.Start) -> None:
+    def _assign(self, effect: life.Start) -> None:
         self._has_failed, self._order = False, None
         self._team.assign(effect.job, effect.rank)
 
     def _pass_on(self, effect: Effect) -> None:
-        if isinstance(effect, effects.Submit):
+        if isinstance(effect, life.Submit):
             self._store.submit(effect.ticket, effect.transaction)
-        elif isinstance(effect, effects.Fetch):
+        elif isinstance(effect, life.Fetch):
             self._store.fetch(effect.ticket, effect.prefix)
-        elif isinstance(effect, effects.Watch):
+        elif isinstance(effect, life.Watch):
             self._store.watch(effect.prefix)
-        elif isinstance(effect, effects.Unwatch):
+        elif isinstance(effect, life.Unwatch):
             self._store.unwatch(effect.prefix)
-        elif isinstance(effect, effects.Heard):
+        elif isinstance(effect, life.Heard):
             self._team.heard(effect.what)
-        elif isinstance(effect, effects.Earlier):
+        elif isinstance(effect, life.Earlier):
             self._team.came_late()
-        elif isinstance(effect, effects.Missing):
+        elif isinstance(effect, life.Missing):
             self._team.miss(effect)
-        elif isinstance(effect, effects.Look):
+        elif isinstance(effect, life.Look):
             self._team.look(effect.generation, effect.nodes, partial(self._hear_look, effect.looks))
-        elif isinstance(effect, effects.Looked):
+        elif isinstance(effect, life.Looked):
             effect.tell(effect.found)
 
     def _expect(self) -> None:
@@ -292,14 +292,14 @@ class JobRun(Runner):
         self._order = death_signal, grace
         self.patience = HURRIED if death_signal == signal.SIGKILL else self.patience
         due = self._node.ask_stop(death_signal, error, grace, now)
-        ends = any(isinstance(effect, effects.End) for effect in due)
-        return due if ends or not self._under_way else [*due, effects.End(None)]
+        ends = any(isinstance(effect, life.End) for effect in due)
+        return due if ends or not self._under_way else [*due, life.End(None)]
 
     def _see_leave(self, why: str, kills: bool, now: float) -> list[Effect]:  # noqa: FBT001 - told by `_tell`
         due = self._node.ask_leave(why, now, at_once=kills)
         if kills:
             self._order, self.patience = (signal.SIGKILL, 0.0), HURRIED
-            due.append(effects.End(None))
+            due.append(life.End(None))
         return due
 
     def _see_team(self, look: Callable[[], str], now: float) -> list[Effect]:

@@ -1,8 +1,8 @@
 """A node of a job: what its agent does as the store and its workers tell. Pure: it returns what is to be done.
 
 Owns the node's part in each generation, and its waits, each of which is bounded. Any event may come at any time. What
-it has to write of itself stands in `writes`, what it decides while it leads in `leader`, whether somebody is left of
-the job in `liveness`, and where the ranks are, if somebody asks, in `looks`.
+it knows and has to write stands in `store_view`, what it decides while it leads in `membership`, and where the ranks
+are, if somebody asks, in `stack_requests`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable
 from signal import SIGKILL
 
 from phalanx._base.clock import format_duration
-from phalanx._rendezvous import effects, life, records, roll_call
-from phalanx._rendezvous.effects import Effect, Finish, Found, Heard
-from phalanx._rendezvous.leader import Leader
-from phalanx._rendezvous.liveness import Liveness
-from phalanx._rendezvous.looks import Looks
+from phalanx._rendezvous import candidates, life, records
+from phalanx._rendezvous.candidates import RollCall
+from phalanx._rendezvous.life import Effect, Finish, Found, Heard
+from phalanx._rendezvous.membership import Leader
 from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
-from phalanx._rendezvous.roll_call import RollCall
-from phalanx._rendezvous.rules import Rules
-from phalanx._rendezvous.store_view import StoreView
-from phalanx._rendezvous.writes import Kept, OwnEntry, Stops, Writes
+from phalanx._rendezvous.settings import Rules
+from phalanx._rendezvous.stack_requests import StackRequests
+from phalanx._rendezvous.store_view import Kept, Liveness, OwnEntry, Stops, StoreView, Writes
 from phalanx._store import store
 from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
 
@@ -80,7 +78,7 @@ class Participant:
         self._liveness = Liveness(rules.return_timeout)
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
         self._waiting = 0, 0.0  # which `Waiting` was read last, and until when it lasts
-        self._looks = Looks(me.id)
+        self._looks = StackRequests(me.id)
         self._leader: Leader | None = None  # while this node leads
         self._knows_nodes = False  # whether the entries of the nodes are watched
         self._heard: tuple[int, str] = (-1, "")
@@ -108,7 +106,7 @@ class Participant:
         """Enter the job."""
         self._since = self._away = now
         self._begun = True
-        self._effects.append(effects.Watch(records.JOB))
+        self._effects.append(life.Watch(records.JOB))
         return self._settle(now)
 
     def all_told(self, events: Iterable[StoreEvent], now: float) -> list[Effect]:
@@ -282,10 +280,10 @@ class Participant:
                 self._entry.start(job.generation)
                 self._cannot_start = ""
                 self._stops.forget()
-                self._effects.append(effects.Start(job, job.rank_of(self._id)))
+                self._effects.append(life.Start(job, job.rank_of(self._id)))
             elif action == "STOP":
                 known = None if self._given_up is not None else self._view.known_stop(self.generation)
-                self._effects.append(effects.End(self._asked or known or self._stops.own))
+                self._effects.append(life.End(self._asked or known or self._stops.own))
             elif action == "ENTER":
                 self._entry.node = replace(self._entry.node, state="done" if self.state == "DONE" else "ready")
             elif action == "FINISH":
@@ -296,7 +294,7 @@ class Participant:
         job = self._view.job()[0]  # first: of a job of another version, nothing else is understood
         self._liveness.prove(self._view, self._entry, self._now, is_away=self._away is not None)
         if self._liveness.find_earlier(self._view):
-            self._effects.append(effects.Earlier())
+            self._effects.append(life.Earlier())
         refused = self._view.refusal(self._id)
         if refused and self.state == "WAITING" and not self._hosts and (job is None or not self._liveness.is_new):
             self._finish(Finish("refused", refused, job))
@@ -377,7 +375,7 @@ class Participant:
             self._knows_nodes = knows
             if not knows:
                 self._view.forget(records.NODES)
-            self._effects.append(effects.Watch(records.NODES) if knows else effects.Unwatch(records.NODES))
+            self._effects.append(life.Watch(records.NODES) if knows else life.Unwatch(records.NODES))
         if self._leader is None or self._writes.is_open("decide"):
             return
         if self._cause is not None:
@@ -388,7 +386,7 @@ class Participant:
         if transaction is not None:
             self._submit("decide", transaction)
         if self._leader.asks >= 0 and not self._writes.is_open("cause") and self._is_due("cause"):
-            self._effects.append(effects.Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
+            self._effects.append(life.Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
 
     def _can_lead(self) -> bool:
         """Whether nobody leads, and this node may."""
@@ -422,7 +420,7 @@ class Participant:
         generation = -1 if job is None or self._lost_job else job.with_evidence
         self._read = () if generation < 0 else None
         if generation >= 0 and self._is_due("read"):
-            self._effects.append(effects.Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
+            self._effects.append(life.Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _left_to_keep(self) -> tuple[Put, ...]:
         """Return what is to be kept of the job, and is not yet."""
@@ -432,7 +430,7 @@ class Participant:
 
     def _submit(self, what: str, transaction: Transaction) -> None:
         if self._is_due(what):
-            self._effects.append(effects.Submit(self._writes.begin(what), transaction))
+            self._effects.append(life.Submit(self._writes.begin(what), transaction))
 
     def _is_due(self, what: str) -> bool:
         """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
@@ -533,7 +531,7 @@ class Participant:
     def _call_roll(self, job: Job, since: float) -> None:
         """Report who is missing, if that has lasted for a while. The leader writes it, for all nodes."""
         now, view = self._now, self._view
-        if self._waits_until(since + roll_call.FIRST):
+        if self._waits_until(since + candidates.ROLL_CALL_AFTER):
             return
         leader = None if self._writes.is_open("waiting") else self._leader
         if leader is not None and (waits := leader.waiting(view, now)) is not None:
@@ -548,7 +546,7 @@ class Participant:
             self._waiting = told, now + waiting.seconds
         if self._roll.call(waiting.words, since, now):
             left = max(0.0, self._waiting[1] - now)
-            self._effects.append(effects.Missing(waiting.words, waiting.rank, left, waiting.is_enough))
+            self._effects.append(life.Missing(waiting.words, waiting.rank, left, waiting.is_enough))
         self.wake = min(self.wake, self._roll.wake)
 
     # --- the end

@@ -1,4 +1,7 @@
-"""What a node is told of its job: how many nodes there are, where they meet, and the times that hold."""
+"""What a node is told of its job: how many nodes there are, where they meet, and the times that hold; and bounds.
+
+The bounds are of what a node is told, so that its records are read by the others: `records` holds to them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,49 @@ from typing import NamedTuple
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.rules import Rules
-    from phalanx._store.hub.settings import Encryption
+    from phalanx._store.hub.addresses import Encryption
+
+
+MOST_LINE = 2000
+"""Characters of a text in one line: an error, or what workers are called."""
+
+MOST_RUN_ID = 1000
+"""Characters of a job's id: it is in every key, and a store's keys are no place for more."""
+
+MOST_ADDRESS = 255
+"""Characters of the name or the address of a machine: those of DNS are no longer."""
+
+MOST_NODES = 1 << 16
+MOST_WORKERS = 1 << 20
+"""Of one node."""
+
+MOST_CODE = 1 << 31
+"""Ranks, and exit codes without their signs, are less."""
+
+
+def check_text(what: str, most: int, name: str = "") -> str:
+    """Return a text that is not too long. Raises ValueError, which begins with the ``name``.
+
+    >>> check_text("x" * 11, 10, "role")
+    Traceback (most recent call last):
+    ValueError: role: expected 10 characters or less, got 11
+    """
+    if len(what) > most:
+        msg = f"{name and f'{name}: '}expected {most} characters or less, got {len(what)}"
+        raise ValueError(msg)
+    return what
+
+
+def check_number(what: int, least: int, most: int, name: str) -> None:
+    """Refuse a number that is out of bounds. Raises ValueError, which begins with the ``name``.
+
+    >>> check_number(0, 1, 5, "nproc")
+    Traceback (most recent call last):
+    ValueError: nproc: expected a whole number, 1 to 5, got 0
+    """
+    if not least <= what <= most:
+        msg = f"{name}: expected a whole number, {least} to {most}, got {what!r}"
+        raise ValueError(msg)
 
 
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
@@ -36,6 +80,44 @@ RETURN = 5.0
 """Seconds within which all agents reach a store that answers again: those of a request that was lost, and a pause."""
 
 
+RANK_TIMEOUT = 30.0
+"""Seconds after which a node is refused whose rank another one has, see `Rules`."""
+
+
+class Rules(NamedTuple):
+    """What a job is to hold to.
+
+    Attributes:
+        policy: When a failure is followed by another generation.
+        join_timeout: Seconds that a generation may be waited for while there are too few nodes.
+        last_call: Seconds after the minimum is there in which more nodes may come, before the first generation.
+        rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
+        end_timeout: Seconds after which a node that has not ended its workers is not waited for.
+        exclude_after: After so many root causes in a row a machine is left out; 0: never.
+        rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
+            that may be the node's own entry of before.
+        lost_after: Seconds after which a node is lost whose entry is gone: etcd may have ended its lease by mistake,
+            and the node enters again then.
+        return_timeout: The same, where the store was away, from the moment on at which the leader has it again: the
+            others need some time to reach it, too.
+        lease: Seconds after which an agent is lost that is not heard of: for so long a store that one of them has stays
+            for those that are lost, which may come back.
+        keep: Whether what the job was is kept when it is over, see `records.KEPT`: of the agent that makes the job.
+    """
+
+    policy: RestartPolicy
+    join_timeout: float = 600.0
+    last_call: float = 30.0
+    rejoin_delay: float = 30.0
+    end_timeout: float = 90.0
+    exclude_after: int = 0
+    rank_timeout: float = RANK_TIMEOUT
+    lost_after: float = 0.0
+    return_timeout: float = 0.0
+    lease: float = 0.0
+    keep: bool = False
+
+
 class Machines(NamedTuple):
     """What a node is told of its job.
 
@@ -47,13 +129,13 @@ class Machines(NamedTuple):
         hosts: Whether this one has the store, unless another one of its machine has been quicker; None: where the
             endpoint is tells, but its name was not known yet.
         bind: Where the store listens, if this one has it: an address, "" for all that there are, and a port, 0 for the
-            endpoint's. None: see `listening`.
+            endpoint's. None: see `addresses`.
         secret: What the agents know each other by, where one of them has the store; empty: nothing.
         encrypt: Whether what they say to each other is encrypted then, see `HubSettings`.
         node_rank: The rank of this node, if it is given; -1: it is not.
         master: Where rank 0 of the workers listens, if that is given: its host and its port.
         lease_ttl: Seconds after which a node is lost that is not heard of.
-        join_timeout, last_call, rejoin_delay, exclude_after, keep: See `rules.Rules`.
+        join_timeout, last_call, rejoin_delay, exclude_after, keep: See `Rules`.
         away_timeout: Seconds for which workers go on while the store is away, or their agent is stopped.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
@@ -105,8 +187,6 @@ class Machines(NamedTuple):
         ``grace``, ``notice``: seconds that workers have to end; ``orphan_grace``: those that they have if their agent
         is killed: no other takes their place while they run.
         """
-        from phalanx._rendezvous.rules import Rules
-
         return Rules(
             policy,
             join_timeout=self.join_timeout,

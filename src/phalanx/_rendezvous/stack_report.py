@@ -17,11 +17,10 @@ from msgspec import Meta, Struct
 
 from phalanx._evidence.describe import cut_middle
 from phalanx._rendezvous import records
-from phalanx._rendezvous.bounds import MOST_LINE
-from phalanx._rendezvous.effects import Found
-from phalanx._rendezvous.job_ranks import JobRanks
-from phalanx._rendezvous.looks import MOST_ANSWER
-from phalanx._rendezvous.records import DamagedError, Member
+from phalanx._rendezvous.life import Found
+from phalanx._rendezvous.records import DamagedError, JobRanks, Member
+from phalanx._rendezvous.settings import MOST_LINE
+from phalanx._rendezvous.stack_requests import MOST_ANSWER
 from phalanx._stacks import dump
 
 ALL_BYTES = 8 << 20

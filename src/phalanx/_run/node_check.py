@@ -25,7 +25,7 @@ from phalanx._engine import host_signals
 from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.outcome import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
-from phalanx._rendezvous.conf import NOT_FOR_WORKERS
+from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Where the workers of a node are, when somebody on any node of its job asks: a thread looks, while there is something.
 
-What is asked and answered is `phalanx._rendezvous.looks`' business.
+What is asked and answered is `phalanx._rendezvous.stack_requests`' business.
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from phalanx._base.tty import sanitise
 from phalanx._events import agent_kinds
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args
+from phalanx._rendezvous.conclusion import follows, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
-from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
-from phalanx._rendezvous.records import Stop
-from phalanx._rendezvous.words import follows, told, unreachable
+from phalanx._rendezvous.records import Stop, first_rank
 from phalanx._run.failure_watch import FailureWatch, WorkerFailure
 from phalanx._run.node_looks import LOOK, LastLook, NodeLooks
 from phalanx._run.preloading import Preloading
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.master_port import ReservedPort
-    from phalanx._rendezvous.effects import Missing
+    from phalanx._rendezvous.life import Missing
     from phalanx._rendezvous.records import Job, Node
     from phalanx._run.other_machine import CommandLine
     from phalanx._run.stack_door import StackDoor

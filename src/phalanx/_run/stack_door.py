@@ -19,7 +19,7 @@ from contextlib import suppress
 from phalanx._base import files, interrupts
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._rendezvous import stack_report
-from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous.life import Found
 
 NAME = "stack.sock"
 """Of the socket, in the run's folder."""

@@ -29,7 +29,7 @@ from phalanx._logs.specs import LogsSpecs
 from phalanx._outcomes.report import format_summary
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
-from phalanx._rendezvous.conf import NOT_FOR_WORKERS
+from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.settings import ETCD, NO_FORK
 from phalanx._run.failure_watch import FailureWatch, WorkerFailure
 from phalanx._run.services import Services
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
     from phalanx._outcomes.outcome import Outcome
-    from phalanx._rendezvous.guest import Owner
+    from phalanx._rendezvous.node_thread import Owner
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._node import NodeWorkers
     from phalanx.agent._spec import WorkerSpec

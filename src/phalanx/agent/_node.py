@@ -13,8 +13,8 @@ from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
 from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous.guest import Owner
 from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous.node_thread import Owner
 from phalanx._run.node_looks import LastLook, NodeLooks
 from phalanx._run.preloading import Preloading
 from phalanx._run.stack_door import StackDoor

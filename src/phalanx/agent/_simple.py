@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeVar
 
     from phalanx._agent.attempt_end import Ending
-    from phalanx._rendezvous.guest import Owner
+    from phalanx._rendezvous.node_thread import Owner
 
     F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,9 +6,9 @@ import os
 import socket
 
 from phalanx._base import clock, files
-from phalanx._rendezvous.looks import PATIENCE
 from phalanx._rendezvous.records import DamagedError
 from phalanx._rendezvous.stack_report import MOST_BYTES, JobStacks
+from phalanx._rendezvous.stack_requests import PATIENCE
 from phalanx._run.stack_door import NAME, peer
 
 TYPE_CHECKING = False

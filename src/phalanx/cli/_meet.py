@@ -13,10 +13,9 @@ import click
 
 from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, read_settings, split_endpoint
 from phalanx._base.host_names import address_text
-from phalanx._rendezvous import meeting
-from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
-from phalanx._rendezvous.conf import FILES, SECRET
-from phalanx._rendezvous.settings import STATIC, STATIC_PORT, Machines
+from phalanx._rendezvous import rdzv_conf
+from phalanx._rendezvous.rdzv_conf import FILES, SECRET
+from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID, STATIC, STATIC_PORT, Machines
 from phalanx.cli._declare import LIST, MACHINES, TEXT, WHOLE, Declared, Flag, Maybe, Option
 from phalanx.cli._options import Count, Time, Whole, text_of
 
@@ -355,12 +354,12 @@ def _machines(
         "rejoin_delay": chosen.rejoin_delay, "exclude_after": chosen.exclude_after or 0,
         "barrier": chosen.exit_barrier_timeout,
     }  # fmt: skip
-    told = meeting.Told(
+    told = rdzv_conf.Given(
         chosen.rdzv_backend, nodes, tuple(endpoints), run_id, chosen.rdzv_conf, rank, chosen.local_addr or "",
         insecure=chosen.insecure, keep=chosen.keep, words=_WORDS, more=more,
     )  # fmt: skip
     try:
-        return meeting.machines_of(told)
+        return rdzv_conf.machines_of(told)
     except ValueError as error:
         name, _, rest = str(error).partition(": ")
         options = {

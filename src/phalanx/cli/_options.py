@@ -11,7 +11,7 @@ import click
 
 from phalanx._base.text import parse_duration, parse_size
 from phalanx._logs.specs import checked_mode
-from phalanx._rendezvous import bounds
+from phalanx._rendezvous import settings
 from phalanx._runs import paths
 from phalanx.cli._declare import NUMBER, TEXT, WHOLE, Maybe, Option
 
@@ -86,7 +86,7 @@ class Count(Maybe[int]):
 
 def text_of(most: int) -> Callable[[str], str]:
     """Return a function that reads a text, and refuses one of more than so many characters."""
-    return functools.partial(bounds.text, most=most)
+    return functools.partial(settings.check_text, most=most)
 
 
 def read_ranks(text: str) -> set[int]:

@@ -18,7 +18,7 @@ from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import accelerators
-from phalanx._rendezvous.bounds import MOST_LINE, MOST_RUN_ID
+from phalanx._rendezvous.settings import MOST_LINE, MOST_RUN_ID
 from phalanx._timers.specs import read_steps
 from phalanx.cli._commands import meant
 from phalanx.cli._console import ConsoleOptions

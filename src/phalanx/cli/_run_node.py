@@ -15,15 +15,13 @@ from phalanx._base.text import how_many, one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
-from phalanx._rendezvous.conclusion import conclude
-from phalanx._rendezvous.conf import NOT_FOR_WORKERS
+from phalanx._rendezvous.conclusion import conclude, earlier_attempts, failed_attempts, told
 from phalanx._rendezvous.entrance import come
-from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun, shortened
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Node
+from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
+from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
-from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx._run.node_team import MachineTeam
 from phalanx._run.other_machine import command_line
 from phalanx._run.run_team import see_through
@@ -38,9 +36,9 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from phalanx._rendezvous.conclusion import Conclusion
-    from phalanx._rendezvous.effects import Finish
     from phalanx._rendezvous.entrance import Entrance
     from phalanx._rendezvous.evidence import JobEvidence
+    from phalanx._rendezvous.life import Finish
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
     from phalanx._run.run_record import Asked

@@ -19,7 +19,7 @@ from phalanx._base.text import name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared
-from phalanx._rendezvous.conf import exposed
+from phalanx._rendezvous.rdzv_conf import exposed
 from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._timers.specs import TimerSpecs
 from phalanx.cli._console import colours_of_workers, console_specs

@@ -193,7 +193,7 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
 
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
-    from phalanx._rendezvous.conf import secrets_of
+    from phalanx._rendezvous.rdzv_conf import secrets_of
     from phalanx._run.run_record import Asked
     from phalanx.cli._print_config import as_job_file
 

@@ -13,17 +13,19 @@ machines together; `rendezvous_handler_registry` makes it, or what another packa
 
 from __future__ import annotations
 
-from phalanx.rendezvous._errors import (
+from phalanx.rendezvous._handler import (
+    OneMachineRendezvous,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
     RendezvousStateError,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous._handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
-from phalanx.rendezvous._one_machine import OneMachineRendezvous
 from phalanx.rendezvous._parameters import RendezvousParameters
 from phalanx.rendezvous._registry import (
     RendezvousHandlerCreator,

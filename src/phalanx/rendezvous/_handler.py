@@ -1,15 +1,53 @@
-"""What every rendezvous handler does, and what it returns."""
+"""What every rendezvous handler does, returns and raises; and the handler of a job on one machine."""
 
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from phalanx._agent import master_port
+from phalanx._agent import master_port as master_ports
+from phalanx._agent.master_port import ReservedPort
 from phalanx._base.frozen import Value
-from phalanx.rendezvous._errors import RendezvousStateError
+
+
+class RendezvousError(Exception):
+    """Something went wrong with a rendezvous: the base of the errors here."""
+
+    __module__ = "phalanx.rendezvous"
+
+
+class RendezvousClosedError(RendezvousError):
+    """The rendezvous has been closed: no further one takes place under this run's id."""
+
+    __module__ = "phalanx.rendezvous"
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """The rendezvous was not complete in time."""
+
+    __module__ = "phalanx.rendezvous"
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The place where agents meet (a store) cannot be reached."""
+
+    __module__ = "phalanx.rendezvous"
+
+
+class RendezvousStateError(RendezvousError):
+    """What the store holds of the rendezvous is damaged."""
+
+    __module__ = "phalanx.rendezvous"
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """This agent is not needed, and is to end without an error."""
+
+    __module__ = "phalanx.rendezvous"
 
 
 class RendezvousStoreInfo(Value):
@@ -135,3 +173,74 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Give back what the handler holds. Return whether that went well."""
+
+
+class OneMachineRendezvous(RendezvousHandler):
+    """Gives the only agent rank 0 of 1, at once. There is no store: rank 0 of the workers serves one, if they need it.
+
+    Args:
+        run_id: The id of the run; "": the date and time.
+        master_addr: Where the workers meet.
+        master_port: The port; 0: one that is reserved until `give_back` or `shutdown`.
+        backend: What `get_backend` returns.
+    """
+
+    def __init__(
+        self, run_id: str = "", master_addr: str = "127.0.0.1", master_port: int = 0, *, backend: str = "one-machine"
+    ) -> None:
+        self._run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
+        self._addr = master_addr
+        self._port = master_port
+        self._backend = backend
+        self._closed = False
+        self._reserved: ReservedPort | None = None
+
+    def get_backend(self) -> str:
+        """Return the name that was given, or ``"one-machine"``."""
+        return self._backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return rank 0 of 1, at once.
+
+        Raises:
+            RendezvousClosedError: After `set_closed` or `shutdown`.
+            OSError: No port is free.
+        """
+        if self._closed:
+            msg = f"the rendezvous of run {self._run_id!r} is closed"
+            raise RendezvousClosedError(msg)
+        port = self._port
+        if not port:
+            if self._reserved is None:
+                self._reserved = master_ports.reserve()
+            port = self._reserved.renew()
+        where = RendezvousStoreInfo(self._addr, port)
+        return RendezvousInfo(None, 0, 1, where)
+
+    def give_back(self) -> None:
+        """End the reservation of the port, until the next rendezvous: no worker is left."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
+
+    def is_closed(self) -> bool:
+        """See `RendezvousHandler.is_closed`."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """See `RendezvousHandler.set_closed`."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See `RendezvousHandler.get_run_id`."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close it. Returns True."""
+        self._closed = True
+        self.give_back()
+        return True

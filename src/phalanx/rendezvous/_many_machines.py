@@ -1,4 +1,4 @@
-"""The rendezvous of a job on many machines: `_rendezvous.guest`, with the names of torch."""
+"""The rendezvous of a job on many machines: `_rendezvous.node_thread`, with the names of torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import threading
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import seconds
-from phalanx._rendezvous import bounds
+from phalanx._rendezvous import settings
 from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError
-from phalanx.rendezvous._errors import (
+from phalanx.rendezvous._handler import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
     RendezvousStateError,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous._handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from phalanx.rendezvous._settings import machines_of
+from phalanx.rendezvous._parameters import machines_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._outcomes.result import RunProcsResult
-    from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.guest import Guest, Owner, Part
+    from phalanx._rendezvous.life import Finish
+    from phalanx._rendezvous.node_thread import NodeThread, Owner, Part
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -79,7 +81,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         insecure: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        from phalanx._rendezvous.guest import Guest  # which loads what agents of one machine do without
+        from phalanx._rendezvous.node_thread import NodeThread  # which loads what agents of one machine do without
 
         machines = machines_of(params, insecure=insecure)
         _check(nproc, role)
@@ -87,7 +89,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         self._run_id = params.run_id or "none"
         self._policy = policy
         self._one = threading.Lock()  # held by the thread that waits in `next_rendezvous`
-        self._guest = Guest(
+        self._node = NodeThread(
             self._run_id, warn or _log, machines, nproc, role, policy or _ENDLESS,
             seconds("grace", grace, endless=False),
         )  # fmt: skip
@@ -121,31 +123,31 @@ class ManyMachinesRendezvous(RendezvousHandler):
             RendezvousTimeoutError: Too few machines came within ``join_timeout``.
             RuntimeError: Another thread is waiting in it; or no thread can be started.
         """
-        guest = self._guest
-        self._check_process(guest)
+        node = self._node
+        self._check_process(node)
         if not self._one.acquire(blocking=False):
             msg = "another thread waits for the next rendezvous"
             raise RuntimeError(msg)
         try:
-            if guest.is_closing and not guest.has_entered:
+            if node.is_closing and not node.has_entered:
                 raise RendezvousClosedError(self._closed())
-            part = guest.next_part()
+            part = node.next_part()
         finally:
             self._one.release()
         if part is None:
-            raise self._failure(guest)
+            raise self._failure(node)
         job = part.job
-        return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*guest.master(job)))
+        return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*node.master(job)))
 
     def is_closed(self) -> bool:
         """Return whether no other generation comes: the job is over, or is to end, or was left."""
-        return self._guest.is_elsewhere or self._guest.is_closing
+        return self._node.is_elsewhere or self._node.is_closing
 
     def set_closed(self) -> None:
         """End the job, on all machines: it is entered for that, if it has not been. Returns at once."""
-        guest = self._guest
-        if not guest.is_elsewhere and not guest.has_ended:
-            guest.ask_end("the rendezvous was closed")
+        node = self._node
+        if not node.is_elsewhere and not node.has_ended:
+            node.ask_end("the rendezvous was closed")
 
     def num_nodes_waiting(self) -> int:
         """Return 1 once the generation that runs here has been ended, by whomever; or 0. It does not ask the store.
@@ -166,8 +168,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
             Whether it went well: False: an error has ended this handler's part before. Takes less than a second, as a
             rule; and a minute at most, where the store does not answer.
         """
-        guest = self._guest
-        return True if guest.is_elsewhere else guest.leave("its agent has shut down")
+        node = self._node
+        return True if node.is_elsewhere else node.leave("its agent has shut down")
 
     # --- ours
 
@@ -195,7 +197,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         part = self._part()
         if part is None or not part.job.ends:
             return "", 0.0, False
-        from phalanx._rendezvous.words import told
+        from phalanx._rendezvous.conclusion import told
 
         return told(part.job.ends[-1]), part.job.delay, part.job.ends[-1].failed
 
@@ -204,7 +206,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
 
         That is "succeeded", "failed" or "stopped", the exit code, and the cause in one line.
         """
-        finish = None if self._guest.is_elsewhere else self._guest.finish
+        finish = None if self._node.is_elsewhere else self._node.finish
         if finish is None:
             return None
         from phalanx._rendezvous.conclusion import conclude
@@ -235,12 +237,12 @@ class ManyMachinesRendezvous(RendezvousHandler):
         Raises:
             ValueError: The rank or the exit code has more than 31 bits.
         """
-        most = bounds.MOST_CODE - 1
-        bounds.number(rank or 0, 0, most, "rank")
-        bounds.number(exitcode or 0, -most, most, "exitcode")
-        guest = self._guest
-        if not guest.is_elsewhere:
-            guest.tell_failure(error, rank, exitcode, is_hang=is_hang)
+        most = settings.MOST_CODE - 1
+        settings.check_number(rank or 0, 0, most, "rank")
+        settings.check_number(exitcode or 0, -most, most, "exitcode")
+        node = self._node
+        if not node.is_elsewhere:
+            node.tell_failure(error, rank, exitcode, is_hang=is_hang)
 
     def tell_outcomes(self, result: RunProcsResult, *, log_dir: str = "", hangs: HangReporter | None = None) -> None:
         """Say what became of the workers here, none of which is left: the `report` of all machines has it.
@@ -252,11 +254,11 @@ class ManyMachinesRendezvous(RendezvousHandler):
             log_dir: Where their logs are on this machine; "": nowhere.
             hangs: What `phalanx.multiprocessing.PContext.hang_report` is of their group.
         """
-        guest = self._guest
-        if not guest.is_elsewhere:
+        node = self._node
+        if not node.is_elsewhere:
             from phalanx._rendezvous.evidence import Left
 
-            guest.tell_left(Left(result, log_dir, hangs))
+            node.tell_left(Left(result, log_dir, hangs))
 
     def report(self, name: str) -> ChildFailedError | None:
         """Make the report on the job: the same on all machines, whichever it was whose workers have failed.
@@ -268,15 +270,15 @@ class ManyMachinesRendezvous(RendezvousHandler):
             None: the job has not failed, or its end is not known here; or no machine has told of a failure, see
             `tell_outcomes`.
         """
-        guest = self._guest
-        if guest.is_elsewhere or guest.finish is None or guest.finish.state != "failed":
+        node = self._node
+        if node.is_elsewhere or node.finish is None or node.finish.state != "failed":
             return None
-        finish = guest.finish
+        finish = node.finish
         job = finish.job
         if job is None:
             return None
+        from phalanx._rendezvous.conclusion import earlier_attempts
         from phalanx._rendezvous.evidence import JobEvidence
-        from phalanx._rendezvous.words import earlier_attempts
 
         left = JobEvidence(finish.evidence, None if job.verdict is None else job.verdict.stop, job.members)
         if not left.failures:
@@ -297,7 +299,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             False: it has not: call `next_rendezvous`, which waits for the next generation or says what else has become
             of the job. None: it is not known yet.
         """
-        return not self._guest.is_elsewhere and self._guest.tell_success(wait=wait)
+        return not self._node.is_elsewhere and self._node.tell_success(wait=wait)
 
     def announce(
         self,
@@ -327,18 +329,18 @@ class ManyMachinesRendezvous(RendezvousHandler):
             ValueError: What the others would not read, see the constructor.
         """
         _check(1 if nproc is None else nproc, role or "")
-        guest = self._guest
-        if guest.has_entered:
+        node = self._node
+        if node.has_entered:
             msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
             raise RuntimeError(msg)
-        guest.nproc = guest.nproc if nproc is None else nproc
-        guest.role = guest.role if role is None else role
+        node.nproc = node.nproc if nproc is None else nproc
+        node.role = node.role if role is None else role
         self._policy = self._policy if policy is None else policy
-        guest.policy = self._policy or _ENDLESS
-        guest.grace = guest.grace if grace is None else grace
+        node.policy = self._policy or _ENDLESS
+        node.grace = node.grace if grace is None else grace
         if barrier is not None:
-            guest.machines = guest.machines._replace(barrier=barrier)
-        guest.owner = owner or guest.owner
+            node.machines = node.machines._replace(barrier=barrier)
+        node.owner = owner or node.owner
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
@@ -346,42 +348,42 @@ class ManyMachinesRendezvous(RendezvousHandler):
         By any thread; it must not wait. It is called once for each generation that ends, and once more when this
         machine's part in the job has ended.
         """
-        guest = self._guest
-        if not guest.is_elsewhere:
-            guest.when_ended(call)
+        node = self._node
+        if not node.is_elsewhere:
+            node.when_ended(call)
 
     def _part(self) -> Part | None:
-        return None if self._guest.is_elsewhere else self._guest.part
+        return None if self._node.is_elsewhere else self._node.part
 
-    def _check_process(self, guest: Guest) -> None:
-        if guest.is_elsewhere:
+    def _check_process(self, node: NodeThread) -> None:
+        if node.is_elsewhere:
             msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
             raise RendezvousStateError(msg)
 
     def _closed(self) -> str:
         return f"the rendezvous of run {self._run_id!r} is closed"
 
-    def _failure(self, guest: Guest) -> RendezvousError:
+    def _failure(self, node: NodeThread) -> RendezvousError:
         """Return what is to be raised where there is no other generation."""
-        backend, error = self._params.backend, guest.error
+        backend, error = self._params.backend, node.error
         if error is not None:
             extra = f"; {INSTALL}" if isinstance(error, ImportError) else ""
             kind = RendezvousConnectionError if isinstance(error, ImportError | OSError) else RendezvousStateError
             made = kind(f"{backend}: {error}{extra}")
             made.__cause__ = error
             return made
-        finish = guest.finish
+        finish = node.finish
         if finish is None:
             return RendezvousClosedError(self._closed())
-        return self._failing(guest, finish)
+        return self._failing(node, finish)
 
-    def _failing(self, guest: Guest, finish: Finish) -> RendezvousError:
-        where, state, why = guest.machines.where, finish.state, finish.why
+    def _failing(self, node: NodeThread, finish: Finish) -> RendezvousError:
+        where, state, why = node.machines.where, finish.state, finish.why
         verdict = None if finish.job is None else finish.job.verdict
         kind: type[RendezvousError] = RendezvousClosedError
-        told = f"the job is over: {', '.join(filter(None, (state, why, guest.why(verdict))))}"
-        if state == "unreachable" or (state == "unknown" and guest.away):
-            kind, told = RendezvousConnectionError, f"{where} has not answered in time: {guest.away}"
+        told = f"the job is over: {', '.join(filter(None, (state, why, node.why(verdict))))}"
+        if state == "unreachable" or (state == "unknown" and node.away):
+            kind, told = RendezvousConnectionError, f"{where} has not answered in time: {node.away}"
         elif state == "unknown":
             told = f"how the job ends is not known here: {why or 'it has ended without this machine'}"
         elif state == "refused":
@@ -394,15 +396,15 @@ class ManyMachinesRendezvous(RendezvousHandler):
             kind, told = RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"
         elif state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
             kind, told = RendezvousTimeoutError, f"too few machines have come: {why}"
-        elif state in ("succeeded", "stopped") and guest.is_spare:
+        elif state in ("succeeded", "stopped") and node.is_spare:
             kind, told = RendezvousGracefulExitError, f"the job has {state} without this machine"
         return kind(told)
 
 
 def _check(nproc: int, role: str) -> None:
     """Refuse what the other machines would not read. Raises ValueError."""
-    bounds.number(nproc, 1, bounds.MOST_WORKERS, "nproc")
-    bounds.text(role, bounds.MOST_LINE, "role")
+    settings.check_number(nproc, 1, settings.MOST_WORKERS, "nproc")
+    settings.check_text(role, settings.MOST_LINE, "role")
 
 
 def _log(line: str) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 from phalanx._agent.endpoint import split_endpoint
 from phalanx._rendezvous.settings import STATIC
-from phalanx.rendezvous._handler import RendezvousHandler
+from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
-from phalanx.rendezvous._one_machine import OneMachineRendezvous
-from phalanx.rendezvous._parameters import RendezvousParameters
-from phalanx.rendezvous._settings import BACKENDS
+from phalanx.rendezvous._parameters import BACKENDS, RendezvousParameters
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from phalanx._store.store import Absent, Created, Put, Transaction
 
 _SETTINGS = {
     "GRPC_VERBOSITY": "NONE",  # its lines would come between those of the workers
@@ -155,3 +158,33 @@ def end_of(prefix: bytes) -> bytes:
     """
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
+
+
+def transaction_message(transaction: Transaction, prefix: bytes, leases: Mapping[str, int]) -> Any:
+    """Return a transaction as etcd takes it.
+
+    Args:
+        transaction: Its keys are below the prefix.
+        prefix: What they begin with in etcd.
+        leases: The ids of the leases, by the names that writes have for them.
+    """
+    made = messages["TxnRequest"]()
+    for condition in transaction.conditions:
+        compare = made.compare.add(result=EQUAL, target=CREATE, key=prefix + condition.key.encode())
+        if isinstance(condition, Absent):
+            compare.create_revision = 0
+        elif isinstance(condition, Created):
+            compare.create_revision = condition.created
+        else:
+            compare.target, compare.mod_revision = MOD, condition.modified
+    for write in transaction.writes:
+        key = prefix + write.key.encode()
+        if isinstance(write, Put):
+            put = made.success.add().request_put
+            put.key, put.value, put.lease = key, write.value, leases[write.lease]
+        else:
+            deleted = made.success.add().request_delete_range
+            deleted.key = key
+            if write.below:
+                deleted.range_end = end_of(key)
+    return made

@@ -23,12 +23,9 @@ from typing import Any
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
-from phalanx._store.etcd.history import History
-from phalanx._store.etcd.reach import reach, together
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach, together
 from phalanx._store.etcd.settings import USERS_HOLD, EtcdSettings, users_hold
-from phalanx._store.etcd.transactions import message_of
-from phalanx._store.etcd.watches import Keys, Watched
+from phalanx._store.etcd.watches import History, Keys, Watched
 from phalanx._store.store import (
     JOB,
     KEPT,
@@ -330,7 +327,9 @@ class EtcdStore(Store):
                 self._guard(session)
 
     def _request(self, transaction: Transaction) -> Any:
-        return message_of(transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0})
+        return api.transaction_message(
+            transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0}
+        )
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
         entries, session = None, self._session

@@ -9,10 +9,9 @@ import os
 from typing import Literal
 
 from phalanx._store.hub import messages, wire
-from phalanx._store.hub.cipher import NEEDS, can_encrypt
+from phalanx._store.hub.addresses import Encryption, HubSettings
 from phalanx._store.hub.messages import NONCE, VERSION, Challenge, Enter, Hello, Refusal, Welcome
-from phalanx._store.hub.settings import Encryption, HubSettings
-from phalanx._store.hub.wire import Keys
+from phalanx._store.hub.wire import NEEDS, ConnectionKeys, can_encrypt
 
 
 class RefusedError(Exception):
@@ -54,7 +53,7 @@ class AgentSide:
         """Return the first message."""
         return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce, not self._lacks))
 
-    def enter(self, body: bytes) -> tuple[bytes, Keys]:
+    def enter(self, body: bytes) -> tuple[bytes, ConnectionKeys]:
         """Take the store's first message. Returns the second one, which is sealed; and the keys of the connection.
 
         Raises RefusedError; DamagedError.
@@ -66,7 +65,7 @@ class AgentSide:
         if self._settings.encrypt == "require" and not self.encrypts:
             where = self._settings.where
             raise RefusedError(f"{where} does not encrypt, which encrypt=require asks for: {self._lacks or _THERE}")
-        keys = wire.keys(
+        keys = wire.connection_keys(
             self._settings.secret,
             VERSION,
             self._run,
@@ -114,7 +113,7 @@ class StoreSide:
         self._wants = encrypt == "require"
         self._lacks = _lacks(encrypt, secret)
 
-    def challenge(self, body: bytes) -> tuple[bytes, Keys, bool]:
+    def challenge(self, body: bytes) -> tuple[bytes, ConnectionKeys, bool]:
         """Take an agent's first message. Returns the answer; the keys; and whether what follows `Welcome` is encrypted.
 
         Raises TurnedAwayError; DamagedError.
@@ -131,7 +130,7 @@ class StoreSide:
                 "encrypt", f"nothing would be encrypted, which encrypt=require asks for: {self._lacks or _THERE}"
             )
         nonce = os.urandom(NONCE)
-        keys = wire.keys(self._secret, VERSION, self._run, hello.nonce, nonce, can=hello.encrypts, do=do)
+        keys = wire.connection_keys(self._secret, VERSION, self._run, hello.nonce, nonce, can=hello.encrypts, do=do)
         return messages.write(Challenge(nonce, do)), keys, do
 
     def refusal(self, error: TurnedAwayError) -> bytes:

@@ -14,10 +14,10 @@ from contextlib import suppress
 from phalanx._base import unpatched
 from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
-from phalanx._store.hub.cipher import NEEDS, can_encrypt
+from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.connection import Connection
 from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Told, Unwatch, Watch
-from phalanx._store.hub.settings import HubSettings
+from phalanx._store.hub.wire import NEEDS, can_encrypt
 from phalanx._store.store import (
     Away,
     Back,

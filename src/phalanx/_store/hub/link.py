@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._store.hub import wire
-from phalanx._store.hub.cipher import PIECE, Cipher, CipherError
+from phalanx._store.hub.wire import PIECE, Cipher, CipherError
 
 MOST_QUEUED = 64 << 20
 """Bytes that may wait for the other end."""

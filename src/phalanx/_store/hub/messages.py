@@ -59,7 +59,7 @@ class Hello(_Message, frozen=True):
         run: The hash of the run id.
         name: The beginning of the run id.
         nonce: Random bytes.
-        encrypts: Whether it can, see `cipher`.
+        encrypts: Whether it can, see `wire.Cipher`.
     """
 
     version: _Version

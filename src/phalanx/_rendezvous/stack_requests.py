@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import records
-from phalanx._rendezvous.effects import Effect, Fetch, Found, Look, Looked, Submit, Unwatch, Watch
+from phalanx._rendezvous.life import Effect, Fetch, Found, Look, Looked, Submit, Unwatch, Watch
 from phalanx._rendezvous.records import DamagedError, Job
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import (
@@ -83,7 +83,7 @@ class _Removal:
         self.at = -math.inf  # when it may be asked
 
 
-class Looks:
+class StackRequests:
     """What a node asks, and answers.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._store.etcd.tls import expired
+from phalanx._store.etcd.settings import expired
 
 if TYPE_CHECKING:
     from pathlib import Path

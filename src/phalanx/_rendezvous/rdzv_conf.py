@@ -1,6 +1,8 @@
-"""The settings of a rendezvous, as ``--rdzv-conf`` has them, and the job's secret; files are read, and checked.
+"""How a machine meets the others of its job: ``--rdzv-conf``, the secret and the endpoint are read, and checked.
 
-What is wrong is a ValueError, whose text begins with the setting's name, or the variable's.
+Files are read; nothing is connected to. What is wrong is a ValueError, whose text begins with "endpoint", "max_nodes",
+"rank", "run_id" or "keep", with the name of a setting, or with that of a variable. Who has asked puts the name of an
+own parameter in its place.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx._agent.endpoint import FALSE, split_endpoint, where_is
+from phalanx._base.host_names import address_text, is_loopback, is_no_machine
 from phalanx._base.text import parse_duration
+from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 
 SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable
 """The environment variable that holds the secret of a job."""
@@ -111,7 +115,7 @@ def _check_tls(conf: Mapping[str, str]) -> None:
     """See that the files for TLS can be used, and that our certificate has not expired. Raises ValueError."""
     if conf.keys().isdisjoint(("ca", "cert")):
         return
-    from phalanx._store.etcd.tls import Files
+    from phalanx._store.etcd.settings import Files
 
     files = Files(*(conf.get(name, "") for name in ("ca", "cert", "key")))
     try:
@@ -212,7 +216,7 @@ def _encryption(text: str) -> str:
         msg = f"encrypt: expected auto, require or no, got {text!r}"
         raise ValueError(msg)
     if text == "require":
-        from phalanx._store.hub.cipher import NEEDS, can_encrypt
+        from phalanx._store.hub.wire import NEEDS, can_encrypt
 
         if not can_encrypt():
             msg = f"encrypt: require: {NEEDS} is needed, whose OpenSSL has TLS 1.3 with pre-shared keys"
@@ -247,3 +251,110 @@ def _read(name: str, path: str) -> bytes:
     except OSError as error:
         msg = f"{name}: {path}: {error.strerror}"
         raise ValueError(msg) from None
+
+
+class Given(NamedTuple):
+    """What a machine was given of its job.
+
+    Attributes:
+        backend: One of those that are built in.
+        nodes: The least number of machines, and the greatest.
+        endpoints: Hosts and ports (0: the default), of which there is one where an agent has the store.
+        run_id: The id of the job; "": nobody has given one.
+        conf: The settings.
+        rank: The rank of this machine; None: it is numbered as it comes.
+        address: By which the others reach this machine; "": see `entrance`.
+        insecure: Whether an agent may have the store without a secret.
+        keep: Whether what the job was is to be kept.
+        words: What the backend is called, and how a file with the secret, and ``insecure``, are given: for errors.
+        more: Further fields of `Machines`.
+    """
+
+    backend: str
+    nodes: tuple[int, int]
+    endpoints: tuple[tuple[str, int], ...]
+    run_id: str
+    conf: Mapping[str, str]
+    rank: int | None
+    address: str
+    insecure: bool
+    keep: bool
+    words: tuple[str, str, str]
+    more: Mapping[str, Any]
+
+
+def machines_of(given: Given) -> Machines:
+    """Return how this machine meets the others. Raises ValueError, see above."""
+    is_hosted = given.backend in (STATIC, C10D)
+    found = _static(given) if given.backend == STATIC else _numbered(given, is_hosted=is_hosted)
+    if given.keep and is_hosted:
+        msg = f"keep: {CANNOT_KEEP}"
+        raise ValueError(msg)
+    fields = machine_settings(given.conf, os.environ, is_hosted=is_hosted) | found | dict(given.more)
+    endpoints = fields.pop("endpoints")
+    return Machines(*given.nodes, given.backend, endpoints, given.address, keep=given.keep, **fields)
+
+
+def _static(given: Given) -> dict[str, Any]:
+    """Return the fields of machines whose ranks are given: they meet at the agent of rank 0."""
+    least, most = given.nodes
+    if least != most:
+        msg = f"max_nodes: {least}:{most}: with {given.words[0]} static, a fixed number of machines takes part"
+        raise ValueError(msg)
+    if given.rank is None or not 0 <= given.rank < most:
+        msg = f"rank: expected the rank of this machine, 0 to {most - 1}, got {given.rank}"
+        raise ValueError(msg)
+    if len(given.endpoints) != 1:
+        msg = f"endpoint: expected one machine, that of node rank 0; got {len(given.endpoints)}"
+        raise ValueError(msg)
+    host, port = given.endpoints[0]
+    port = port or STATIC_PORT
+    _check_host(host)
+    endpoint = address_text(host, agent_port(given.conf, port + 1))
+    secret = _secret(given, host, endpoint)
+    return {
+        "endpoints": (endpoint,), "hosts": given.rank == 0, "secret": secret, "node_rank": given.rank,
+        "master": (host, port),
+    }  # fmt: skip
+
+
+def _numbered(given: Given, *, is_hosted: bool) -> dict[str, Any]:
+    """Return the fields of machines that are numbered as they come."""
+    default = C10D_PORT if is_hosted else ETCD_PORT
+    what = "where the machine is that has the store" if is_hosted else "where the etcd is"
+    if not given.endpoints or not all(host for host, _ in given.endpoints):
+        msg = f"endpoint: expected {what}, like host:{default}; it is not given"
+        raise ValueError(msg)
+    if is_hosted and len(given.endpoints) > 1:
+        msg = f"endpoint: expected one machine, which has the store; got {len(given.endpoints)}"
+        raise ValueError(msg)
+    host = given.endpoints[0][0]
+    _check_host(host)
+    if not given.run_id and not is_hosted:
+        raise ValueError("run_id: the machines of a job find each other by it; give the same one on each")
+    endpoints = tuple(address_text(name, port or default) for name, port in given.endpoints)
+    if not is_hosted:
+        return {"endpoints": endpoints, "hosts": False}
+    hosts = may_host(given.conf, host)
+    return {"endpoints": endpoints, "hosts": hosts, "secret": _secret(given, host, endpoints[0])}
+
+
+def _check_host(host: str) -> None:
+    """Refuse an endpoint that each machine would take for its own."""
+    if is_no_machine(host):
+        msg = f"endpoint: expected the name or the address of a machine, by which the others reach it; got {host!r}"
+        raise ValueError(msg)
+
+
+def _secret(given: Given, host: str, endpoint: str) -> bytes:
+    """Return the secret of a job whose store an agent has. Raises ValueError: none is given, and one is needed."""
+    secret = job_secret(given.conf, os.environ)
+    if secret or given.insecure or is_loopback(host):
+        return secret
+    _, file, insecure = given.words
+    msg = (
+        f"endpoint: the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each"
+        f" (`openssl rand -hex 32` makes one), or let {file} name a file that holds it. {insecure} does without: "
+        "whoever reaches that port can then stop the job, or lead it astray"
+    )
+    raise ValueError(msg)

@@ -1,4 +1,4 @@
-"""`Guest`: a node of a job in somebody else's process: a thread carries it, and the workers are somebody else's, too.
+"""`NodeThread`: a node of a job on a thread of a program that starts and ends the workers itself.
 
 It knows the workers' generation, and no process. No signal handler is set, and nothing is shown. After `leave`, no
 thread and no descriptor is left. A fork of the process has no part in the job.
@@ -22,18 +22,18 @@ from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import stack_report
-from phalanx._rendezvous.effects import Finish, Missing
+from phalanx._rendezvous.conclusion import told as in_words
+from phalanx._rendezvous.conclusion import unreachable
 from phalanx._rendezvous.entrance import Entrance, come
 from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.job_run import CLOSE, JobRun, NodeTeam
+from phalanx._rendezvous.life import Finish, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop, Verdict
 from phalanx._rendezvous.settings import Machines, agent_id
-from phalanx._rendezvous.words import told as in_words
-from phalanx._rendezvous.words import unreachable
 
 LONGEST_END = 60.0
-"""Seconds that the end of a guest may take: the waits of the node, of the store, and of what it hosts are shorter."""
+"""Seconds that the end of a node may take: the waits of the node, of the store, and of what it hosts are shorter."""
 
 GONE = "its workers are gone"
 
@@ -42,7 +42,7 @@ ENDLESS = 2**31 - 1
 
 
 class Owner:
-    """Whoever has the workers of a guest, as the node sees it. The node's thread calls all of this, and waits for none.
+    """Whoever has the workers of a node, as the node sees it. The node's thread calls all of this, and waits for none.
 
     By default, the workers show no stacks, and go on while the process is stopped.
     """
@@ -93,7 +93,7 @@ class Part:
         self.left: Left | None = None
 
 
-class Guest(NodeTeam):
+class NodeThread(NodeTeam):
     """A node of a job in somebody else's process; its team, whose workers that process starts and ends.
 
     Args:
