@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LIBRARY = {PHALANX: "phalanx.timer", PEER: "torch.distributed.elastic.timer"}
 
-GROUP, SHARED, FILE, LOCAL = KINDS = ("group", "shared", "file", "local")
+GROUP, FILE, LOCAL = KINDS = ("group", "file", "local")
 """Who watches: the group itself, as under ``phalanx run``, or the server of a pair, which stands alone."""
 
 LONG = 3600.0
@@ -39,10 +39,6 @@ def watching(contender: str, kind: str, max_interval: float) -> Iterator[Any]:
         yield None
         return
     library = import_module(LIBRARY[contender])
-    if kind == SHARED:
-        with library.SharedTimerServer(max_interval=max_interval) as server:
-            yield server.address
-        return
     handle: Any
     if kind == FILE:
         import tempfile
@@ -154,8 +150,6 @@ def flood(contender: str, handle: Any, paths: Sequence[str], pairs: int) -> int:
 
 
 def nest(
-    kind: str,
-    handle: Any,
     paths: Sequence[str],
     *,
     depth: int,
@@ -171,10 +165,8 @@ def nest(
     """
     from phalanx.timer import expires
 
-    client = _client(PHALANX, kind, handle)
-
     def descend(level: int) -> None:
-        with expires(shortest + level, client=client):
+        with expires(shortest + level):
             if level:
                 descend(level - 1)
 
@@ -188,20 +180,19 @@ def nest(
         taken += depth
         time.sleep(pause)
     _say(ready, monotonic_ns())
-    left = _armed(client)
+    left = _armed()
     with contextlib.ExitStack() as stack:
         for scope in range(many):
-            stack.enter_context(expires(LONG, f"scope {scope}", client))
-        if _armed(client) != left + many:
-            raise AssertionError(f"{many} timers run, and {_armed(client)} slots say so")
-    return taken, left + _armed(client)
+            stack.enter_context(expires(LONG, f"scope {scope}"))
+        if _armed() != left + many:
+            raise AssertionError(f"{many} timers run, and {_armed()} slots say so")
+    return taken, left + _armed()
 
 
-def _armed(client: Any) -> int:
+def _armed() -> int:
     """Count the slots of this process's seat that have a deadline."""
     from phalanx._timers.layout import FIRST, NEVER, SLOTS
-    from phalanx.timer import _routing
+    from phalanx.timer import _beats
 
-    seat = _routing.seat if client is None else client.seat
-    assert seat is not None
+    seat = _beats.take_seat()
     return SLOTS - seat.words[FIRST : FIRST + SLOTS].tolist().count(NEVER)

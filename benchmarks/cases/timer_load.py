@@ -9,7 +9,7 @@ from time import monotonic
 from benchmarks import chatter, procfs, timers
 from benchmarks.case import PHALANX, Case, Sample, Target
 from benchmarks.group import start
-from benchmarks.timers import GROUP, SHARED
+from benchmarks.timers import GROUP
 
 WORKERS = 64
 DEPTH = 16
@@ -24,10 +24,10 @@ MANY = 1000
 """Timers that each worker holds at once afterwards."""
 
 
-def _watch(kind: str) -> dict[str, list[float]]:
-    with timers.watching(PHALANX, kind, 60.0) as handle, chatter.Meeting(WORKERS) as meeting:
+def _measure() -> Sample:
+    with chatter.Meeting(WORKERS) as meeting:
         worker = partial(timers.nest, depth=DEPTH, shortest=SHORTEST, pause=PAUSE, seconds=SECONDS, many=MANY)
-        context = start(PHALANX, worker, [(kind, handle, meeting.paths)] * WORKERS, **timers.options(kind))
+        context = start(PHALANX, worker, [(meeting.paths,)] * WORKERS, **timers.options(GROUP))
         meeting.hear()
         used, began = procfs.cpu_seconds(os.getpid()), monotonic()
         meeting.release()
@@ -37,11 +37,7 @@ def _watch(kind: str) -> dict[str, list[float]]:
         context.close()
     taken, left = zip(*result.return_values.values(), strict=True) if result.return_values else ((0,), (0,))
     figures = {"cpu": 100 * used / took, "timers": sum(taken) / took, "deaths": len(result.failures), "left": sum(left)}
-    return {f"{kind}, {name}": [value] for name, value in figures.items()}
-
-
-def _measure() -> Sample:
-    return Sample(_watch(GROUP) | _watch(SHARED))
+    return Sample({f"{GROUP}, {name}": [value] for name, value in figures.items()})
 
 
 _UNITS = {"cpu": "%", "timers": "/s", "deaths": "workers", "left": "slots"}
@@ -50,15 +46,11 @@ CASE = Case(
     name="timer_load",
     measures=f"{WORKERS} workers take {DEPTH} nested timers and release them, again and again, for {SECONDS:g} s: CPU"
     f" of the process that watches, in % of a core; and what {MANY} timers in each worker leave behind",
-    units={f"{kind}, {name}": unit for kind in (GROUP, SHARED) for name, unit in _UNITS.items()},
-    targets=tuple(
-        target
-        for kind in (GROUP, SHARED)
-        for target in (
-            Target(f"{kind}, cpu", "<", 3, worst=True),
-            Target(f"{kind}, deaths", "<=", 0, worst=True),
-            Target(f"{kind}, left", "<=", 0, worst=True),
-        )
+    units={f"{GROUP}, {name}": unit for name, unit in _UNITS.items()},
+    targets=(
+        Target(f"{GROUP}, cpu", "<", 3, worst=True),
+        Target(f"{GROUP}, deaths", "<=", 0, worst=True),
+        Target(f"{GROUP}, left", "<=", 0, worst=True),
     ),
     contenders={PHALANX: _measure},
     rounds=3,

@@ -39,8 +39,6 @@ from phalanx.timer import (
     FileTimerServer,
     LocalTimerClient,
     LocalTimerServer,
-    SharedTimerClient,
-    SharedTimerServer,
     TimerSpecs,
 )
 from tests.support import agent_workers
@@ -463,7 +461,7 @@ if __name__ == "__main__":
 # --- timers
 
 
-@pytest.fixture(params=["local", "file", "shared", "group", "agent"])
+@pytest.fixture(params=["local", "file", "group", "agent"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A timer server that runs in the launcher, and what the agent and the workers are given of it."""
     entrypoint: Callable[..., int] = agent_workers.overruns
@@ -477,9 +475,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         path = str(tmp_path / "timers")
         with FileTimerServer(path, "run", 0.01):
             yield {"entrypoint": entrypoint, "args": (FileTimerClient(path),)}
-    elif request.param == "shared":
-        with SharedTimerServer() as server:
-            yield {"entrypoint": entrypoint, "args": (SharedTimerClient(server.address),)}
     elif request.param == "group":  # neither server nor client is needed
         yield {"entrypoint": entrypoint, "args": (None,), "timers": TimerSpecs()}
     else:

@@ -17,13 +17,22 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from phalanx import timer
 from phalanx._base import clock
-from phalanx.timer import SharedTimerClient, SharedTimerServer
+from phalanx._base.loop import Loop
+from phalanx._timers.layout import TIMERS_ENV
+from phalanx._timers.scheduler import TimerScheduler
+from phalanx._timers.table import TimerTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from phalanx._timers.timer import Timer
 
 LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not
 WATCHED = 60.0  # seconds in which one that hangs has to be killed, on however busy a machine
@@ -34,13 +43,13 @@ class Failed(Exception):  # noqa: N818 - a word of its own for each would tell n
     """What must not happen has happened."""
 
 
-def nest(blocks: int, client: Any, chance: random.Random) -> None:
+def nest(blocks: int, chance: random.Random) -> None:
     """Enter and leave so many blocks."""
     while blocks > 0:
         depth = min(blocks, chance.randint(1, 6))
         with ExitStack() as stack:
             for _ in range(depth):
-                stack.enter_context(timer.expires(LONG, client=client))
+                stack.enter_context(timer.expires(LONG))
         blocks -= depth
 
 
@@ -63,15 +72,15 @@ def expect(pid: int, code: int) -> None:
         raise Failed(f"a process that was to end with {code} has ended with {found}")
 
 
-def child_that_leaves(client: Any, chance: random.Random) -> None:
-    expect(in_a_fork(lambda: nest(chance.randint(1, 200), client, chance)), 0)
+def child_that_leaves(chance: random.Random) -> None:
+    expect(in_a_fork(lambda: nest(chance.randint(1, 200), chance)), 0)
 
 
-def child_that_is_killed(client: Any, chance: random.Random) -> None:
+def child_that_is_killed(chance: random.Random) -> None:
     reader, writer = os.pipe()
 
     def work() -> None:
-        with timer.expires(HANG, client=client), timer.expires(LONG, client=client):
+        with timer.expires(HANG), timer.expires(LONG):
             os.write(writer, b".")
             time.sleep(1000)
 
@@ -81,12 +90,12 @@ def child_that_is_killed(client: Any, chance: random.Random) -> None:
     os.kill(pid, signal.SIGKILL)
     expect(pid, -signal.SIGKILL)
     os.close(reader)
-    nest(chance.randint(1, 50), client, chance)
+    nest(chance.randint(1, 50), chance)
 
 
-def child_that_hangs(client: Any, _chance: random.Random) -> None:
+def child_that_hangs(_chance: random.Random) -> None:
     def work() -> None:
-        with timer.expires(LONG, client=client), timer.expires(HANG, client=client):
+        with timer.expires(LONG), timer.expires(HANG):
             time.sleep(1000)
 
     pid = in_a_fork(work)
@@ -100,9 +109,9 @@ def child_that_hangs(client: Any, _chance: random.Random) -> None:
     expect(pid, -signal.SIGKILL)
 
 
-def child_that_is_stopped(client: Any, chance: random.Random) -> None:
+def child_that_is_stopped(chance: random.Random) -> None:
     """For less than its blocks may take."""
-    pid = in_a_fork(lambda: nest(2000, client, chance))
+    pid = in_a_fork(lambda: nest(2000, chance))
     for _ in range(5):
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)
@@ -112,23 +121,23 @@ def child_that_is_stopped(client: Any, chance: random.Random) -> None:
 def work(address: str, left: int, seed: int, done: dict[str, int], one_in: int) -> None:
     """A process of the hammer. Prints what it has done as its last line."""
     chance = random.Random(seed)  # noqa: S311 - what is done next, and no secret
-    client = SharedTimerClient(address)
+    os.environ[TIMERS_ENV] = f"{address}:0"
     while left > 0:
         share = min(left, chance.randint(1, 2 * one_in))
-        nest(share, client, chance)
+        nest(share, chance)
         left -= share
         what = chance.choice(NAMES)
         done[what] = done.get(what, 0) + 1
         if what == "forked":
-            child_that_leaves(client, chance)
+            child_that_leaves(chance)
         elif what == "killed":
-            child_that_is_killed(client, chance)
+            child_that_is_killed(chance)
         elif what == "hung":
-            child_that_hangs(client, chance)
+            child_that_hangs(chance)
         elif what == "stopped":
-            child_that_is_stopped(client, chance)
+            child_that_is_stopped(chance)
         elif what == "reloaded":
-            for name in ("_routing", "_beats", "_expires"):
+            for name in ("_beats", "_expires"):
                 importlib.reload(sys.modules[f"phalanx.timer.{name}"])
             vars(timer).pop("expires", None)  # what the package has kept of it
         else:
@@ -144,16 +153,42 @@ def work(address: str, left: int, seed: int, done: dict[str, int], one_in: int) 
                 str(one_in),
                 *words,
             ]
-            with timer.expires(LONG, client=client):  # an exec gives it back, as a death does
+            with timer.expires(LONG):  # an exec gives it back, as a death does
                 os.execv(sys.executable, argv)
     sys.stdout.write(" ".join(f"{name}={count}" for name, count in done.items()) + "\n")
+
+
+@contextmanager
+def watched_table(seats: int) -> Iterator[TimerTable]:
+    """A table whose timers are watched, in a thread: a process that does not leave a block in time is killed."""
+    table, loop = TimerTable(seats), Loop()
+
+    def kill(timers: list[Timer]) -> None:
+        for each in timers:
+            holder = table.holder(each.seat)
+            if holder and table.is_still_set(each):
+                with suppress(ProcessLookupError):
+                    os.kill(holder, signal.SIGKILL)
+
+    scheduler = TimerScheduler(table, loop, kill)
+    scheduler.open()
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield table
+    finally:
+        loop.call(loop.stop)
+        thread.join()
+        scheduler.close()
+        loop.close()
+        table.close()
 
 
 def hammer(blocks: int, processes: int, seed: int = 0, one_in: int = 20000) -> dict[str, int]:
     """Run it all. Returns how often each thing was done. Raises Failed."""
     total: dict[str, int] = {}
-    with SharedTimerServer(seats=4 * processes) as server:
-        argv = [sys.executable, "-m", "tests.support.hammer", "--work", server.address, str(blocks // processes)]
+    with watched_table(4 * processes) as table:
+        argv = [sys.executable, "-m", "tests.support.hammer", "--work", table.address, str(blocks // processes)]
         workers = [
             subprocess.Popen([*argv, str(seed * 10**6 + 1000 * number), str(one_in)], stdout=subprocess.PIPE, text=True)
             for number in range(processes)
@@ -165,8 +200,6 @@ def hammer(blocks: int, processes: int, seed: int = 0, one_in: int = 20000) -> d
             for word in text.split():
                 name, _, count = word.partition("=")
                 total[name] = total.get(name, 0) + int(count)
-        table = server._table
-        assert table is not None
         live = [seat for seat in range(table.seats) if table.holder(seat)]
         due = [key for key in table.look(clock.now_ns() + int(1e15))[0] if table.holder(key[0])]
         if live or due:

@@ -8,14 +8,11 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from phalanx import timer
 from phalanx.errors import record
 from tests.support.helpers import pass_gate, rest, tell
-
-if TYPE_CHECKING:
-    from phalanx.timer import SharedTimerClient
 
 
 def stuck() -> NoReturn:
@@ -271,44 +268,6 @@ def step_the_clock_and_hang(hours: float, gate: str) -> None:
         hang(0.1)
     with timer.expires(60):
         pass_gate(gate)
-
-
-def take_with(client: SharedTimerClient, after: float, address: str) -> None:
-    """A client that came as an argument; it is not the group's."""
-    timer.configure(client)
-    tell(address, str(os.getpid()))
-    hang(after, "by argument")
-
-
-def be_prompt_with(client: Any, address: str) -> str:
-    timer.configure(client)
-    with timer.expires(20, "prompt"):
-        pass
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            with timer.expires(20, "prompt, too"):
-                code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    tell(address, "left")
-    return "spared"
-
-
-def fork_with(client: Any, address: str) -> str:
-    """A fork of the client hangs, and its parent is spared."""
-    timer.configure(client)
-    with timer.expires(60, "the parent's"):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                hang(0.1, "the child's")
-            finally:
-                os._exit(1)
-        tell(address, str(pid))
-        return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def run_on() -> None:

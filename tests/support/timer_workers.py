@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 from phalanx import timer
@@ -29,7 +30,7 @@ def hold(mp_queue: Any, address: str, gate: str, *timers: tuple[str, float]) -> 
     """Take timers, say so, and go on when the gate opens, without giving one back."""
     client = LocalTimerClient(mp_queue)
     for scope, after in timers:
-        client._acquire(scope, _now() + after)
+        client.acquire(scope, time.time() + after)
     tell(address, str(os.getpid()))
     pass_gate(gate)
 
@@ -40,7 +41,7 @@ def flood(mp_queue: Any, address: str, pairs: int) -> None:
     errors = 0
     for number in range(pairs):
         try:
-            client._acquire(f"scope {number % 7}", _now() + 60)
+            client.acquire(f"scope {number % 7}", time.time() + 60)
             client.release(f"scope {number % 7}")
         except OSError:
             errors += 1
@@ -118,7 +119,7 @@ def _states(pid: int) -> set[str]:
 
 def let_pass(moment: float) -> None:
     """Return at a moment on the monotonic clock: the time for which others are stopped."""
-    threading.Event().wait(max(0.0, moment - _now()))
+    threading.Event().wait(max(0.0, moment - time.monotonic()))
 
 
 class Named(timer.TimerServer):
@@ -168,9 +169,3 @@ def serve(local: Any, named: Any, address: str, gate: str) -> None:
     with server, Named(named, address):
         tell(address, "up")
         pass_gate(gate)
-
-
-def _now() -> float:
-    from phalanx._base import clock
-
-    return clock.now()

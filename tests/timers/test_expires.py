@@ -29,11 +29,9 @@ from phalanx.timer import (
     FileTimerClient,
     LocalTimerClient,
     NobodyWatchesError,
-    SharedTimerClient,
     TimerClient,
     _beats,
     _expires,
-    _routing,
     configure,
     expires,
 )
@@ -54,14 +52,14 @@ ALL = NEVER - 1
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has taken no timer yet, and is in no group."""
     monkeypatch.delenv(layout.TIMERS_ENV, raising=False)
-    for name, value in (("client", None), ("group_seat", None), ("seat", None), ("nobody_watches", False)):
-        monkeypatch.setattr(_routing, name, value)
-    monkeypatch.setattr(_beats, "_seat", None)
+    for name, value in (("seat", None), ("_nobody_watches", False)):
+        monkeypatch.setattr(_beats, name, value)
     yield
+    configure(None)
     assert not _expires._running
     assert not _beats._rests
-    if _routing.group_seat is not None:
-        _routing.group_seat.close()
+    if _beats.seat is not None:
+        _beats.seat.close()
 
 
 @pytest.fixture
@@ -215,8 +213,8 @@ def test_any_time_above_0_will_do(after: Any, table: TimerTable) -> None:
     for client in (None, Client()):
         with expires(after, client=client):
             assert len(armed(table)) == (client is None)
-    assert _routing.group_seat is not None
-    assert len(_routing.group_seat.free) == SLOTS
+    assert _beats.seat is not None
+    assert len(_beats.seat.free) == SLOTS
 
 
 def test_more_timers_than_there_are_slots(table: TimerTable) -> None:
@@ -236,8 +234,8 @@ def test_a_thousand_scopes_leave_no_residue(table: TimerTable) -> None:
             pass
     assert armed(table) == []
     assert client.held == {}
-    assert _routing.group_seat is not None
-    assert sorted(_routing.group_seat.free) == list(range(layout.FIRST, layout.FIRST + SLOTS))
+    assert _beats.seat is not None
+    assert sorted(_beats.seat.free) == list(range(layout.FIRST, layout.FIRST + SLOTS))
 
 
 # --- decorated functions
@@ -350,8 +348,8 @@ def test_a_group_whose_launcher_goes_meanwhile(table: TimerTable) -> None:
         with pytest.raises(RuntimeError, match="nobody watches timers any more"), expires(60, "after"):
             pytest.fail("entered")
         timer.beat()
-    assert _routing.group_seat is not None
-    assert len(_routing.group_seat.free) == SLOTS
+    assert _beats.seat is not None
+    assert len(_beats.seat.free) == SLOTS
 
 
 @pytest.mark.parametrize("make", [Client, TorchlikeClient])
@@ -369,24 +367,18 @@ def test_a_client_of_names_has_a_name_for_each_timer(make: Any) -> None:
     assert len(client.calls) == 10
 
 
-def test_the_configured_client_is_told_and_not_the_group(table: TimerTable) -> None:
+def test_the_configured_client_is_called_and_heartbeats_are_the_groups(table: TimerTable) -> None:
     client, other = Client(), Client()
+    timer.progress(step=4)
     with expires(60, "before"):
         configure(client)
         with expires(60, "a"), expires(60, "b", client=other):
             assert list(client.held) == ["a"]
             assert list(other.held) == ["b"]
             assert scopes(table) == ["before"]
+            timer.progress(step=5)
     assert armed(table) == []
-
-
-def test_a_client_may_have_a_seat_of_its_own_kind() -> None:
-    class Bus(Client):
-        seat = "14B"
-
-    client = Bus()
-    with expires(60, "ride", client):
-        assert list(client.held) == ["ride"]
+    assert [timer.step for timer in due(table)] == [5]
 
 
 def test_a_client_that_fails_keeps_the_block_from_being_entered() -> None:
@@ -419,14 +411,11 @@ def test_a_release_that_fails() -> None:
     assert [moment for _, moment in client.calls].count(-1) == 1
 
 
-@pytest.fixture(params=["LocalTimerClient", "FileTimerClient", "SharedTimerClient"])
+@pytest.fixture(params=["LocalTimerClient", "FileTimerClient"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """A client's class, and what it is made of: where its server is."""
     kind = getattr(timer, request.param)
-    if request.param == "SharedTimerClient":
-        with timer.SharedTimerServer() as server:
-            yield kind, server.address
-    elif request.param == "FileTimerClient":
+    if request.param == "FileTimerClient":
         with timer.FileTimerServer(str(tmp_path / "timers")):
             yield kind, str(tmp_path / "timers")
     else:
@@ -495,13 +484,9 @@ class NotingFile(Noting, FileTimerClient):
     pass
 
 
-class NotingShared(Noting, SharedTimerClient):
-    pass
-
-
 @pytest.mark.parametrize(
     "client",
-    [NotingLocal(queue.SimpleQueue, name="mine"), NotingFile("pipe", name="mine"), NotingShared("1:2:3", name="mine")],
+    [NotingLocal(queue.SimpleQueue, name="mine"), NotingFile("pipe", name="mine")],
     ids=lambda client: type(client).__name__,
 )
 def test_who_overrides_a_method_of_a_client_is_asked_where_it_was_sent(client: Any) -> None:
@@ -523,47 +508,10 @@ def test_a_method_that_is_set_on_a_client_is_asked(pair: tuple[Any, Any]) -> Non
     assert said == ["load", "no load"]
 
 
-def test_who_overrides_the_short_way_too_keeps_it(pair: tuple[Any, Any]) -> None:
-    kind, where = pair
-    said: Said = []
-    with expires(60, "load", telling(kind, said, "acquire", "_acquire")(where)):
-        ((name, scope, moment),) = said
-        assert (name, scope) == ("_acquire", "load")
-        assert 55 < moment - clock.now() <= 60
-
-
-def test_a_subclass_that_overrides_neither_is_no_other_client(pair: tuple[Any, Any]) -> None:
-    kind, where = pair
-    client = type("Named", (kind,), {"__repr__": lambda _self: "named"})(where)
-    said: list[float] = []
-    client._acquire = lambda _scope, moment: said.append(moment)
-    with expires(60, "load", client):
-        assert [55 < moment - clock.now() <= 60 for moment in said] == [True]
-    del client._acquire
-    assert (_routing.seat_of(client) is None) == (kind is not timer.SharedTimerClient)
-
-
-def test_what_others_call_by_our_names_is_their_own() -> None:
-    class Pool(TorchlikeClient):
-        def _acquire(self, connection: int) -> None:
-            raise AssertionError(connection)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(inner, name)
-
-    with timer.SharedTimerServer() as server:
-        inner = timer.SharedTimerClient(server.address)
-        client: Any = Pool()
-        assert isinstance(client.seat, Seat)
-        with expires(60, "load", client):
-            assert list(client.held) == ["load"]
-        assert client.held == {}
-
-
 def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
     """The lock that it holds is held for ever in the fork, unless that makes a new one."""
     client = Client()
-    with expires(60, "load", client), _routing.lock:
+    with expires(60, "load", client), _beats.lock:
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -586,15 +534,10 @@ def _take(client: Client) -> None:
 # --- heartbeats
 
 
-def test_a_heartbeat_without_a_group_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_without_a_group_does_nothing() -> None:
     timer.beat()
     timer.progress(step=5)
-    assert _routing.group_seat is None
-    with contextlib.closing(TimerTable(1, hang=1000)) as table:  # a client that is configured later is found
-        monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
-        configure(Client())
-        timer.progress(step=6)
-        assert [timer.step for timer in due(table)] == [6]
+    assert _beats.seat is None
 
 
 def test_a_heartbeat_names_the_step(table: TimerTable) -> None:
@@ -635,12 +578,6 @@ def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
         assert capsys.readouterr().err == f"phalanx: {said}: that is the most\n"
         with pytest.raises(RuntimeError, match="that is the most"), expires(60):
             pytest.fail("entered, and nobody watches")
-    with contextlib.closing(TimerTable(1, hang=1000)) as other:
-        client = Seated(other)
-        configure(client)
-        timer.beat()
-        assert len(due(other)) == 1
-        client.seat.close()
 
 
 @pytest.mark.parametrize("address", ["nonsense", "1:2:3:4"])
@@ -651,46 +588,6 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
     for _ in range(2):
         timer.beat()
     assert capsys.readouterr().err.count("are not watched") == 1
-
-
-class Seated(SharedTimerClient):
-    """One whose timers go to a table."""
-
-    def __init__(self, table: TimerTable) -> None:
-        super().__init__(table.address)
-        self._there = Seat(f"{table.address}:0")
-
-    @property
-    def seat(self) -> Seat:
-        return self._there
-
-
-def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table: TimerTable) -> None:
-    timer.progress(step=4)
-    with contextlib.closing(TimerTable(1, hang=1000)) as other:
-        client = Seated(other)
-        configure(client)
-        assert due(table) == [], "its old seat expects none"
-        assert [timer.step for timer in due(other)] == [4], "and who sends none from now on hangs all the same"
-        timer.progress(step=5)
-        assert due(table) == []
-        assert [timer.step for timer in due(other)] == [5]
-        configure(Client())  # one that has no seat: they are the group's again
-        assert due(other) == []
-        assert [timer.step for timer in due(table)] == [5]
-        client.seat.close()
-
-
-def test_heartbeats_that_rest_move_as_such(table: TimerTable) -> None:
-    timer.beat()
-    with contextlib.closing(TimerTable(1, hang=1000)) as other:
-        client = Seated(other)
-        with timer.rest():
-            configure(client)
-            assert due(table) == due(other) == []
-        assert due(table) == []
-        assert len(due(other)) == 1
-        client.seat.close()
 
 
 # --- rest
@@ -762,7 +659,7 @@ def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None
 def test_a_rest_in_no_group_does_nothing() -> None:
     with timer.rest():
         timer.rest()
-    assert _routing.group_seat is None
+    assert _beats.seat is None
 
 
 # --- forks
@@ -906,6 +803,6 @@ def test_to_import_it_costs_little() -> None:
     assert done.stdout.split() == [
         "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.linux",
         "phalanx._timers", "phalanx._timers.client", "phalanx._timers.layout",
-        "phalanx.timer", "phalanx.timer._beats", "phalanx.timer._expires", "phalanx.timer._routing",
+        "phalanx.timer", "phalanx.timer._beats", "phalanx.timer._expires",
     ]  # fmt: skip
     assert signal.getsignal(signal.SIGALRM) is not None

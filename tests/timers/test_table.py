@@ -38,7 +38,6 @@ from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, decode, enco
 from phalanx._timers.scheduler import MOST, TimerScheduler
 from phalanx._timers.table import TimerTable
 from phalanx._timers.timer import Timer
-from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 from tests.support.workers import run_script
 
@@ -357,9 +356,8 @@ def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
 
 SERVER = """
 import ctypes, os, signal, sys
-from phalanx.timer import SharedTimerServer
-server = SharedTimerServer()
-server.start()
+from phalanx._timers.table import TimerTable
+table = TimerTable(8)
 said = os.pipe()
 child = os.fork() if sys.argv[1] == "python" else ctypes.PyDLL(None).fork()
 if child == 0:
@@ -367,10 +365,10 @@ if child == 0:
     while True:
         signal.pause()
 os.read(said[0], 1)
-print(child, server.address, flush=True)
+print(child, table.address, flush=True)
 try:
     sys.stdin.readline()
-    server.stop()
+    table.close()
     print("stopped", flush=True)
     sys.stdin.readline()
 finally:
@@ -379,11 +377,10 @@ finally:
 """
 
 CLIENT = """
-import signal, sys
-from phalanx._base import clock
-from phalanx.timer import SharedTimerClient
-client = SharedTimerClient(sys.argv[1])
-client.acquire("before", clock.wall() + 60)
+import os, signal, sys
+os.environ["PHALANX_TIMERS"] = sys.argv[1] + ":0"
+from phalanx.timer import expires
+expires(60).__enter__()
 if sys.argv[2] == "default":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 else:
@@ -391,7 +388,7 @@ else:
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    client.acquire("after", clock.wall() + 30)  # earlier than what it knows of, so it rings
+    expires(30).__enter__()  # earlier than what anybody knows of, so it rings
 except RuntimeError as error:
     print(error, flush=True)
 assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -468,7 +465,7 @@ def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: TimerTa
 
 def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: TimerTable) -> None:
     """A keeper that ends leaves the workers their time of grace."""
-    other = TimerTable.from_descriptors((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size, by_rank=True)
+    other = TimerTable.from_descriptors((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size)
     with seat_at(table) as seat:
         other.close()
         seat.wake_watcher()
@@ -553,17 +550,6 @@ def test_to_ring_after_the_watcher_has_gone() -> None:
         assert len(seat.free) == SLOTS
 
 
-def test_a_client_in_the_servers_own_process_is_told_that_it_has_stopped() -> None:
-    with SharedTimerServer() as server:
-        client = SharedTimerClient(server.address)
-        with expires(60, client=client):
-            pass
-    with pytest.raises(RuntimeError, match=GONE):
-        client.acquire("late", clock.wall() + 1)
-    with pytest.raises(RuntimeError, match=GONE), expires(1, client=client):
-        pass
-
-
 def test_a_watcher_that_is_late_is_rung(table: TimerTable) -> None:
     with seat_at(table) as seat:
         now = 5 * layout.LATE
@@ -626,7 +612,7 @@ def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
 
 def of_ranks(hang: float = 1e-6) -> TimerTable:
     """One whose heartbeats are those of ranks."""
-    return TimerTable(8, hang, by_rank=True)
+    return TimerTable(8, hang)
 
 
 def at_the_table(table: TimerTable, rank: int, work: Callable[[Seat], object]) -> Child:
@@ -699,9 +685,6 @@ def test_who_rests_is_not_expected_until_its_next_beat(monkeypatch: pytest.Monke
         seat.beat(8)
         assert rung(table), "nobody would look"
         assert table.look(2000)[0] == [(0, 0, 2000)]
-        assert table.resting() == set()
-        seat.give_up_beats()
-        assert table.look(ALL) == ([], NEVER)
         assert table.resting() == set()
 
 
@@ -859,7 +842,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
-    table = TimerTable(3, hang=1.0, by_rank=data.draw(st.booleans()))
+    table = TimerTable(3, hang=1.0)
     with contextlib.closing(table):
         head, memory = (8 + 3) * 8, table.descriptors[0]
         with seat_at(table, 0) as one, seat_at(table, 1):
@@ -962,19 +945,19 @@ HANG = 40
 class Watching(RuleBasedStateMachine):
     """Two clients, a scheduler, and what should be seen: each expiry once, and at its very moment."""
 
-    by_rank = False
+    ranks = 0, 1
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.now = 1000 * MS
         self.patch.setattr(clock, "now_ns", lambda: self.now)
-        self.table = TimerTable(2, HANG / 1000, by_rank=self.by_rank)
-        self.seats = [seat_at(self.table, 0)]
+        self.table = TimerTable(2, HANG / 1000)
+        self.seats = [seat_at(self.table, self.ranks[0])]
         # The kernel knows locks by process, and this is one: so the second client has its seat by hand.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fcntl.lockf", lambda *_args: None)
-            self.seats.append(seat_at(self.table, 0 if self.by_rank else 1))
+            self.seats.append(seat_at(self.table, self.ranks[1]))
         self.loop = FakeLoop()
         self.seen: list[tuple[int, int, int, int]] = []
         self.expected: list[tuple[int, int, int, int]] = []
@@ -1000,11 +983,13 @@ class Watching(RuleBasedStateMachine):
         for (seat, slot), deadline in self.running.items():
             if deadline <= self.now:
                 yield seat, slot, deadline
-        for seat, beat in self.beats.items():
+        for seat in self.beats:
             if seat in self.resting:
                 continue
-            own = [deadline for (other, _), deadline in self.running.items() if self.by_rank or other == seat]
-            limit = (max([*self.beats.values(), *self.left.values()]) if self.by_rank else beat) + HANG * MS
+            of_rank = [other for other in (0, 1) if self.ranks[other] == self.ranks[seat]]
+            own = [deadline for (other, _), deadline in self.running.items() if other in of_rank]
+            times = [moments.get(other, 0) for moments in (self.beats, self.left) for other in of_rank]
+            limit = max(times) + HANG * MS
             limit = max([limit, *own]) if limit <= self.now else limit
             if limit <= self.now:
                 yield seat, 0, limit
@@ -1099,7 +1084,7 @@ class Watching(RuleBasedStateMachine):
 class WatchingOneRank(Watching):
     """Both are of one rank, whose heartbeats are its own."""
 
-    by_rank = True
+    ranks = 0, 0
 
 
 @pytest.mark.long
@@ -1237,7 +1222,7 @@ def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
 def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost(
     paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = TimerTable(2, hang=10, by_rank=True)
+    table = TimerTable(2, hang=10)
     watched = Watched(table, monkeypatch)
     with seat_at(table) as seat:
         seat.beat(1)
@@ -1443,7 +1428,7 @@ def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "limit = pages * resource.getpagesize() + (16 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "table = TimerTable(16384, 60.0, by_rank=True)\n"
+        "table = TimerTable(16384, 60.0)\n"
         "with Seat(table.address + ':1023') as seat:\n"
         "    slot = seat.arm(clock.now_ns() + 1, 1, encode('s', 'p'))\n"
         "    assert len(table.look(clock.now_ns())[0]) == 1\n"

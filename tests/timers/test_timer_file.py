@@ -574,23 +574,6 @@ def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
         assert alive(foreign.pid)
 
 
-def test_the_client_converts_where_it_is(server: FileTimerServer, client: FileTimerClient, child: Child) -> None:
-    client._self = (os.getpid(), 0)
-    sent: list[FileTimerRequest] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "_send_request", sent.append)
-        client._acquire("exact", 123.25)
-        client.acquire("edge", clock.wall() + 60)
-        client.release("edge")
-    assert sent[0]._deadline == 123.25
-    assert sent[1]._deadline is not None
-    assert abs(sent[1]._deadline - clock.now() - 60) < 5
-    assert (sent[2]._deadline, sent[2].expiration_time, sent[2].signal) == (None, -1, 0)
-    child.do("client._acquire('exact', 1e9)")
-    settle(server)
-    assert server._timers[child.pid, "exact"]._deadline == 1e9
-
-
 # Whom it may strike.
 
 

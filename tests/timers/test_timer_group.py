@@ -27,7 +27,7 @@ from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
 from phalanx._timers.timer import Timer
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
+from phalanx.timer import TimerSpecs
 from tests.support import hang_workers
 from tests.support.disks import until
 from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
@@ -769,154 +769,6 @@ def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
     assert "Hang: no heartbeat for 0.1 s (the last at step 3)" in done.stderr
 
 
-# --- the pair that stands alone
-
-
-@pytest.mark.slow
-def test_a_late_child_is_reaped_and_a_prompt_one_spared(ready: Ready) -> None:
-    with SharedTimerServer() as server:
-        client = SharedTimerClient(server.address)
-        late = start_processes("late", hang_workers.take_with, (client, 0.2, ready.address), nprocs=1)
-        prompt = start_processes("prompt", hang_workers.be_prompt_with, (client, ready.address), nprocs=1)
-        failure = result_of(late).failures[0]
-        assert failure.exitcode == -signal.SIGKILL
-        assert re.fullmatch(
-            r"Hang: 'by argument' \(.*hang_workers\.py:\d+\) was not left within 0\.2 s", failure.message
-        )
-        assert "over its deadline" in failure.detail
-        assert "in stuck" in failure.traceback
-        assert result_of(prompt).return_values == {0: "spared"}
-
-
-@pytest.mark.slow
-def test_a_fork_of_a_client_is_reaped_and_its_parent_is_not(ready: Ready) -> None:
-    with SharedTimerServer() as server:
-        args = (SharedTimerClient(server.address), ready.address)
-        group = start_processes("fork", hang_workers.fork_with, args, nprocs=1, start_method="fork")
-        assert result_of(group).return_values == {0: "-9"}
-
-
-HOST = """
-import os, sys
-from phalanx.timer import SharedTimerServer
-with SharedTimerServer() as server:
-    print(server.address, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_server_never_kills_whom_it_descends_from() -> None:
-    host = subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with host:
-        assert host.stdin is not None
-        assert host.stdout is not None
-        assert host.stderr is not None
-        address = host.stdout.readline().strip()
-        with Seat(f"{address}:0") as seat:
-            seat.arm(1, 1, layout.encode("ours", ""))
-            assert f"pid {os.getpid()} is a process that this server descends from" in host.stderr.readline()
-        host.stdin.close()
-        assert host.wait(TIMEOUT) == 0
-
-
-def test_a_server_never_kills_itself(caplog: pytest.LogCaptureFixture) -> None:
-    told = threading.Event()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "own process" in record.getMessage():
-                told.set()
-
-    logger = logging.getLogger("phalanx.timer")
-    handler = Handler()
-    logger.addHandler(handler)
-    try:
-        with caplog.at_level(logging.ERROR), SharedTimerServer() as server:
-            client = SharedTimerClient(server.address)
-            client.acquire("mine", clock.wall() - 5)
-            assert told.wait(TIMEOUT)
-            client.release("mine")
-            client.release("mine")
-    finally:
-        logger.removeHandler(handler)
-
-
-def test_start_and_stop() -> None:
-    server = SharedTimerServer()
-    server.stop()
-    with pytest.raises(RuntimeError, match="the timer server has not been started"):
-        _ = server.address
-    for _ in range(2):
-        server.start()
-        address = server.address
-        server.start()  # it runs already, and goes on
-        assert server.address == address
-        assert address.startswith(f"{os.getpid()}:")
-        server.stop()
-        server.stop()
-
-
-def scopes(server: SharedTimerServer) -> list[str]:
-    """Those of all timers that are set."""
-    table = server._table
-    assert table is not None
-    timers = map(table.read, table.look(layout.NEVER - 1)[0])
-    return [timer.scope for timer in timers if timer is not None]
-
-
-def test_a_server_that_is_started_again_has_clients_again() -> None:
-    """Its address may be the same as before; the memory is not."""
-    server = SharedTimerServer()
-    for _ in range(2):
-        with server:
-            client = SharedTimerClient(server.address)
-            client.acquire("load", clock.wall() + 60)
-            assert scopes(server) == ["load"]
-        client.release("load")
-        with pytest.raises(RuntimeError, match="nobody watches timers any more"):
-            client.acquire("load", clock.wall() + 60)
-
-
-def test_clients_of_one_process_do_not_disturb_one_another() -> None:
-    with SharedTimerServer() as server:
-        assert server._table is not None
-        first, second = SharedTimerClient(server.address), SharedTimerClient(server.address)
-        first.acquire("a", clock.wall() + 60)
-        second.acquire("a", clock.wall() + 70)
-        second.acquire("b", clock.wall() + 70)
-        assert scopes(server) == ["a", "a", "b"]
-        first.release("a")
-        first.release("b")
-        assert scopes(server) == ["a", "b"]
-        second.acquire("b", clock.wall() + 80)
-        assert len(scopes(server)) == 2
-        assert server._table.holder(0) == os.getpid()
-
-
-@pytest.mark.parametrize(
-    "given, error",
-    [
-        ({"seats": 0}, "seats: expected 1 or more, got 0"),
-        ({"max_interval": -1}, "max_interval: expected a time of 0 seconds or more, got -1"),
-        ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
-        ({"hang_timeout": float("inf")}, "hang_timeout: expected more than 0 seconds, got inf"),
-    ],
-)
-def test_a_server_that_makes_no_sense(given: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        SharedTimerServer(**given)
-
-
-def test_a_client_whose_server_has_gone() -> None:
-    with SharedTimerServer() as server:
-        address = server.address
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="is the launcher there"):
-            SharedTimerClient(address).acquire("load", clock.wall() + 60)
-
-
 # --- what goes wrong meanwhile
 
 
@@ -1182,19 +1034,3 @@ def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
     with Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False):
         pass
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_fork_while_another_thread_takes_a_seat_takes_its_own() -> None:
-    with SharedTimerServer() as server, SharedTimerClient(server.address).seat, _shared._opening:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(10)
-                thread = threading.Thread(target=lambda: SharedTimerClient(server.address).seat)
-                thread.start()
-                thread.join()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
-import itertools
 import logging
 import math
 import multiprocessing
@@ -25,19 +24,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock
-from phalanx._timers import layout
 from phalanx.timer import (
     FileTimerClient,
     FileTimerServer,
     LocalTimerClient,
     LocalTimerServer,
     RequestQueue,
-    SharedTimerClient,
-    SharedTimerServer,
     TimerClient,
     TimerRequest,
     TimerServer,
-    _shared,
     expires,
 )
 from phalanx.timer._watchdog import Agenda, Watchdog, received
@@ -47,7 +42,6 @@ from tests.support.helpers import TIMEOUT, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from phalanx._timers.client import Seat
     from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.each_python
@@ -469,7 +463,7 @@ def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
 # --- all pairs
 
 
-@pytest.fixture(params=["local", "file", "shared"])
+@pytest.fixture(params=["local", "file"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A client of a server that runs in this process."""
     path = str(tmp_path / "timers")
@@ -479,12 +473,9 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield LocalTimerClient(queue)
         queue._reader.close()
         queue._writer.close()
-    elif request.param == "file":
+    else:
         with FileTimerServer(path):
             yield FileTimerClient(path)
-    else:
-        with SharedTimerServer() as server:
-            yield SharedTimerClient(server.address)
 
 
 @pytest.mark.slow
@@ -519,97 +510,3 @@ def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monk
     worker.close()
     assert code == -signal.SIGKILL
     assert len(set(asked[:3])) == 1
-
-
-# --- the pair in shared memory
-
-
-def scopes(server: SharedTimerServer) -> list[str]:
-    """Those of all timers that are set."""
-    table = server._table
-    assert table is not None
-    return sorted(timer.scope for timer in map(table.read, table.look(layout.NEVER - 1)[0]) if timer is not None)
-
-
-def test_a_negative_time_releases() -> None:
-    with SharedTimerServer() as server:
-        client = SharedTimerClient(server.address)
-        client.acquire("load", -1)  # not held
-        client.acquire("load", clock.wall() + 60)
-        client.acquire("other", clock.wall() + 60)
-        client.acquire("load", -1)
-        assert scopes(server) == ["other"]
-
-
-@pytest.mark.parametrize("moment", [math.nan, math.inf, -math.inf])
-def test_a_moment_that_is_none(moment: float) -> None:
-    with SharedTimerServer() as server:
-        client = SharedTimerClient(server.address)
-        with pytest.raises(ValueError, match="expiration_time: expected a moment"):
-            client.acquire("load", moment)
-        client.acquire("load", 1e300)  # later than can be told apart from later ones
-        assert scopes(server) == ["load"]
-        assert len(client.seat.free) == layout.SLOTS - 1
-
-
-def test_threads_that_use_a_client_for_the_first_time_lose_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, other, taken = itertools.count(), threading.Event(), threading.Event()
-
-    def seat_at(address: str) -> Seat:
-        seat = original(address)
-        if next(opening):
-            other.set()
-            assert taken.wait(TIMEOUT)
-        else:
-            other.wait(0.2)  # the time for another thread to come here, too: none should
-        return seat
-
-    def work(scope: str) -> None:
-        client.acquire(scope, clock.wall() + 60)
-        taken.set()
-
-    original = _shared._seat_at
-    monkeypatch.setattr(_shared, "_seat_at", seat_at)
-    with SharedTimerServer() as server:
-        client = SharedTimerClient(server.address)
-        threads = [threading.Thread(target=work, args=(scope,)) for scope in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert scopes(server) == ["a", "b"]
-        for scope in "ab":
-            client.release(scope)
-        assert scopes(server) == []
-
-
-def test_a_server_in_a_fork_is_nobodys() -> None:
-    """It hangs at no lock of another thread's, and leaves the parent's alone; the child may take timers, and serve."""
-    with SharedTimerServer() as server, server._loop._gate:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(20)
-                thread = threading.Thread(target=_use_in_a_fork, args=(server,))
-                thread.start()
-                thread.join()
-                code = 0 if server._address else 2
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        client = SharedTimerClient(server.address)
-        client.acquire("load", clock.wall() + 60)
-        assert scopes(server) == ["load"]
-
-
-def _use_in_a_fork(server: SharedTimerServer) -> None:
-    client = SharedTimerClient(server.address)
-    client.acquire("the child's", clock.wall() + 60)
-    client.release("the child's")
-    server.stop()
-    server.stop()
-    server.start()
-    assert server.address.startswith(f"{os.getpid()}:")
-    server.stop()
-    server.start()

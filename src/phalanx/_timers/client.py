@@ -24,7 +24,6 @@ import sys
 from phalanx._base import clock, linux
 from phalanx._timers.layout import (
     FIRST,
-    GIVEN_UP,
     HEAD_CLOSED,
     HEAD_HANG,
     HEAD_MARKS,
@@ -248,10 +247,6 @@ class Seat:
         ran = bool(words[SEAT_BEAT] and not words[SEAT_REST])
         words[SEAT_REST] = RESTS
         return ran
-
-    def give_up_beats(self) -> None:
-        """End the heartbeats of this seat: they go elsewhere from now on. Unlike `rest`, it covers no other process."""
-        self.words[SEAT_REST] = GIVEN_UP
 
     def wake_watcher(self) -> None:
         """Have the watcher look now. Raises RuntimeError if no process watches any more."""

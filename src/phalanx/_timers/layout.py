@@ -41,7 +41,7 @@ MAGIC = int.from_bytes(b"phalanx2", "little")
 HEAD_MAGIC, HEAD_SEATS, HEAD_WAKE, HEAD_HANG, HEAD_USED, HEAD_CLOSED = 0, 1, 2, 3, 4, 5  # words of the head
 HEAD_MARKS = 8  # then one of each seat
 SEAT_BEAT, SEAT_STEP, SEAT_WHO, SEAT_RANK, SEAT_REST, SEAT_BEFORE, FIRST = 0, 1, 2, 5, 6, 7, 8  # words of a seat
-RESTS, GIVEN_UP = 1, 2  # values of SEAT_REST: why no heartbeat is expected from the seat
+RESTS = 1  # in SEAT_REST: no heartbeat is expected from the seat, nor from processes below its own
 TEXT_SIZE = TEXT_LIMIT + 2
 TEXTS = (FIRST + 3 * SLOTS) * 8  # bytes before the texts: deadlines, spans, threads
 # A word of flags is read by the highest one that is set. It stands for the number of seats, from the first one on, that

@@ -1,7 +1,7 @@
 """Timers expire here: looks at a `TimerTable` at the next deadline, or when a client writes to its bell; never else.
 
 Owns when to look, which expired timers are new, and how long a deadline is postponed after the watching process itself
-was stopped. A group's keeper has one (`escalation` decides what follows there); a `SharedTimerServer` has another.
+was stopped. A group's keeper has one; what follows there is decided by `escalation`.
 """
 
 from __future__ import annotations

@@ -111,8 +111,9 @@ class TimerTable:
     Args:
         seats: The most processes that can have timers at a time; fewer where RLIMIT_FSIZE leaves no room.
         hang: Seconds after the last heartbeat when its sender counts as hung, or None.
-        by_rank: Whether heartbeats count by rank: any process of the rank may send them, and a block that any of
-            them is in extends the limit. Else each process has its own.
+
+    Heartbeats count by rank: any process of the rank may send them, and a block that any of them is in extends the
+    limit.
 
     >>> from phalanx._timers.client import Seat
     >>> from phalanx._timers.layout import encode
@@ -128,7 +129,7 @@ class TimerTable:
     >>> seat.close(); table.close()
     """
 
-    def __init__(self, seats: int, hang: float | None = None, *, by_rank: bool = False) -> None:
+    def __init__(self, seats: int, hang: float | None = None) -> None:
         span = NEVER if hang is None else int(min(hang * clock.NS, LONGEST))
         seats = _seats_that_fit(seats)
         if seats < 1:
@@ -142,7 +143,7 @@ class TimerTable:
             fds += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             head = struct.pack("4q", MAGIC, seats, NEVER, span)  # in the order of the words of the head
             os.pwrite(fds[0], head, 0)
-            self._hold(fds, seats, span, by_rank=by_rank)
+            self._hold(fds, seats, span)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -150,28 +151,27 @@ class TimerTable:
         self._address = f"{os.getpid()}:{fds[0]}:{fds[2]}"
 
     @classmethod
-    def from_descriptors(cls, fds: tuple[int, int], seats: int, hang: int, *, by_rank: bool) -> Self:
+    def from_descriptors(cls, fds: tuple[int, int], seats: int, hang: int) -> Self:
         """Open a table that another process has made, by duplicates of its `descriptors` and by its `size`.
 
         Takes the descriptors over: they are closed with the table. Raises OSError, with the descriptors closed.
         """
         table = cls.__new__(cls)
         try:
-            table._hold(list(fds), seats, hang, by_rank=by_rank)  # noqa: SLF001 - of this very class
+            table._hold(list(fds), seats, hang)  # noqa: SLF001 - of this very class
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         return table
 
-    def _hold(self, fds: list[int], seats: int, hang: int, *, by_rank: bool) -> None:
+    def _hold(self, fds: list[int], seats: int, hang: int) -> None:
         self._head_size = head_size(seats)
         self._map = mmap.mmap(fds[0], self._head_size)
         self._words = memoryview(self._map).cast("q")
         self._fds = fds
         self.seats = seats
         self._hang = hang
-        self._by_rank = by_rank
         self._seen: list[tuple[int, memoryview]] = []  # at the last look
         self._known: dict[int, tuple[list[int], int]] = {}  # by seat: the holder, and its slots used so far
         self._address = ""
@@ -240,7 +240,7 @@ class TimerTable:
             else:
                 then = min(then, low)
             if self._hang != NEVER:
-                ranks.setdefault(row[SEAT_RANK] if self._by_rank else seat, []).append((seat, row))
+                ranks.setdefault(row[SEAT_RANK], []).append((seat, row))
         for rows in ranks.values():
             beating = [seat for seat, row in rows if row[SEAT_BEAT] and not row[SEAT_REST]]
             if beating:
@@ -274,8 +274,8 @@ class TimerTable:
         """Return the seats that share the heartbeat of ``seat``; none if that is not taken."""
         rows = dict(self._rows())
         own = rows.get(seat)
-        if own is None or not self._by_rank:
-            return [] if own is None else [(seat, own)]
+        if own is None:
+            return []
         return [(each, row) for each, row in rows.items() if row[SEAT_RANK] == own[SEAT_RANK]]
 
     @staticmethod

@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
     from phalanx._timers.specs import TimerSpecs
     from phalanx.timer import debug_info_logging
-    from phalanx.timer._beats import beat, progress, rest
+    from phalanx.timer._beats import NobodyWatchesError, beat, progress, rest
     from phalanx.timer._expires import configure, expires
     from phalanx.timer._file import FileTimerServer
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
     from phalanx.timer._local import LocalTimerClient, LocalTimerServer
     from phalanx.timer._requests import RequestQueue, TimerClient, TimerRequest
-    from phalanx.timer._routing import NobodyWatchesError
     from phalanx.timer._server import TimerServer
-    from phalanx.timer._shared import SharedTimerClient, SharedTimerServer
     from phalanx.timer._stack_signal import move_stack_signal
 
 _HOMES = {
@@ -29,10 +27,8 @@ _HOMES = {
     "FileTimerServer": "._file",
     "LocalTimerClient": "._local",
     "LocalTimerServer": "._local",
-    "NobodyWatchesError": "._routing",
+    "NobodyWatchesError": "._beats",
     "RequestQueue": "._requests",
-    "SharedTimerClient": "._shared",
-    "SharedTimerServer": "._shared",
     "TimerClient": "._requests",
     "TimerRequest": "._requests",
     "TimerServer": "._server",
@@ -54,8 +50,6 @@ __all__ = [
     "LocalTimerServer",
     "NobodyWatchesError",
     "RequestQueue",
-    "SharedTimerClient",
-    "SharedTimerServer",
     "TimerClient",
     "TimerRequest",
     "TimerServer",

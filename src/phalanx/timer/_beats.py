@@ -1,21 +1,34 @@
-"""Heartbeats: `beat`, `progress` and `rest`."""
+"""Heartbeats: `beat`, `progress` and `rest`; and where they go: this process's seat at the table of its group.
+
+Timers of `expires` go to that seat, too, unless a client is configured.
+"""
 
 from __future__ import annotations
 
 import os
+from _thread import RLock
 
-from phalanx._timers.layout import SEAT_BEAT, SEAT_REST, SEAT_STEP
-from phalanx.timer import _routing
-from phalanx.timer._routing import NobodyWatchesError, find_seat, take_group_seat
+from phalanx._timers.client import Seat
+from phalanx._timers.layout import SEAT_STEP, TIMERS_ENV
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Self
 
-    from phalanx._timers.client import Seat
+lock = RLock()
+"""Held while the state of this module and of its users changes. Reentrant: a signal handler may take a timer."""
 
-_seat: Seat | None = None  # where heartbeats go, once one was sent
+seat: Seat | None = None
+"""This process's seat at the table of its group, once `take_seat` has taken it."""
+
+_nobody_watches = False  # heartbeats are dropped: this process is in no group that has a table
 _rests: list[rest] = []  # the blocks of that kind that are entered
+
+
+class NobodyWatchesError(RuntimeError):
+    """A timer was taken in a process whose timers nobody watches."""
+
+    __module__ = "phalanx.timer"  # as people know it, in tracebacks and pickles
 
 
 def beat() -> None:
@@ -35,25 +48,23 @@ def progress(step: int = 0) -> None:
     Args:
         step: A number of 64 bits, as you count.
     """
-    global _seat  # noqa: PLW0603 - one for the process
-    seat = _seat
-    if seat is None:
-        if _routing.nobody_watches:
+    global _nobody_watches  # noqa: PLW0603 - one for the process
+    own = seat
+    if own is None:
+        if _nobody_watches:
             return
         try:
-            seat = _seat = find_seat() or take_group_seat()
+            own = take_seat()
         except NobodyWatchesError:
-            _routing.nobody_watches = True
+            _nobody_watches = True
             return
         except (RuntimeError, ValueError) as error:  # a program that beats asked for nothing, and must not fail of it
-            _routing.nobody_watches = True
+            _nobody_watches = True
             from phalanx._base import std_streams
 
             std_streams.write_stderr(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
             return
-    seat.beat(step)
-    if seat is not _seat:  # another thread has configured another client meanwhile
-        seat.give_up_beats()
+    own.beat(step)
 
 
 class rest:  # noqa: N801 - used as a verb, as `expires` is
@@ -82,68 +93,78 @@ class rest:  # noqa: N801 - used as a verb, as `expires` is
 
     def __init__(self) -> None:
         self.ran = False
-        with _routing.lock:
-            seat = _seat_for_beats()
-            if seat is not None:
-                self.ran = seat.rest()
+        with lock:
+            own = _seat_for_beats()
+            if own is not None:
+                self.ran = own.rest()
 
     def __enter__(self) -> Self:
-        with _routing.lock:
-            seat = _seat_for_beats()
-            if seat is not None:
-                self.ran |= seat.rest()  # it may have been left before, or a heartbeat has come
+        with lock:
+            own = _seat_for_beats()
+            if own is not None:
+                self.ran |= own.rest()  # it may have been left before, or a heartbeat has come
             _rests.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _routing.lock:
+        with lock:
             if not any(one is self for one in _rests):  # a fork of the process that entered it
                 return
             _rests.remove(self)
             ran, self.ran = self.ran, False
             if ran and _rests:
                 _rests[-1].ran = True  # the process still rests
-            elif ran and _seat is not None:
-                _seat.beat(_seat.words[SEAT_STEP])
+            elif ran and seat is not None:
+                seat.beat(seat.words[SEAT_STEP])
 
 
 def _seat_for_beats() -> Seat | None:
     """Return where heartbeats go, or would go; None if none are expected."""
-    global _seat  # noqa: PLW0603 - as above
-    if _seat is None and not _routing.nobody_watches:
+    if seat is None and not _nobody_watches:
         try:
-            _seat = find_seat() or take_group_seat()
-        except Exception:  # noqa: BLE001 - `beat` would report it; a client of the user's may raise anything
+            return take_seat()
+        except Exception:  # noqa: BLE001 - a program that rests must not fail of it, and `beat` reports it
             return None
-    return _seat
+    return seat
 
 
-def move_beats() -> None:
-    """Continue running heartbeats at the client that was just configured. The seat before expects none any more."""
-    global _seat  # noqa: PLW0603 - as above
-    with _routing.lock:
-        before = _seat
-        if before is None:
-            return
-        try:
-            seat = find_seat() or take_group_seat()
-        except (RuntimeError, ValueError):  # there is no other seat
-            return
-        if seat is before:
-            return
-        step = before.words[SEAT_STEP]
-        if before.words[SEAT_BEAT] and not before.words[SEAT_REST]:
-            seat.beat(step)
-        else:
-            seat.rest()
-        _seat = seat
-        before.give_up_beats()
+def take_seat() -> Seat:
+    """Take a seat at the table of this process's group, once. Raises NobodyWatchesError, RuntimeError, ValueError."""
+    global seat  # noqa: PLW0603 - as above
+    address = os.environ.get(TIMERS_ENV)
+    if not address:
+        raise NobodyWatchesError(
+            "nobody watches timers: call phalanx.timer.configure(client) first, or run under `phalanx run`, or in a "
+            "group that was started with timers=TimerSpecs()"
+        )
+    with lock:
+        if seat is None:
+            try:
+                seat = Seat(address)
+            except OSError as error:
+                raise RuntimeError(error.strerror) from error
+            _offer_stacks()
+        return seat
+
+
+def _offer_stacks() -> None:
+    """Have this process show its stacks on a signal, unless it does: it may be one below the worker (`sh run.sh`)."""
+    from phalanx._base import linux
+    from phalanx._evidence.error_file import ERROR_FILE_ENV
+    from phalanx._evidence.stack_signals import offer_stacks, offers_stacks
+
+    path = os.environ.get(ERROR_FILE_ENV)
+    if path and not offers_stacks(path):
+        offer_stacks(path)
+        linux.allow_ptrace()
 
 
 def _start_anew() -> None:
-    """After a fork, in the child: forget the parent's heartbeats."""
-    global _seat  # noqa: PLW0603 - as above
-    _seat = None
+    """After a fork, in the child: forget the parent's seat and heartbeats. The child takes a seat of its own."""
+    global _nobody_watches, lock, seat  # noqa: PLW0603 - as above
+    lock = RLock()
+    seat = None
+    _nobody_watches = False
     _rests.clear()
 
 

@@ -1,7 +1,7 @@
 """`expires`, a block that must be left in time, and `configure`, which chooses the client that gets the timers.
 
-A timer that goes to shared memory is set from here, word by word: its cost is the cost of this module. Timers of other
-clients go through their ``acquire`` and ``release``. Where they go is found by `_routing`.
+A timer that goes to the table of the group is set from here, word by word: its cost is the cost of this module. With a
+client, its ``acquire`` and ``release`` are called.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from contextlib import suppress
 
 from phalanx._base import clock
 from phalanx._timers.layout import HEAD_WAKE, LATE, LONGEST, NEVER, SLOTS, decode, encode
-from phalanx.timer import _routing
-from phalanx.timer._beats import move_beats
-from phalanx.timer._routing import MOST_KEPT, find_seat, seat_of, takes_deadlines
+from phalanx.timer import _beats
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +31,9 @@ _frame = sys._getframe  # noqa: SLF001 - the one way to a caller that does not c
 _NUMBERS = frozenset((int, float))
 _SPANS, _THREADS = SLOTS, 2 * SLOTS
 _MOST = LONGEST / 1e9  # seconds
+_MOST_KEPT = 4096  # lines of code, and texts of timers, that are kept for their next use
+
+_configured: TimerClient | None = None  # the client that gets the timers; None: the group's table
 
 _locations: dict[tuple[int, int], tuple[object, str]] = {}  # by the id of a code object, and the instruction in it
 _texts: dict[tuple[str | None, str], bytes] = {}
@@ -45,17 +46,17 @@ def configure(timer_client: TimerClient | None) -> None:
     Under ``phalanx run``, and in a group that was started with `TimerSpecs`, it is not needed: the group watches.
 
     Args:
-        timer_client: A `LocalTimerClient`, a `FileTimerClient`, a `SharedTimerClient`, or one of your own. None: no
-            client; if the process is in a group that has timers, the group watches again.
+        timer_client: A `LocalTimerClient`, a `FileTimerClient`, or one of your own. None: no client; if the process is
+            in a group that has timers, the group watches again.
 
     Raises:
         TypeError: It has no ``acquire`` and ``release``.
     """
+    global _configured  # noqa: PLW0603 - one for the process
     if timer_client is not None and not (hasattr(timer_client, "acquire") and hasattr(timer_client, "release")):
         msg = f"timer_client: expected a TimerClient, got {timer_client!r}"
         raise TypeError(msg)
-    _routing.use(timer_client)
-    move_beats()
+    _configured = timer_client
 
 
 class expires:  # noqa: N801 - used as a verb, as it is in torch
@@ -82,8 +83,10 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             has stopped; 1024 timers run in this process; or this very object is entered already.
 
     >>> import phalanx.timer as timer
-    >>> with timer.SharedTimerServer() as server:  # a group has its own
-    ...     with timer.expires(after=60, client=timer.SharedTimerClient(server.address)):
+    >>> import multiprocessing
+    >>> queue = multiprocessing.get_context("spawn").SimpleQueue()
+    >>> with timer.LocalTimerServer(queue):  # a group watches by itself
+    ...     with timer.expires(after=60, client=timer.LocalTimerClient(queue)):
     ...         pass
     >>> with timer.expires(after=0):
     ...     pass
@@ -110,12 +113,11 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     def __enter__(self) -> Self:
         if self._held or self._named:
             raise RuntimeError("this very block is entered already; write `with expires(...)` for each")
-        seat = _routing.seat if self._client is None else seat_of(self._client)
-        if seat is None:
-            seat = find_seat() if self._client is None else None
-            if seat is None:
-                self._acquire()
-                return self
+        client = _configured if self._client is None else self._client
+        if client is not None:
+            self._acquire(client)
+            return self
+        seat = _beats.seat or _beats.take_seat()
         text = self._text
         if not text:
             frame = _frame(1)
@@ -202,23 +204,17 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             self.__exit__()
             raise
 
-    def _acquire(self) -> None:
-        """Take a timer from a client that knows scopes by name: under a name that no other timer of the process has."""
-        client = self._client or _routing.client
-        assert client is not None
+    def _acquire(self, client: TimerClient) -> None:
+        """Take a timer from a client, which knows scopes by name: under one that no other timer of the process has."""
         location = decode(self._text)[1] if self._text else _location(_frame(2))
         scope = self._scope or location
-        with _routing.lock:
+        with _beats.lock:
             numbers = _running.setdefault((id(client), scope), set())
             number = next(count for count in range(1, len(numbers) + 2) if count not in numbers)
             numbers.add(number)
-        deadline = (_now_ns() + self._span) / 1e9
         self._named = client, scope, number
         try:
-            if takes_deadlines(client):
-                client._acquire(_numbered(scope, number), deadline)  # type: ignore[attr-defined]  # noqa: SLF001 - as was just found
-            else:
-                client.acquire(_numbered(scope, number), clock.wall() + self._after)
+            client.acquire(_numbered(scope, number), clock.wall() + self._after)
         except BrokenPipeError:  # there is no server
             self._forget(client, scope, number)
             raise
@@ -238,7 +234,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
     def _forget(self, client: object, scope: str, number: int) -> None:
         self._named = None
-        with _routing.lock:
+        with _beats.lock:
             numbers = _running.get((id(client), scope), set())
             numbers.discard(number)
             if not numbers:
@@ -272,7 +268,7 @@ def _location(frame: Any) -> str:
     key = (id(code), frame.f_lasti)
     known = _locations.get(key)
     if known is None:
-        if len(_locations) >= MOST_KEPT:
+        if len(_locations) >= _MOST_KEPT:
             _locations.clear()
         # The code is kept, so its id is not reused.
         known = _locations[key] = (code, f"{code.co_filename}:{frame.f_lineno}")
@@ -282,7 +278,7 @@ def _location(frame: Any) -> str:
 def _text(scope: str | None, location: str) -> bytes:
     text = _texts.get((scope, location))
     if text is None:
-        if len(_texts) >= MOST_KEPT:
+        if len(_texts) >= _MOST_KEPT:
             _texts.clear()
         text = _texts[scope, location] = encode(scope or "", location)
     return text

@@ -201,9 +201,6 @@ class FileTimerClient(TimerClient):
         if fd != _NO_FILE:
             os.close(fd)
 
-    def _acquire(self, scope_id: str, deadline: float) -> None:
-        self._send(scope_id, clock.to_wall(deadline), deadline)
-
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         if not isinstance(scope, str):
             raise TypeError(f"scope_id: expected a string, got {scope!r}")

@@ -63,9 +63,6 @@ class LocalTimerClient(TimerClient):
         """See `TimerClient.release`."""
         self._send(scope_id, -1, None)
 
-    def _acquire(self, scope_id: str, deadline: float) -> None:
-        self._send(scope_id, clock.to_wall(deadline), deadline)
-
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         pid = os.getpid()
         if self._me[0] != pid:

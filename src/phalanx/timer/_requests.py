@@ -77,9 +77,6 @@ class TimerClient(ABC):
 
     `expires` calls it, in any thread, and never with one scope twice before its release. An error
     that ``acquire`` raises keeps the block from being entered.
-
-    `expires` has shorter ways to the clients of this package. A subclass that overrides ``acquire`` or ``release``,
-    or an object on which one is set before its first timer, is called as any other client is.
     """
 
     @abstractmethod

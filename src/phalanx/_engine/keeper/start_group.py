@@ -236,7 +236,7 @@ class Start:
             from phalanx._timers.escalation import Escalation
             from phalanx._timers.table import TimerTable
 
-            table = TimerTable.from_descriptors(self.table, seats, hang, by_rank=True)  # type: ignore[arg-type]  # two, as sent
+            table = TimerTable.from_descriptors(self.table, seats, hang)  # type: ignore[arg-type]  # two, as sent
             escalation = Escalation(table, steps, loop, in_charge, strike, lambda *message: send(message))
             escalation.open()
         except (OSError, ImportError) as error:
