@@ -45,8 +45,8 @@ from phalanx._timers.escalation import Escalation
 from phalanx._timers.layout import encode
 from phalanx._timers.table import TimerTable
 from phalanx.errors import ChildFailedError, ProcessFailure
-from phalanx.timer import FileTimerRequest, FileTimerServer, _pipe
-from phalanx.timer._request_parser import RequestParser
+from phalanx.timer import FileTimerRequest, FileTimerServer
+from phalanx.timer._readers import FifoRequestQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -285,8 +285,7 @@ class Fuzz:
     def _timer_pipe(self, data: bytes) -> None:
         server = FileTimerServer(self._path + ".fifo", max_interval=1)
         try:
-            server._parser = RequestParser(_pipe.Complaints())
-            server._take(data)
+            server.register_timers(FifoRequestQueue("").parse(data))
             allowed = {self._child.pid}
             if os.geteuid() == 0:  # else who runs as the same user may be named
                 assert set(server._victims) <= allowed, server._victims

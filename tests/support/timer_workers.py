@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx import timer
 from phalanx.timer import LocalTimerClient, TimerRequest
-from phalanx.timer._mp_queue import MultiprocessingRequestQueue
+from phalanx.timer._readers import MultiprocessingRequestQueue
 from tests.support.helpers import pass_gate, tell
 
 

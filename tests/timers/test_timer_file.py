@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import queue
@@ -22,19 +24,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
+from phalanx._base.procfs import Stat
 from phalanx._evidence.error_file import message_of, read_error_file, write_error_file, written_by
-from phalanx.timer import FileTimerClient, FileTimerRequest, FileTimerServer, _file_client, _pipe, debug_info_logging
-from phalanx.timer._victim import ExitedError, RefusedError, Victim, hang_of
+from phalanx.timer import (
+    FileTimerClient,
+    FileTimerRequest,
+    FileTimerServer,
+    TimerRequest,
+    _file_client,
+    _pipe,
+    debug_info_logging,
+)
+from phalanx.timer._processes import ExitedError, RefusedError, Victim, hang_of
+from phalanx.timer._readers import FifoRequestQueue, Lines
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 from tests.support.timer_workers import let_pass, stop, wait_asleep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 
 LONG = 3600.0
 HOUR = 3600.0
+
+_markers = itertools.count()
 
 _CHILD = """
 import os, sys, time, threading, signal
@@ -119,17 +133,33 @@ class Events:
 
 
 def settle(server: FileTimerServer) -> None:
-    """Have the server take all that is in the pipe, and return when it has."""
-    done = threading.Event()
-    loop = server._loop
-    assert loop is not None
+    """Return when the server has taken all that is in the pipe now."""
+    marker, seen, register = f"marker {next(_markers)}", threading.Event(), server.register_timers
 
-    def drain() -> None:
-        server._drain()
-        done.set()
+    def noting(timer_requests: Iterable[TimerRequest]) -> None:
+        requests = list(timer_requests)
+        register(requests)
+        if any(one.scope_id == marker for one in requests):
+            seen.set()
 
-    loop.call(drain)
-    assert done.wait(TIMEOUT)
+    server.register_timers = noting  # type: ignore[method-assign]  # an instance's own, for the time of the wait
+    write(server._file_path, request(os.getpid(), marker, expiration_time=-1))
+    assert seen.wait(TIMEOUT)
+    del server.register_timers
+
+
+def held(server: FileTimerServer) -> list[tuple[int, str]]:
+    """The timers that the server has, by process and scope."""
+    expired = server.get_expired_timers(math.inf)
+    return sorted((pid, one.scope_id) for pid, requests in expired.items() for one in requests)
+
+
+def wait_until_none_is_held(server: FileTimerServer) -> None:
+    """A process that has exited is heard of at the next wait."""
+    deadline = clock.now() + TIMEOUT
+    while held(server):
+        assert clock.now() < deadline
+        settle(server)
 
 
 @pytest.fixture
@@ -300,7 +330,7 @@ def test_a_second_live_server_is_refused(server: FileTimerServer, path: str, chi
         FileTimerServer(path, "run").start()
     child.do("client.acquire('s', time.time() + 3600)")
     settle(server)
-    assert (child.pid, "s") in server._timers
+    assert (child.pid, "s") in held(server)
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
@@ -339,8 +369,8 @@ def test_what_the_server_knows_is_explained_with_the_run(
     assert explained == [("run", {child.pid: ["a", "b"]})]
 
 
-def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_path: Path) -> None:
-    assert server._thread is not None
+@pytest.mark.usefixtures("server")
+def test_the_failure_names_the_scope(path: str, tmp_path: Path) -> None:
     error_file = str(tmp_path / "error.json")
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         child.begin("client.acquire('all_reduce', time.time() + 0.02)")
@@ -355,9 +385,9 @@ def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_pat
         assert "over its deadline" in info["detail"]
 
 
-def test_a_file_of_the_users_is_no_error_file(server: FileTimerServer, path: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("server")
+def test_a_file_of_the_users_is_no_error_file(path: str, tmp_path: Path) -> None:
     """The worker has a file open that is called as ours are; beside it lies another of the user's."""
-    assert server._thread is not None
     model, error_file = tmp_path / "model", tmp_path / "error.json"
     model.write_bytes(b"weights")
     (tmp_path / "model.stacks").write_bytes(b"# stacks of layers\n")
@@ -369,10 +399,10 @@ def test_a_file_of_the_users_is_no_error_file(server: FileTimerServer, path: str
     assert written_by(read_error_file(str(error_file))[0]) == child.pid
 
 
+@pytest.mark.usefixtures("server")
 def test_what_is_no_error_file_is_left_where_one_was_asked_for(
-    server: FileTimerServer, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert server._thread is not None
     model = tmp_path / "model"
     model.write_bytes(b"weights")
     with Child(path, TORCHELASTIC_ERROR_FILE=str(model)) as child:
@@ -382,8 +412,8 @@ def test_what_is_no_error_file_is_left_where_one_was_asked_for(
     assert f"{model} is no error file, and is left as it is" in caplog.text
 
 
-def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path: str, tmp_path: Path) -> None:
-    assert server._thread is not None
+@pytest.mark.usefixtures("server")
+def test_what_a_worker_has_recorded_itself_is_kept(path: str, tmp_path: Path) -> None:
     error_file = str(tmp_path / "error.json")
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         write_error_file(error_file, "ValueError: first", "", pid=child.pid)
@@ -394,10 +424,8 @@ def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path
         assert data["message"]["message"] == "ValueError: first"
 
 
-def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(
-    server: FileTimerServer, path: str, tmp_path: Path
-) -> None:
-    assert server._thread is not None
+@pytest.mark.usefixtures("server")
+def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(path: str, tmp_path: Path) -> None:
     theirs, own = tmp_path / "3" / "error.json", tmp_path / "error.json"
     theirs.parent.mkdir()
     with Child(path, TORCHELASTIC_ERROR_FILE=str(own)) as child:
@@ -411,10 +439,8 @@ def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(
     assert written_by(read_error_file(str(own))[0]) == child.pid
 
 
-def test_what_a_process_above_the_worker_has_recorded_is_kept(
-    server: FileTimerServer, path: str, tmp_path: Path
-) -> None:
-    assert server._thread is not None
+@pytest.mark.usefixtures("server")
+def test_what_a_process_above_the_worker_has_recorded_is_kept(path: str, tmp_path: Path) -> None:
     error_file = str(tmp_path / "error.json")
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         write_error_file(error_file, "ValueError: first", "", pid=child.pid)
@@ -457,13 +483,13 @@ def test_a_signal_that_is_none_reports_and_spares(
     assert alive(child.pid)
     assert child.do("print('well')") == "well\n"
     settle(server)
-    assert list(server._timers) == [(child.pid, "other")]
+    assert held(server) == [(child.pid, "other")]
     assert "worker.reaped" not in events.names
     assert list(tmp_path.iterdir()) == [tmp_path / "timers"]
 
 
-def test_another_signal_is_the_one_that_is_sent(path: str, server: FileTimerServer, child: Child) -> None:
-    assert server._thread is not None
+@pytest.mark.usefixtures("server")
+def test_another_signal_is_the_one_that_is_sent(path: str, child: Child) -> None:
     write(path, request(child.pid, "s", -1, signal.SIGTERM))
     assert child.exitcode() == -signal.SIGTERM
 
@@ -471,11 +497,10 @@ def test_another_signal_is_the_one_that_is_sent(path: str, server: FileTimerServ
 def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, child: Child) -> None:
     child.do("[client.acquire(f's{i}', time.time() + 3600) for i in range(1000)]")
     settle(server)
-    assert len(server._timers) == 1000
+    assert len(held(server)) == 1000
     child.do("[client.release(f's{i}') for i in range(1000)]; client.release('never taken')")
     settle(server)
-    assert not server._timers
-    assert server._request_count == 2001
+    assert not held(server)
 
 
 @pytest.mark.slow
@@ -484,30 +509,31 @@ def test_a_process_has_ten_thousand_timers_at_the_most(
 ) -> None:
     child.do("[client.acquire(f's{i}', time.time() + 3600) for i in range(10_001)]")
     settle(server)
-    assert len(server._timers) == 10_000
-    assert "refused: its process has 10000 timers already" in caplog.text
+    assert len(held(server)) == 10_000
+    assert "refused: its worker has 10000 timers already" in caplog.text
     child.do("client.release('s0'); client.acquire('more', time.time() + 3600)")
     settle(server)
-    assert (child.pid, "more") in server._timers
+    assert (child.pid, "more") in held(server)
     child.leave()
-    settle(server)
+    wait_until_none_is_held(server)
 
 
 def test_a_release_that_waits_in_the_pipe_at_the_deadline_counts(
     server: FileTimerServer, path: str, events: Events, child: Child
 ) -> None:
     """The server is late, not the worker: what was sent before the timers are judged is heard first."""
-    loop = server._loop
-    assert loop is not None
+    register = server.register_timers
 
-    def late() -> None:
-        server._take(json.dumps(request(child.pid, "s", -1)).encode() + b"\n")
-        write(path, request(child.pid, "s", expiration_time=-1))
+    def late(timer_requests: Iterable[TimerRequest]) -> None:
+        requests = list(timer_requests)
+        register(requests)
+        if requests and requests[0].expiration_time >= 0:
+            write(path, request(child.pid, "s", expiration_time=-1))
 
-    loop.call(late)
+    server.register_timers = late  # type: ignore[method-assign]  # an instance's own
+    write(path, request(child.pid, "s", -1))
     settle(server)
-    assert server._request_count == 2
-    settle(server)
+    assert not held(server)
     assert "timer.expired" not in events.names
     assert alive(child.pid)
 
@@ -515,21 +541,15 @@ def test_a_release_that_waits_in_the_pipe_at_the_deadline_counts(
 def test_a_timer_that_is_taken_again_moves(server: FileTimerServer, child: Child) -> None:
     child.do("client.acquire('s', time.time() + 3600); client.acquire('s', time.time() + 7200)")
     settle(server)
-    (timer,) = server._timers.values()
-    assert timer._deadline is not None
-    assert timer._deadline > clock.now() + 7000
+    ((timer,),) = server.get_expired_timers(math.inf).values()
+    assert timer.expiration_time > clock.now() + 7000
 
 
 def test_timers_of_a_worker_that_has_exited_are_dropped(server: FileTimerServer, child: Child) -> None:
     child.do("client.acquire('s', time.time() + 3600)")
     settle(server)
-    victim = server._victims[child.pid]
-    assert not victim.has_exited()
     child.leave()
-    settle(server)
-    server.run_once()
-    assert not server._timers
-    assert victim.fd == -1
+    wait_until_none_is_held(server)
 
 
 def test_a_worker_that_left_before_it_was_heard_is_no_cause_for_alarm(
@@ -539,7 +559,7 @@ def test_a_worker_that_left_before_it_was_heard_is_no_cause_for_alarm(
         child.leave()
         write(path, request(child.pid))
         settle(server)
-        assert not server._timers
+        assert not held(server)
     assert events.names == ["watchdog started", "watchdog stopped"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -547,11 +567,11 @@ def test_a_worker_that_left_before_it_was_heard_is_no_cause_for_alarm(
 def test_a_timer_is_not_for_the_next_owner_of_the_pid(server: FileTimerServer, path: str, child: Child) -> None:
     child.do("client.acquire('s', time.time() + 3600)")
     settle(server)
-    mine = server._victims[child.pid].start
+    mine = Stat(child.pid).start
     write(path, request(child.pid, "old", -1, born=mine - 1))
     write(path, request(child.pid, "s", born=mine - 1, expiration_time=-1))
     settle(server)
-    assert list(server._timers) == [(child.pid, "s")]
+    assert held(server) == [(child.pid, "s")]
     assert alive(child.pid)
 
 
@@ -569,7 +589,7 @@ def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
         monkeypatch.setattr(clock, "wall", lambda: wall() + step)
         assert short.exitcode() == -signal.SIGKILL
         settle(server)
-        assert sorted(scope for _, scope in server._timers) == ["foreign", "long"]
+        assert sorted(scope for _, scope in held(server)) == ["foreign", "long"]
         assert alive(long.pid)
         assert alive(foreign.pid)
 
@@ -585,7 +605,7 @@ def test_who_is_not_ours_to_strike_is_refused(
         write(path, request(pid, "s", -1))
         assert events.wait("request.refused").worker_pid == pid
     settle(server)
-    assert not server._timers
+    assert not held(server)
     assert "timer.expired" not in events.names
     refusals = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(refusals) == len(outside)
@@ -622,7 +642,9 @@ def test_another_users_process_is_refused_unless_we_started_it(child: Child, mon
     monkeypatch.setattr(os, "geteuid", lambda: stranger)
     victim = Victim(child.pid)  # a child of ours
     victim.close()
-    code = f"import os; os.geteuid = lambda: {stranger}; from phalanx.timer._victim import Victim; Victim({child.pid})"
+    code = (
+        f"import os; os.geteuid = lambda: {stranger}; from phalanx.timer._processes import Victim; Victim({child.pid})"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "RefusedError" in done.stderr
     assert "another user's" in done.stderr
@@ -658,11 +680,9 @@ def test_a_child_that_has_become_another_user_cannot_have_a_process_of_roots_str
         os.close(fd)
 
 
+@pytest.mark.usefixtures("server")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_an_error_file_of_another_user_is_not_written_by_root(
-    path: str, server: FileTimerServer, tmp_path: Path
-) -> None:
-    assert server._thread is not None
+def test_an_error_file_of_another_user_is_not_written_by_root(path: str, tmp_path: Path) -> None:
     target = tmp_path / "precious"
     sleeper = subprocess.Popen(
         ["/bin/sh", "-c", "echo; read x"],
@@ -712,10 +732,10 @@ def test_an_exception_of_the_owner_is_harmless(path: str, caplog: pytest.LogCapt
 def test_the_owner_may_stop_the_server_from_its_callback(path: str) -> None:
     def stop(name: str, _request: FileTimerRequest | None) -> None:
         if name == "worker.reaped":
-            thread.append(server._thread)
+            thread.append(threading.current_thread())
             server.stop()
 
-    thread: list[threading.Thread | None] = []
+    thread: list[threading.Thread] = []
     server = FileTimerServer(path, "run", log_event=stop)
     server.start()
     with Child(path) as child:
@@ -723,25 +743,25 @@ def test_the_owner_may_stop_the_server_from_its_callback(path: str) -> None:
         child.exitcode()
     while not thread:
         pass
-    assert thread[0] is not None
     thread[0].join(TIMEOUT)
     assert not os.path.exists(path)
 
 
 def test_progress_is_now_while_it_waits_and_old_while_it_hangs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FileTimerServer(path, "run")
+    server = FileTimerServer(path, "run", log_event=lambda name, _request: names[name]())
     assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
     seen: list[float] = []
+    names: dict[str, Callable[[], None]] = {"watchdog started": lambda: None, "watchdog stopped": lambda: None}
     with server, Child(path) as child:
         assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
         now = clock.now
 
-        def later(_name: str, _request: FileTimerRequest | None) -> None:
+        def later() -> None:
             monkeypatch.setattr(clock, "now", lambda: now() + 100)
             seen.append(server.get_last_progress_time() - time.time())
             monkeypatch.undo()
 
-        server._log_event = later
+        names["request.refused"] = later
         write(path, request(1))
         settle(server)
         child.leave()
@@ -758,8 +778,7 @@ def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClie
         write(path, request(late.pid, "s", -1))
         server.run_once()
         assert late.exitcode() == -signal.SIGKILL
-        assert list(server._timers) == [(child.pid, "s")]
-        assert server._request_count == 2
+        assert held(server) == [(child.pid, "s")]
     assert not os.path.exists(path)
     server.stop()
     assert client._fds == {}
@@ -779,7 +798,7 @@ def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerSe
         for child in children:
             assert child.end() == ""
         settle(server)
-        assert (server._request_count, server._timers) == (200_000, {})
+        assert not held(server)
 
 
 def test_a_full_pipe_is_waited_for_and_then_an_error(
@@ -793,7 +812,7 @@ def test_a_full_pipe_is_waited_for_and_then_an_error(
         monkeypatch.setattr(_file_client, "_FULL_PATIENCE", TIMEOUT)
         waiting = threading.Thread(target=client.release, args=("last",))
         waiting.start()
-        lines = _pipe.Lines()
+        lines = Lines()
         got: list[bytes] = []
         while not any(b"last" in line for line in got):
             with contextlib.suppress(BlockingIOError):
@@ -828,7 +847,7 @@ def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_
         with FileTimerServer(path, "run", log_event=events) as server:
             child.end()
             settle(server)
-            assert list(server._timers) == [(child.pid, "s")]
+            assert held(server) == [(child.pid, "s")]
 
 
 _WITHOUT_INOTIFY = """
@@ -873,17 +892,17 @@ def test_a_server_that_comes_late_is_waited_for_without_inotify(
         with FileTimerServer(path, "run", log_event=events) as server:
             child.end()
             settle(server)
-            assert list(server._timers) == [(child.pid, "s")]
+            assert held(server) == [(child.pid, "s")]
 
 
 def test_a_client_finds_the_next_server(child: Child, server: FileTimerServer) -> None:
     child.do("client.acquire('first', time.time() + 3600)")
     server.stop()
-    assert not server._timers
+    assert not held(server)
     server.start()
     child.do("client.acquire('second', time.time() + 3600)")
     settle(server)
-    assert list(server._timers) == [(child.pid, "second")]
+    assert held(server) == [(child.pid, "second")]
 
 
 @pytest.mark.slow
@@ -919,10 +938,10 @@ def test_threads_and_forks_share_a_client_across_servers(child: Child, server: F
     fork = int(said)
     try:
         child.do("client.acquire('main', time.time() + 3600)")
-        while (fork, "fork") not in server._timers:
+        while (fork, "fork") not in held(server):
             settle(server)
         settle(server)
-        assert set(server._timers) == {(fork, "fork"), (child.pid, "main")}
+        assert held(server) == sorted([(fork, "fork"), (child.pid, "main")])
     finally:
         os.kill(fork, signal.SIGKILL)
         child.do("os.waitpid(pid, 0)")
@@ -936,17 +955,17 @@ def test_a_program_that_dies_of_broken_pipes_does_not_die_of_ours(child: Child, 
     child.do("client.acquire('s', time.time() + 3600)")
     child.do("assert signal.SIGPIPE not in signal.sigpending() | signal.pthread_sigmask(signal.SIG_BLOCK, ())")
     settle(server)
-    assert list(server._timers) == [(child.pid, "s")]
+    assert held(server) == [(child.pid, "s")]
 
 
 def test_a_scope_of_any_length_and_content_fits(server: FileTimerServer, child: Child) -> None:
     child.do("scopes = ['x' * 9999, 'x' * 9998, chr(0x1F600) * 3000, chr(0xD800) * 700, 'a' + chr(10) + 'b', '']")
     child.do("[client.acquire(scope, time.time() + 3600) for scope in scopes]")
     settle(server)
-    assert len(server._timers) == 6
+    assert len(held(server)) == 6
     child.do("[client.release(scope) for scope in scopes]")
     settle(server)
-    assert not server._timers
+    assert not held(server)
 
 
 def test_bad_arguments_are_refused_by_the_client(path: str, client: FileTimerClient) -> None:
@@ -982,7 +1001,7 @@ sys.stdin.read()
 """
 
 # As root, a server strikes only who is below it; here the children are the test's, and it is of no interest.
-_SERVER_OF_ALL = f"from phalanx.timer._victim import Victim\nVictim._is_below = lambda _: True\n{_SERVER}"
+_SERVER_OF_ALL = f"from phalanx.timer._processes import Victim\nVictim._is_below = lambda _: True\n{_SERVER}"
 
 
 @contextlib.contextmanager
@@ -1027,8 +1046,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
             for child in children:
                 child.do("go = False; thread.join()")
             settle(server)
-            assert not server._timers
-            assert server._request_count > 0
+            assert not held(server)
             children[0].begin("client.acquire('after', time.time() + 0.01)")
             assert children[0].exitcode() == -signal.SIGKILL
             assert events.wait("worker.reaped").scope_id == "after"
@@ -1086,24 +1104,6 @@ def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
         assert clock.now() - resumed >= 1
 
 
-def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: FileTimerServer, child: Child) -> None:
-    child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 60)")
-    child.do("client.release('short')")
-    settle(server)
-    (timer,) = server._timers.values()
-    loop = server._loop
-    assert loop is not None
-    deadline = timer._deadline
-    assert deadline is not None
-    taken = timer._received
-    loop.pauses.note(taken + 1, taken + 2, taken + 2.3)  # late for a moment
-    loop.pauses.note(taken + 10, taken + 20, taken + 100)  # and away for a while
-    assert server._late(deadline) == {}
-    assert server._late(deadline + 90.2) == {}
-    assert server._late(deadline + 90.4) == {child.pid: [timer]}
-    assert timer._deadline == deadline
-
-
 @pytest.mark.slow
 def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
     with other_server(path, "fork") as first:
@@ -1129,19 +1129,20 @@ def test_damaged_and_oversized_lines_are_logged_and_skipped(
 ) -> None:
     write(path, b"garbage", b"", b"x" * 4096, b"y" * 100_000, request(child.pid, "after"))
     settle(server)
-    assert list(server._timers) == [(child.pid, "after")]
+    assert held(server) == [(child.pid, "after")]
     assert caplog.text.count("damaged") == 1
     assert caplog.text.count("more than 4096 bytes") >= 1
     for _ in range(50):
         write(path, b"garbage")
+    settle(server)
     server.stop()
     assert 8 <= caplog.text.count("damaged") <= 10
-    assert "more warnings about the timer pipe were left out" in caplog.text
+    assert "more warnings about timer requests were left out" in caplog.text
 
 
 @given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
 def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
-    lines = _pipe.Lines()
+    lines = Lines()
     got = []
     for chunk in chunks:
         got += lines.feed(chunk)
@@ -1204,6 +1205,7 @@ def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
         ),
     )
     stream = b"\n".join(data.draw(st.lists(line, max_size=8))) + b"\n"
+    pipe = FifoRequestQueue(str(tmp_path / "none"))
     server = FileTimerServer(str(tmp_path / "none"), "run", log_event=lambda _name, _request: None)
     with monkeypatch.context() as patch:
 
@@ -1215,8 +1217,8 @@ def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
         patch.setattr(Victim, "_report", lambda *_: ("", []))
         size = data.draw(st.integers(1, 400))
         for at in range(0, len(stream), size):
-            server._take(stream[at : at + size])
-        server._expire()
+            server.register_timers(pipe.parse(stream[at : at + size]))
+        server._expire(server.get_expired_timers(clock.now()))
     for victim in server._victims.values():
         assert victim.pid not in outsiders
         victim.close()

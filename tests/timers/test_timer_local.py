@@ -23,7 +23,7 @@ from phalanx._base.procfs import Stat
 from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest
-from phalanx.timer._mp_queue import MultiprocessingRequestQueue
+from phalanx.timer._readers import MultiprocessingRequestQueue
 from tests.support import timer_workers
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
@@ -512,7 +512,7 @@ def test_a_server_in_a_fork_is_nobodys(mp_queue: Any) -> None:
     with LocalTimerServer(mp_queue, max_interval=60) as server, sleeper() as worker:
         mp_queue.put(request(worker.pid, "scope", 60))
         until(lambda: server._timers, server)
-        pipe = server._requests._pipe
+        pipe = server._requests._reader
         assert pipe is not None
         with pipe._gate:
             pid = os.fork()

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from phalanx.timer._expires import configure, expires
     from phalanx.timer._file import FileTimerServer
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
-    from phalanx.timer._local import LocalTimerClient, LocalTimerServer
+    from phalanx.timer._local import LocalTimerServer
+    from phalanx.timer._local_client import LocalTimerClient
     from phalanx.timer._requests import RequestQueue, TimerClient, TimerRequest
     from phalanx.timer._server import TimerServer
     from phalanx.timer._stack_signal import move_stack_signal
@@ -25,7 +26,7 @@ _HOMES = {
     "FileTimerClient": "._file_client",
     "FileTimerRequest": "._file_client",
     "FileTimerServer": "._file",
-    "LocalTimerClient": "._local",
+    "LocalTimerClient": "._local_client",
     "LocalTimerServer": "._local",
     "NobodyWatchesError": "._beats",
     "RequestQueue": "._requests",

@@ -60,15 +60,15 @@ class FileTimerRequest(TimerRequest):
     True
     """
 
-    __slots__ = ("_received", "signal", "version")
+    __slots__ = ("_sent", "signal", "version")
 
-    _received: float  # when the server received it: it counts its own pauses from then on
+    _sent: float  # the expiration as it was sent, in Unix time: the server converts the other
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)
         self.version = VERSION
         self.signal = signal
-        self._received = 0.0
+        self._sent = expiration_time
 
     @property
     def worker_pid(self) -> int:

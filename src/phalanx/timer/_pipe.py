@@ -1,6 +1,4 @@
-"""Creates, takes over and opens the named pipe between timer clients and their server, and cuts its bytes into lines.
-
-What a line contains is parsed elsewhere (`_request_parser`).
+"""Creates, takes over and opens the named pipe between timer clients and their server.
 
 A write of up to PIPE_BUF (4096) bytes to a pipe is atomic (pipe(7)): lines of that length never mix, however many
 workers write. A server holds the FIFO open for reading and writing, so it never sees the end of file when the last
@@ -13,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import select
 import stat
 
 from phalanx._base import clock, linux
-
-_log = logging.getLogger("phalanx.timer")
 
 LINE_LIMIT = select.PIPE_BUF
 """The most bytes of a line, its newline included."""
@@ -185,64 +180,3 @@ def _attempt(path: str) -> int | None:
         return fd
     os.close(fd)
     raise PipeRefusedError("it is not a named pipe", path)
-
-
-class Lines:
-    r"""Cuts any stream of bytes into lines, in bounded memory.
-
-    >>> lines = Lines()
-    >>> lines.feed(b'one\ntw'), lines.feed(b'o\n'), lines.feed(b'x' * 9999), lines.feed(b'x\nthree\n')
-    ([b'one'], [b'two'], [], [b'three'])
-    >>> lines.oversized
-    1
-    """
-
-    def __init__(self) -> None:
-        self.oversized = 0
-        self._rest = b""
-        self._skipping = False
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now. Those over `LINE_LIMIT` bytes are counted, and left out."""
-        if not data:
-            return []
-        whole = (self._rest + data).split(b"\n")
-        self._rest = whole.pop()
-        if whole and self._skipping:
-            del whole[0]
-            self._skipping = False
-        lines = [line for line in whole if len(line) < LINE_LIMIT]
-        self.oversized += len(whole) - len(lines)
-        if len(self._rest) >= LINE_LIMIT:
-            self.oversized += not self._skipping
-            self._skipping, self._rest = True, b""
-        elif self._skipping:
-            self._rest = b""
-        return lines
-
-
-class Complaints:
-    """Logs warnings that a broken or hostile writer can cause: at most ``most`` of them in ``period`` seconds."""
-
-    def __init__(self, most: int = 10, period: float = 10.0) -> None:
-        self._most, self._period = most, period
-        self._since = clock.now() - period
-        self._said = self._left_out = 0
-
-    def say(self, message: str, *args: object) -> None:
-        """Log a warning, or count it."""
-        now = clock.now()
-        if now - self._since >= self._period:
-            self.flush()
-            self._since, self._said = now, 0
-        if self._said < self._most:
-            self._said += 1
-            _log.warning(message, *args)
-        else:
-            self._left_out += 1
-
-    def flush(self) -> None:
-        """Log how many were left out."""
-        if self._left_out:
-            _log.warning("%d more warnings about the timer pipe were left out", self._left_out)
-            self._left_out = 0

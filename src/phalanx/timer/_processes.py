@@ -1,7 +1,8 @@
-"""A process that a timer server may signal: checks that it may, writes down where it hangs, and sends the signal.
+"""Timer servers whose workers are processes of this host: which process may be signalled, and what precedes the signal.
 
-Owns one open process: its identity (pid, start time, pidfd), whether this server may signal it, and what is reported
-before. The words are in `hang_report`, as for a group. It knows nothing of where timers are and when they are due.
+`Victim` owns one open process: its identity (pid, start time, pidfd), whether this server may signal it, and what is
+reported before. The words are in `hang_report`, as for a group. `ProcessTimerServer` owns the timers, and which
+processes are held for them.
 
 A pid is no identity: the kernel reuses it. A pidfd (pidfd_open(2)) stands for one process for ever, and a signal
 through it reaches that process or none.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -20,12 +22,23 @@ from phalanx._base import clock, procfs
 from phalanx._base.process import Process, descends_from, lineage
 from phalanx._evidence.error_file import ERROR_FILE_ENV, may_write
 from phalanx._evidence.stack_signals import error_file_of
-from phalanx._stacks import collect, dump, request
+from phalanx._stacks import collect, dump
+from phalanx._stacks.request import Target
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
 from phalanx._timers.timer import Timer
+from phalanx.timer._requests import TimerRequest
+from phalanx.timer._server import Complaints, TimerServer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.timer._readers import PipeRequestQueue
 
 _log = logging.getLogger("phalanx.timer")
+
+_REMEMBERED = 1000  # workers whose refusal was logged
 
 
 class RefusedError(Exception):
@@ -69,7 +82,7 @@ class Victim:
 
     >>> Victim(1)
     Traceback (most recent call last):
-    phalanx.timer._victim.RefusedError: pid 1 is the system's first process
+    phalanx.timer._processes.RefusedError: pid 1 is the system's first process
     """
 
     def __init__(self, pid: int, *, senders: bool = False) -> None:
@@ -225,7 +238,7 @@ class Victim:
     def _stacks(self, error_file: str, *, doomed: bool) -> str:
         """Take its stacks, for `collect.BOUND` seconds at most."""
         try:
-            target = request.Target(0, self.pid, error_file, doomed=doomed, process=self._process)
+            target = Target(0, self.pid, error_file, doomed=doomed, process=self._process)
             collection = collect.Collection([target])
             self._afterwards.callback(collection.close)
             collection.begin()
@@ -256,3 +269,132 @@ def _lineage(pid: int) -> Iterator[procfs.Stat]:
         yield from lineage(pid)
     except OSError as exc:
         _raise_if_full(exc)
+
+
+class ProcessTimerServer(TimerServer):
+    """A server whose workers are processes: holds the timers, and each process of which it has some.
+
+    A process is opened when its first timer comes: once a deadline is over, there is no time for it. When it has
+    exited, its timers are dropped.
+
+    Args:
+        requests: Where requests come from.
+        max_interval: As for `TimerServer`.
+        daemon: As for `TimerServer`.
+    """
+
+    _trusts_senders = False
+    """Whether every process that can send requests has the rights of this one anyway, see `Victim`."""
+
+    def __init__(self, requests: PipeRequestQueue, max_interval: float, daemon: bool) -> None:  # noqa: FBT001 - as its base
+        super().__init__(requests, max_interval, daemon)
+        self._requests = requests
+        self._timers: dict[tuple[Any, str], TimerRequest] = {}
+        self._soonest = math.inf  # no timer expires earlier
+        self._victims: dict[Any, Victim] = {}
+        self._refused: set[Any] = set()
+        self._complaints = Complaints()
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """See `TimerServer`. Requests for processes that must not be signalled are refused."""
+        exited = set(self._requests.readable())
+        for victim in [victim for victim in self._victims.values() if victim.fd in exited]:
+            self._forget(victim)
+        for request in timer_requests:
+            key = request.worker_id, request.scope_id
+            if request.expiration_time < 0:
+                holder = self._victims.get(request.worker_id)
+                # A release that came late is not for a process that has the pid now.
+                if holder is None or born_of(request) in (None, holder.start):
+                    self._timers.pop(key, None)
+            elif self._admit(request):
+                self._timers[key] = request
+                self._soonest = min(self._soonest, request.expiration_time)
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        """See `TimerServer`."""
+        self._timers = {key: request for key, request in self._timers.items() if key[0] not in worker_ids}
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
+        """See `TimerServer`. ``deadline`` is on CLOCK_MONOTONIC. Within a worker the earliest stands first."""
+        expired: dict[Any, list[TimerRequest]] = {}
+        if deadline < self._soonest:
+            return expired
+        for request in sorted(self._timers.values(), key=_expiration):
+            if request.expiration_time > deadline:
+                break
+            expired.setdefault(request.worker_id, []).append(request)
+        self._soonest = min(map(_expiration, self._timers.values()), default=math.inf)
+        return expired
+
+    def stop(self) -> None:
+        """See `TimerServer.stop`; at once."""
+        super().stop()
+        self._timers.clear()
+
+    def _ended(self) -> None:
+        for victim in list(self._victims.values()):
+            self._let_go(victim)
+        self._complaints.flush()
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        for victim in self._victims.values():
+            os.close(victim.fd)
+        self._victims = {}
+        self._timers = {}
+
+    def _admit(self, request: TimerRequest) -> bool:
+        """Whether timers of this process are accepted. It is held from now on, unless no descriptor is left."""
+        pid, born = request.worker_id, born_of(request)
+        victim = self._victims.get(pid)
+        if victim is not None:
+            if not victim.has_exited():
+                return born in (None, victim.start)
+            self._forget(victim)
+        try:
+            victim = Victim(pid, senders=self._trusts_senders)
+        except RefusedError as reason:
+            # One that could not be examined is examined later, if its start time identifies it.
+            return (isinstance(reason, UnknownError) and born is not None) or self._refuse(request, reason)
+        if born not in (None, victim.start):  # it has exited, and another process has its pid
+            victim.close()
+            return False
+        for other in [other for other in self._victims.values() if other.has_exited()]:
+            self._forget(other)
+        self._victims[pid] = victim
+        self._requests.watch(victim.fd)
+        return True
+
+    def _refuse(self, request: TimerRequest, reason: Exception) -> bool:
+        """Decide about a request for a process that must not be signalled: it is logged, and refused."""
+        pid = request.worker_id
+        if pid not in self._refused:  # log it once: it may send many
+            # The text alone: a log record may be kept, and an exception keeps its frames with all their variables.
+            self._complaints.say("a timer of process %r is refused: %s", pid, str(reason))
+            if len(self._refused) >= _REMEMBERED:
+                self._refused.clear()
+            self._refused.add(pid)
+        return False
+
+    def _forget(self, victim: Victim) -> None:
+        """Forget a process that has exited, and its timers."""
+        self._let_go(victim)
+        self.clear_timers({victim.pid})
+        if self._watchdog is not None:
+            self._watchdog.forget(victim.pid)
+
+    def _let_go(self, victim: Victim) -> None:
+        del self._victims[victim.pid]
+        self._requests.forget(victim.fd)
+        victim.close()
+
+
+def born_of(request: TimerRequest) -> int | None:
+    """Return the start time of the process that sent a request; None if it is not in the request."""
+    born: int | None = getattr(request, "_born", None)
+    return born
+
+
+def _expiration(request: TimerRequest) -> float:
+    return request.expiration_time

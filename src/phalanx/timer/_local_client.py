@@ -1,0 +1,159 @@
+"""`LocalTimerClient`: sends timer requests through a `multiprocessing` queue.
+
+Requests are written in the queue's own format, but not by its ``put``: if a worker is killed while the thread of
+``put`` holds the queue's lock, no other worker can ever send. Here a worker writes by itself, without lock or thread: a
+write of at most PIPE_BUF bytes is atomic (pipe(7)), and a request is shorter. The pipe is opened anew through /proc,
+because O_NONBLOCK belongs to the open file, which other processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+from struct import Struct
+
+from phalanx._base import clock, linux
+from phalanx.timer._requests import TimerClient, TimerRequest, shortened
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
+_LONGEST_SCOPE = 900  # characters; with four bytes each a request fits into one write
+
+
+class Outbox:
+    """The end of a queue that sends requests. Threads, and forks, may use one at the same time.
+
+    Args:
+        queue: A queue of `multiprocessing`, or any with ``put(item, block, timeout)``.
+        patience: Seconds to wait for a full queue.
+    """
+
+    def __init__(self, queue: Any, patience: float) -> None:
+        self._queue = queue
+        self._patience = patience
+        self._semaphore: Any = getattr(queue, "_sem", None)
+        # One; more only if threads have opened it at the same time. A lock could be held for ever in a child that was
+        # forked at that moment.
+        self._fds: list[int] = []
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+    def send(self, request: TimerRequest) -> None:
+        """Write a request to the pipe.
+
+        Raises:
+            TimeoutError: The queue was full for ``patience`` seconds.
+            ValueError: The request is too long.
+        """
+        if not self._fds and not self._open():
+            self._put(request)
+            return
+        data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        if len(data) + _HEAD.size > select.PIPE_BUF:
+            msg = f"a timer request of {len(data)} bytes is too long: use a shorter scope"
+            raise ValueError(msg)
+        # The queue counts its messages by this semaphore: so its own `get` and `qsize` work.
+        semaphore = self._semaphore
+        if semaphore is not None and not semaphore.acquire(False) and not semaphore.acquire(True, self._patience):
+            raise self._full()
+        try:
+            self._write(_HEAD.pack(len(data)) + data)
+        except BaseException:
+            if semaphore is not None:
+                semaphore.release()
+            raise
+
+    def _write(self, message: bytes) -> None:
+        end = 0.0
+        while True:
+            try:
+                linux.write_to_pipe(self._fds[0], message)
+            except BlockingIOError:
+                end = end or clock.now() + self._patience
+                poll = select.poll()
+                poll.register(self._fds[0], select.POLLOUT)
+                if not poll.poll(max(0.0, end - clock.now()) * 1000):
+                    raise self._full() from None
+            else:
+                return
+
+    def _open(self) -> bool:
+        writer = getattr(self._queue, "_writer", None)
+        if writer is None:  # another kind: a manager's proxy, a queue of threads
+            return False
+        self._fds.append(os.open(f"/proc/self/fd/{int(writer.fileno())}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return True
+
+    def _put(self, request: TimerRequest) -> None:
+        from queue import Full
+
+        try:
+            self._queue.put(request, True, self._patience)
+        except Full:
+            raise self._full() from None
+
+    def _full(self) -> TimeoutError:
+        return TimeoutError(
+            f"the timer server has taken nothing out of its queue, which is full, for {self._patience:g} s: was it "
+            "started (LocalTimerServer.start), on this very queue, and is its process still running?"
+        )
+
+
+class LocalTimerClient(TimerClient):
+    """Sets timers at the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
+
+    A request is one write to the queue's pipe. If the server reads nothing and the pipe is full, the
+    worker waits for ``patience``, and then gets an error.
+
+    Args:
+        mp_queue: The server's queue, handed to the worker as an argument.
+        patience: Seconds.
+
+    Raises:
+        TimeoutError: From `acquire` and `release`: the queue was full for ``patience``.
+    """
+
+    def __init__(self, mp_queue: Any, *, patience: float = 10.0) -> None:
+        self._mp_queue = mp_queue
+        self._patience = patience
+        self._outbox = Outbox(mp_queue, patience)
+        self._me = 0, 0  # pid, start time
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_outbox", "_me")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
+        self.__dict__.update(state)
+        self._outbox = Outbox(self._mp_queue, self._patience)
+        self._me = 0, 0
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """See `TimerClient.acquire`. A negative time releases."""
+        if expiration_time < 0:
+            self.release(scope_id)
+        else:
+            self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
+
+    def release(self, scope_id: str) -> None:
+        """See `TimerClient.release`."""
+        self._send(scope_id, -1, None)
+
+    def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
+        pid = os.getpid()
+        if self._me[0] != pid:
+            from phalanx._base.procfs import Stat
+
+            self._me = pid, Stat(pid).start
+        if len(scope) > _LONGEST_SCOPE:
+            scope = shortened(scope)
+        request = TimerRequest(pid, scope, expiration)
+        request._deadline = deadline  # noqa: SLF001 - what only our own clients know
+        request._born = self._me[1]  # noqa: SLF001 - as above
+        request._taken = clock.now()  # noqa: SLF001 - as above
+        self._outbox.send(request)
