@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._logs import patterns
+from phalanx._logs import search as search_module
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.cli.test_run import Place
 from tests.logs.test_search import chosen
@@ -102,13 +102,13 @@ class Counted:
 @pytest.mark.parametrize("pattern", ["(a|aa)+$", "[ab]c", "b|c", "(a*)*b"])
 def test_a_block_is_looked_at_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Counted] = []
-    real = patterns._compiled
+    real = search_module._compiled
 
     def compiled(*given: str) -> Any:
         made.append(Counted(real(*given)))
         return made[-1]
 
-    monkeypatch.setattr(patterns, "_compiled", compiled)
+    monkeypatch.setattr(search_module, "_compiled", compiled)
     its = search([pattern])
     text = (b"a" * 5000 + b"!\n") * 20
     for _ in range(4):

@@ -10,8 +10,7 @@ from itertools import islice
 
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import MODULO, NEWEST
-from phalanx._logs.timeline_format import GREW, ROTATED
-from phalanx._logs.timeline_reader import TimelineReader
+from phalanx._logs.timeline import GREW, ROTATED, TimelineReader
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
