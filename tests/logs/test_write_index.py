@@ -537,7 +537,7 @@ def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path) -> None:
 
 def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond what is followed comes file by file."""
-    monkeypatch.setattr("phalanx._logs.merge._MOST_PARTS", 1000)
+    monkeypatch.setattr("phalanx._logs.timeline.MOST_PARTS", 1000)
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
     path.write_bytes(HEAD.pack(MAGIC, int(START * clock.NS)) + pack(1, CUT, 0) * 50_000 + pack(1, GREW, 5))
