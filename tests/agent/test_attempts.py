@@ -22,7 +22,7 @@ from phalanx._agent.group_team import GroupTeam
 from phalanx._base.stderr import mention
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
-from phalanx._logs import pump, pump_end
+from phalanx._logs import pump
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
@@ -492,7 +492,7 @@ def test_nothing_grows_while_nobody_reads_the_console(
 
     How many of the four wait in an attempt depends on how long the attempts before took: on the machine.
     """
-    monkeypatch.setattr(pump_end, "STUCK", 0.2)
+    monkeypatch.setattr(pump, "STUCK", 0.2)
     seen: list[tuple[int, int]] = []
     waiting: list[int] = []
     script = false_until(18, seen)

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from phalanx._base import clock
 from phalanx._base.stderr import tell
 from phalanx._base.tty import Colours, escape_json, sanitise
-from phalanx._logs.formats import Json, Text
-from phalanx._logs.line_state import Source
+from phalanx._logs.lines import Source
 from phalanx._logs.prefixes import Prefixes
-from phalanx._logs.render import View
+from phalanx._logs.render import Json, Text, View
 from phalanx._logs.terminal import PlainOutput, TerminalOutput, visible
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.spawn import ProcessRaisedException, spawn

@@ -13,9 +13,8 @@ import pytest
 from phalanx._base import files
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import read_error_file
-from phalanx._logs import rotated, timeline_format, timeline_reader, timeline_writer
-from phalanx._logs.follower import Follower
-from phalanx._logs.tail import last_lines
+from phalanx._logs import rotated, timeline
+from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.cli.test_logs_command import logs
 from tests.support.helpers import TIMEOUT
@@ -260,7 +259,7 @@ def test_a_bomb_is_unpacked_as_much_as_is_wanted_at_a_time(tmp_path: Path) -> No
 
 
 def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
-    index = timeline_writer.TimelineWriter(str(tmp_path / "timeline"))
+    index = timeline.TimelineWriter(str(tmp_path / "timeline"))
     index.note(0, 1 << 62)
     index.close()
     assert os.path.getsize(index.path) < 40_000
@@ -269,17 +268,17 @@ def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
 def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None:
     index = tmp_path / "timeline"
     index.symlink_to("/dev/zero")
-    assert list(timeline_reader.read(str(index))) == []
+    assert list(timeline.read(str(index))) == []
 
 
 def test_no_more_parts_of_a_timeline_are_kept_in_mind_than_is_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_reader, "MOST_PARTS", 3)
+    monkeypatch.setattr(timeline, "MOST_PARTS", 3)
     index = tmp_path / "timeline"
-    head = timeline_format.HEAD.pack(timeline_format.MAGIC, 0)
-    index.write_bytes(head + timeline_format.pack(1, timeline_format.CUT, 0) * 10)
-    assert len(list(timeline_reader.read(str(index)))) == 3
+    head = timeline.HEAD.pack(timeline.MAGIC, 0)
+    index.write_bytes(head + timeline.pack(1, timeline.CUT, 0) * 10)
+    assert len(list(timeline.read(str(index)))) == 3
 
 
 def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ import pytest
 
 from phalanx._base import clock, linux
 from phalanx._logs.rotated import rotated_files
-from phalanx._logs.timeline_format import CUT, MAGIC
-from phalanx._logs.timeline_reader import read as read_timeline
-from phalanx._logs.timeline_writer import TimelineWriter
+from phalanx._logs.timeline import CUT, MAGIC, TimelineWriter
+from phalanx._logs.timeline import read as read_timeline
 from phalanx._runs.catalog import resolve
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._logs.pump_end import STUCK
+from phalanx._logs.pump import STUCK
 from tests.cli.test_log_options import PYTHON, start_sh
 from tests.cli.test_logs_command import LOGS, logs, reader
 from tests.cli.test_run import LIMIT, Place, read_until, terminal

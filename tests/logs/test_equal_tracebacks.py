@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._logs import dedup, tracebacks
-from phalanx._logs.dedup import Dedup
-from phalanx._logs.formats import Text
-from phalanx._logs.render import View
+from phalanx._logs import dedup
+from phalanx._logs.dedup import HEAD, QUIET, Dedup, Tracebacks
+from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
-from phalanx._logs.tracebacks import HEAD, QUIET, Tracebacks
 from phalanx.errors import format_ranks
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.cli.test_log_options import fold_patiently, group
@@ -29,7 +27,7 @@ from tests.support.timer_workers import wait_asleep
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from phalanx._logs.line_state import Source
+    from phalanx._logs.lines import Source
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
@@ -205,7 +203,7 @@ def test_what_has_no_end_is_not_held_for_long(time: FakeClock, text: bytes) -> N
 
 def test_a_very_long_one_is_not_held_whole(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     del time
-    monkeypatch.setattr(tracebacks, "_MOST", 1000)
+    monkeypatch.setattr(dedup, "_LONGEST", 1000)
     monkeypatch.setattr(dedup, "_MOST_BYTES", 2000)
     it = Console(2)
     text = HEADER + FRAME * 100 + b"RecursionError: x\n"
@@ -382,7 +380,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 @pytest.fixture
 def patient(place: Place) -> None:
     """Nothing has to come quickly, on a busy machine; a traceback of all ranks is shown as soon as they have ended."""
-    fold_patiently(place, "from phalanx._logs import tracebacks; tracebacks.QUIET = 60.0")
+    fold_patiently(place, "from phalanx._logs import dedup; dedup.QUIET = 60.0")
 
 
 @pytest.mark.slow

@@ -25,10 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._logs import timeline_writer
-from phalanx._logs.growth import Growth
-from phalanx._logs.timeline_format import APART
-from phalanx._logs.timeline_writer import TimelineWriter
+from phalanx._logs import timeline as timeline_module
+from phalanx._logs.timeline import APART, Growth, TimelineWriter
 from phalanx._runs.catalog import RunDir
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs
@@ -302,8 +300,8 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
 def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:
     """Nothing is lost or doubled, and each stream keeps its order; times are late by the spacing, at most."""
     with (
-        mock.patch.object(timeline_writer, "BURST", burst),
-        mock.patch.object(timeline_writer, "SPACING", spacing),
+        mock.patch.object(timeline_module, "BURST", burst),
+        mock.patch.object(timeline_module, "SPACING", spacing),
         after(events) as (history, folder),
     ):
         rows = shown(folder)

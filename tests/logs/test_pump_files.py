@@ -18,21 +18,18 @@ import pytest
 
 from phalanx._base import clock, linux
 from phalanx._base.loop import Loop
-from phalanx._logs import pump, sink, unshown
+from phalanx._logs import pump, sink
 from phalanx._logs.dedup import Dedup
-from phalanx._logs.follower import Follower
-from phalanx._logs.formats import Json, Text
+from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.merge import merge
 from phalanx._logs.pump import Pump
-from phalanx._logs.render import View
+from phalanx._logs.render import Json, Text, View
 from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
-from phalanx._logs.tail import last_lines
 from phalanx._logs.terminal import PlainOutput, TerminalOutput
-from phalanx._logs.timeline_format import GREW
-from phalanx._logs.timeline_reader import read as read_timeline
-from phalanx._logs.timeline_writer import TimelineWriter
+from phalanx._logs.timeline import GREW, TimelineWriter
+from phalanx._logs.timeline import read as read_timeline
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
@@ -814,7 +811,7 @@ def test_what_is_left_is_not_read_to_be_counted(
         return count
 
     monkeypatch.setattr(Follower, "read", counted)
-    monkeypatch.setattr(unshown, "_MOST_COUNTED", 4 << 20)
+    monkeypatch.setattr(pump, "_MOST_COUNTED", 4 << 20)
     with rig([str(path)], pipe[1], drain=0.02) as it:
         it.finish()
     assert taken < 8 << 20

@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from phalanx._base import clock, tty
 from phalanx._base.loop import Loop
 from phalanx._logs import dedup, render
-from phalanx._logs import tail_sink as last_module
+from phalanx._logs import sink as sink_module
 from phalanx._logs.dedup import Dedup
-from phalanx._logs.formats import Json, Text
-from phalanx._logs.line_state import Source
-from phalanx._logs.lines import Cutter, half_letter, last_state, settled
-from phalanx._logs.render import QUIET, STATE, View
+from phalanx._logs.lines import Cutter, Source, half_letter, last_state, settled
+from phalanx._logs.render import QUIET, STATE, Json, Text, View
 from phalanx._logs.search import Search
-from phalanx._logs.sink import Sink
-from phalanx._logs.tail_sink import TailSink
+from phalanx._logs.sink import Sink, TailSink
 from phalanx._logs.terminal import FRAME, PlainOutput, TerminalOutput, visible
 from phalanx.errors import format_ranks
 from tests.support.fake_clock import FakeClock
@@ -875,7 +872,7 @@ def test_moves_without_end_are_held_within_bounds() -> None:
 
 def test_a_line_without_an_end_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker can make one of terabytes, of holes."""
-    monkeypatch.setattr(last_module, "MOST_OF_A_LINE", 10)
+    monkeypatch.setattr(sink_module, "MOST_OF_A_LINE", 10)
     last = TailSink(3)
     for data in (b"one\n", b"0123456", b"789abc", b"def", b"ghi\nthree\n", b"fo", b"ur"):
         last.write((data,), "whose")

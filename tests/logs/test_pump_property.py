@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock
 from phalanx._logs import lines, render, sink
-from phalanx._logs.formats import Text
-from phalanx._logs.line_state import Source
-from phalanx._logs.lines import Cutter
-from phalanx._logs.render import View
+from phalanx._logs.lines import Cutter, Source
+from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, Rotated, append, rig

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._logs.follower import Follower
-from phalanx._logs.growth import Growth
+from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.rotated import NEWEST, GzipReader, numbers, rotated_files
-from phalanx._logs.tail import last_lines
+from phalanx._logs.timeline import Growth
 from tests.support.pump_tools import append
 
 if TYPE_CHECKING:

@@ -15,13 +15,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._logs import rotated, timeline_reader, timeline_writer
+from phalanx._logs import rotated, timeline
 from phalanx._logs.follower import Follower
-from phalanx._logs.growth import Growth
 from phalanx._logs.merge import merge
 from phalanx._logs.rotated import NEWEST
-from phalanx._logs.timeline_format import APART, CUT, GREW, HEAD, MAGIC, ROTATED, pack
-from phalanx._logs.timeline_writer import BURST, DOUBLING, SPACING, TimelineWriter
+from phalanx._logs.timeline import (
+    APART,
+    BURST,
+    CUT,
+    DOUBLING,
+    GREW,
+    HEAD,
+    MAGIC,
+    ROTATED,
+    SPACING,
+    Growth,
+    TimelineWriter,
+    pack,
+)
 from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import append, rig
@@ -66,7 +77,7 @@ def times(tmp_path: Path, wall: Wall) -> TimelineWriter:
 
 def records(it: TimelineWriter) -> list[tuple[float, int, int, int]]:
     it.close()
-    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in timeline_reader.read(it.path)]
+    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in timeline.read(it.path)]
 
 
 def merged(it: TimelineWriter, *logs: Path) -> list[tuple[float, int, bytes]]:
@@ -172,9 +183,9 @@ def test_a_compressed_file_that_is_larger_than_it_tells(
         size = rotated.content_size(fd, compressed=compressed)
         return size % 16 if compressed else size
 
-    for name in ("growth", "follower"):
+    for name in ("timeline", "follower"):
         monkeypatch.setattr(f"phalanx._logs.{name}.content_size", content_size)
-    for name in ("growth", "merge"):
+    for name in ("timeline", "merge"):
         monkeypatch.setattr(f"phalanx._logs.{name}.MODULO", 16)
     path = tmp_path / "log"
     path.touch()
@@ -241,7 +252,7 @@ def test_a_record_that_was_cut_in_the_middle(times: TimelineWriter) -> None:
     times.close()
     with open(times.path, "rb+") as file:
         file.truncate(os.path.getsize(times.path) - 1)
-    assert [kind for _at, kind, _stream, _number in timeline_reader.read(times.path)] == [GREW]
+    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW]
 
 
 def test_half_a_write_is_the_last(time: FakeClock, times: TimelineWriter, small_disk: Path) -> None:
@@ -250,7 +261,7 @@ def test_half_a_write_is_the_last(time: FakeClock, times: TimelineWriter, small_
         time.advance(SPACING)
         times.note(number % 2, number + 1)
     assert os.path.getsize(times.path) <= 64 << 10
-    read = list(timeline_reader.read(times.path))
+    read = list(timeline.read(times.path))
     assert len(read) > 4000
     assert {kind for _at, kind, _stream, _grown in read} == {GREW}
     times.close()
@@ -338,7 +349,7 @@ def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
 def noted(path: str) -> list[list[int]]:
     """The records of one stream, of which growths that follow each other are one: a busy machine parts them."""
     found: list[list[int]] = []
-    for _at, *rest in timeline_reader.read(path):
+    for _at, *rest in timeline.read(path):
         if found and rest[0] == found[-1][0] == GREW:
             found[-1][2] += rest[2]
         else:
@@ -389,7 +400,7 @@ def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, t
     sizes = dict.fromkeys(range(8), 0)
     grows(times, time, sizes, seconds=600.0, pause=0.011, grown=100)
     times.close()
-    found = list(timeline_reader.read(times.path))
+    found = list(timeline.read(times.path))
     at_once = 8 * BURST
     assert (SPACING, BURST) == (0.1, 1000)
     assert at_once < len(found) < at_once * 1.2 + 8 * 600.0 / SPACING * 1.1
@@ -412,15 +423,15 @@ def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: Tim
         times.note(0, sizes[0])
         times.note(1, 50 * line)
     times.close()
-    late = [at for at, _kind, stream, _number in timeline_reader.read(times.path) if stream == 1]
+    late = [at for at, _kind, stream, _number in timeline.read(times.path) if stream == 1]
     assert [round(at - START - 200.0, 2) for at in late] == [round(0.02 * line, 2) for line in range(1, 100)]
 
 
 def test_the_spacing_doubles_as_the_file_grows(
     time: FakeClock, times: TimelineWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_writer, "DOUBLING", 4096)
-    monkeypatch.setattr(timeline_writer, "BURST", 10)
+    monkeypatch.setattr(timeline, "DOUBLING", 4096)
+    monkeypatch.setattr(timeline, "BURST", 10)
     sizes = {0: 0, 1: 0}
     lengths = []
     for _ in range(6):
@@ -430,7 +441,7 @@ def test_the_spacing_doubles_as_the_file_grows(
     assert lengths[0] < 5 * 4096
     assert lengths[5] < lengths[0] + 3 * 4096  # six times as long takes less than three doublings
     times.close()
-    assert sum(number for _at, _kind, stream, number in timeline_reader.read(times.path) if stream == 0) == sizes[0]
+    assert sum(number for _at, _kind, stream, number in timeline.read(times.path) if stream == 0) == sizes[0]
     assert DOUBLING == 16 << 20
 
 
@@ -457,7 +468,7 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
         times.flush()
     assert waits == 1
     assert noted < time() < noted + 2 * SPACING
-    assert sum(number for _at, _kind, _stream, number in timeline_reader.read(times.path)) == 2 * BURST - 1
+    assert sum(number for _at, _kind, _stream, number in timeline.read(times.path)) == 2 * BURST - 1
     times.close()
 
 
@@ -526,7 +537,7 @@ def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path) -> None:
 
 def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond what is followed comes file by file."""
-    monkeypatch.setattr("phalanx._logs.merge._MOST_PARTS", 1000)
+    monkeypatch.setattr("phalanx._logs.timeline.MOST_PARTS", 1000)
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
     path.write_bytes(HEAD.pack(MAGIC, int(START * clock.NS)) + pack(1, CUT, 0) * 50_000 + pack(1, GREW, 5))

@@ -101,7 +101,7 @@ PLACES = {
             *("_runs/record", "_store/hub/messages"),
         )
     },
-    "re2": {"src/phalanx/_logs/patterns.py"},
+    "re2": {"src/phalanx/_logs/search.py"},
     "rich": {"src/phalanx/cli/runs.py"},
 }
 """Libraries with a use for each of a few modules, and these."""

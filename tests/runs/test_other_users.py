@@ -24,9 +24,8 @@ from click.testing import CliRunner
 from phalanx._base import files, procfs
 from phalanx._evidence.error_file import read_error_file, write_error_file
 from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV
-from phalanx._logs.follower import Follower
+from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.specs import FolderLogsSpecs
-from phalanx._logs.tail import last_lines
 from phalanx._runs import catalog, record
 from phalanx._stacks import collect, py_spy, request
 from phalanx.cli.logs import logs

@@ -35,7 +35,7 @@ from phalanx._engine.mirror import Mirror
 from phalanx._evidence.describe import TEXT_LIMIT
 from phalanx._evidence.error_file import handled_at, read_error_file, recorded_at, written_at
 from phalanx._evidence.recording import read_exit
-from phalanx._logs import timeline_reader, timeline_writer
+from phalanx._logs import timeline
 from phalanx._runs import record_writer
 from phalanx._runs.catalog import look
 from phalanx._stacks import dump
@@ -251,7 +251,7 @@ class Fuzz:
         path = os.path.join(self._folder.name, "timeline")
         with open(path, "wb") as file:
             file.write(data)
-        count = sum(1 for _ in timeline_reader.read(path))
+        count = sum(1 for _ in timeline.read(path))
         assert count <= len(data)
 
     def _timer_table(self, data: bytes) -> None:
@@ -334,7 +334,7 @@ def _stranger() -> int:
 
 def _timeline(folder: str) -> bytes:
     """What a timeline of two streams holds."""
-    times = timeline_writer.TimelineWriter(os.path.join(folder, "example"))
+    times = timeline.TimelineWriter(os.path.join(folder, "example"))
     for size in range(10, 200, 10):
         times.note(size % 20 // 10, size)
     times.note(0, 3)

@@ -11,10 +11,9 @@ from phalanx._base import files
 from phalanx._base.loop import Loop
 from phalanx._engine.rotation.rotator import Rotator
 from phalanx._logs.follower import Follower
-from phalanx._logs.formats import Text
-from phalanx._logs.line_state import Source
+from phalanx._logs.lines import Source
 from phalanx._logs.pump import Pump
-from phalanx._logs.render import View
+from phalanx._logs.render import Text, View
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.rotation.compress import Compressor
-    from phalanx._logs.watch import FileWatch
+    from phalanx._logs.stream import FileWatch
 
 
 class Memory(Sink):

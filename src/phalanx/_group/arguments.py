@@ -10,8 +10,8 @@ from types import NoneType
 
 from phalanx._base.text import seconds
 from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.layout import Std
 from phalanx._logs.specs import DefaultLogsSpecs
-from phalanx._logs.std import Std
 from phalanx._placement.placement import Placement
 from phalanx._timers.specs import TimerSpecs
 

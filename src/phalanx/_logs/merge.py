@@ -6,16 +6,13 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import MODULO, NEWEST
-from phalanx._logs.timeline_format import GREW, ROTATED
-from phalanx._logs.timeline_reader import TimelineReader
+from phalanx._logs.timeline import GREW, ROTATED, TimelineReader
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
-_MOST_PARTS = 1 << 18  # of all streams; each takes some 130 bytes
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _VOID = -1  # the number of bytes that are in no file any more
 
@@ -42,11 +39,11 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
 
 
 def _merge(followers: Mapping[int, Follower], timeline: TimelineReader) -> Iterator[tuple[float, int, bytes]]:
-    replays, known = _replays(timeline, followers)
+    replays = _replays(timeline, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
     most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
-    for time, kind, stream, value in islice(timeline.records(), known):
+    for time, kind, stream, value in timeline.records():
         replay = replays.get(stream)
         if replay is None:
             continue
@@ -66,26 +63,17 @@ def _merge(followers: Mapping[int, Follower], timeline: TimelineReader) -> Itera
         follower.close()
 
 
-def _replays(timeline: TimelineReader, followers: Mapping[int, Follower]) -> tuple[dict[int, _Replay], int]:
-    """Read the timeline once: find out in which file each part of each followed stream is in the end.
-
-    Returns this, and how many of the records can be replayed: a timeline with very many parts is damaged or forged.
-    """
+def _replays(timeline: TimelineReader, followers: Mapping[int, Follower]) -> dict[int, _Replay]:
+    """Read the timeline once: find out in which file each part of each followed stream is in the end."""
     replays: dict[int, _Replay] = {}
-    known = parts = 0
     for _time, kind, stream, value in timeline.records():
-        parts += kind != GREW
-        if parts > _MOST_PARTS:
-            break
-        known += 1
-        if stream not in replays:
-            if stream not in followers:
-                continue
-            replays[stream] = _Replay(followers[stream])
-        replays[stream].learn(kind, value)
+        if stream in followers:
+            if stream not in replays:
+                replays[stream] = _Replay(followers[stream])
+            replays[stream].learn(kind, value)
     for replay in replays.values():
         replay.follower.rotates &= replay.rotated
-    return replays, known
+    return replays
 
 
 class _Replay:

@@ -1,34 +1,189 @@
 """From log files to outputs: follows the workers' files, and passes what they gain to views.
 
-Owns which file is read when, and the end. A worker writes to its file and is never blocked: the file is the buffer, and
-a slow console only falls behind. A file of ours that lines are copied to has streams of its own: it is complete whoever
-reads the console, and however slowly. Runs on the display's loop, and knows nothing of processes.
+Owns which file is read when, and the end: the last lines, how long a slow reader is waited for, and the report of the
+lines that are not shown. A worker writes to its file and is never blocked: the file is the buffer, and a slow console
+only falls behind. A file of ours that lines are copied to has streams of its own: it is complete whoever reads the
+console, and however slowly. Runs on the display's loop, and knows nothing of processes.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 from phalanx._base import clock
+from phalanx._base.files import UnfitError
+from phalanx._base.loop import Deadline, Loop
 from phalanx._base.stderr import tell
-from phalanx._base.tty import sanitise
-from phalanx._logs import unshown  # now: at the end, there may be no descriptor left for an import
-from phalanx._logs.pump_end import STUCK, PumpEnd
-from phalanx._logs.sink import TURN
-from phalanx._logs.tail import last_lines
-from phalanx._logs.watch import FileWatch
+from phalanx._base.text import how_many
+from phalanx._base.tty import printable, sanitise
+from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.lines import Source
+from phalanx._logs.render import View
+from phalanx._logs.sink import TURN, Sink
+from phalanx._logs.stream import FileWatch, Stream
+from phalanx._logs.timeline import TimelineWriter
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+_MOST_NAMED = 16  # files
+_MOST_COUNTED = 64 << 20  # bytes of unread lines that are counted; those beyond are reported as more
 
-    from phalanx._base.loop import Deadline, Loop
-    from phalanx._logs.follower import Follower
-    from phalanx._logs.render import View
-    from phalanx._logs.sink import Sink
-    from phalanx._logs.stream import Stream
-    from phalanx._logs.timeline_writer import TimelineWriter
+
+def report_unfit(unfit: UnfitError, reported: set[str]) -> None:
+    """Report a file that cannot be read. Once each: ``reported`` collects the paths, up to a bound."""
+    if unfit.filename in reported or len(reported) > _MOST_NAMED:
+        return
+    reported.add(unfit.filename)
+    if len(reported) > _MOST_NAMED:
+        tell("phalanx: more files cannot be shown, which are not named")
+    else:
+        tell(f"phalanx: {printable(unfit.filename)} is not shown: {unfit.strerror}")
+
+
+def report_refused(sinks: Iterable[Sink]) -> None:
+    """Report the sinks that refused a write: a full disk, mostly. A sink whose reader closed it is not reported."""
+    for sink in sinks:
+        if sink.refusal is not None:
+            where = printable(sink.path) or "the console"
+            why = getattr(sink.refusal, "strerror", None) or repr(sink.refusal)
+            tell(f"phalanx: {where}: {why}; lines are missing there, the log files have them")
+
+
+def report_missing(left: Mapping[Stream, tuple[int, bool]], pending: Mapping[object, int]) -> None:
+    """Report how many lines of each file have not been shown.
+
+    Args:
+        left: By stream, the lines that have not been read, and whether there are more.
+        pending: By source, the lines that have been read, but wait to be written.
+    """
+    named = 0
+    for stream, (unread, beyond) in left.items():
+        lines = unread + sum(pending.get(source, 0) for _view, source in stream.views[:1])
+        if lines or beyond:
+            named += 1
+            if named <= _MOST_NAMED:
+                many = f"{'over ' * beyond}{how_many(lines, 'more line')}" if lines else "more"
+                tell(f"phalanx: … {many} in {printable(stream.follower.path)}")
+    if named > _MOST_NAMED:
+        tell(f"phalanx: … and more in {how_many(named - _MOST_NAMED, 'other file')}")
+
+
+def count_unread(streams: Iterable[Stream], dirty: Mapping[Stream, None]) -> dict[Stream, tuple[int, bool]]:
+    """Count the unread lines of each stream, in a bounded number of bytes. Only the streams in ``dirty`` have any.
+
+    Returns them, by stream, and whether there are more.
+    """
+    left, budget = {}, _MOST_COUNTED
+    for stream in streams:
+        unread, read, beyond = 0, 0, False
+        if stream in dirty:
+            unread, read, beyond = _lines_left(stream.follower, budget)
+            budget -= read
+        left[stream] = unread, beyond
+    return left
+
+
+def _lines_left(follower: Follower, limit: int) -> tuple[int, int, bool]:
+    try:
+        return follower.lines_left(limit)
+    except OSError:
+        return 0, 0, False
+
+
+STUCK = 5.0
+"""Seconds without any progress after which the end of a group stops waiting for a console that does not read."""
+
+
+class PumpEnd:
+    """The end of a pump's streams.
+
+    Args:
+        streams: These. Nothing is written to their files any more.
+        views: The views that end with them.
+        drain: Seconds that it waits, at most, for a console that reads slowly.
+        done: Called when all is shown, or waited for no longer.
+        stuck: Seconds after which it does not wait on if nothing is written.
+
+    Attributes:
+        until: When it gives up waiting at the latest (seconds, monotonic);
+        stuck: and when, if nothing is written.
+        gave_up: Whether it has given up waiting for sinks with a slow reader, not for files of ours.
+    """
+
+    def __init__(
+        self,
+        streams: list[Stream],
+        views: list[View],
+        drain: float,
+        done: Callable[[], None],
+        *,
+        stuck: float = STUCK,
+    ) -> None:
+        self.done = done
+        self._streams = streams
+        self.until = self.stuck = 0.0
+        self.gave_up = False
+        self._views = views
+        self._drain = drain
+        self._longest_rest = stuck
+        self._progress = 0  # bytes that all sinks had written at the last look
+        self._shown: set[Source] = set()  # once all has been read
+
+    def begin(self, written: int) -> None:
+        """Begin to wait. The sinks have ``written`` so many bytes."""
+        now = clock.now()
+        self.until, self.stuck = now + self._drain, now + self._longest_rest
+        self._progress = written
+
+    def end_lines(self) -> None:
+        """End every source: all files have been read."""
+        for stream in self._streams:
+            for view, source in stream.views:
+                if view.output.sink.path or not self.gave_up:
+                    view.finish(source)
+        for view in self._views:
+            if view.output.sink.path or not self.gave_up:
+                view.close()
+        self._shown = {source for stream in self._streams for _view, source in stream.all_views}
+
+    def waits(self, sinks: Iterable[Sink]) -> bool:
+        """Whether any of the lines waits to be written to one of the pump's ``sinks``."""
+        return not self.gave_up and any(sink.holds(self._shown) for sink in sinks)
+
+    def is_late(self, now: float, written: int) -> bool:
+        """Whether it is time to give up. If not, note the bytes that the sinks have ``written``."""
+        if now < self.until and written > self._progress:
+            self._progress = written
+            self.stuck = now + self._longest_rest
+            return False
+        return now >= min(self.until, self.stuck)
+
+    def give_up(self, now: float) -> None:
+        """Wait only for files of ours from now on."""
+        self.gave_up = True
+        self.until = self.stuck = now + STUCK
+
+    def report_missing(self, dirty: Mapping[Stream, None], views: Iterable[View], sinks: Iterable[Sink]) -> None:
+        """Report what is not shown, as far as is waited for, and drop it where nobody else's lines wait, too.
+
+        ``dirty`` has the streams with unread bytes, ``views`` and ``sinks`` are the pump's.
+        """
+        streams = [stream for stream in self._streams if self.gave_up or not stream.to_file]
+        left = count_unread(streams, dirty)
+        for stream, unread in left.items():
+            if unread == (0, False):  # its last line may have no end: it waits to be written like any other then
+                for view, source in stream.views:
+                    view.finish(source)
+        for view in views:
+            view.release()
+        pending: dict[object, int] = {}
+        for sink in sinks:
+            pending |= sink.pending()
+            # One with others' lines goes on when its reader does.
+            if not sink.shared and (self.gave_up or not sink.path):
+                sink.give_up()
+        report_missing(left, pending)
+
 
 DRAIN = 10.0
 """Seconds after which the end of a group stops waiting for a console that reads too slowly."""
@@ -258,7 +413,7 @@ class Pump:
             elif stream.step(self._buffer):
                 served[stream] = None
             elif stream.unfit is not None:
-                unshown.report_unfit(stream.unfit, self.unfit)
+                report_unfit(stream.unfit, self.unfit)
                 stream.unfit = None
             self._bound_open(stream.follower)
         self._dirty |= served  # after those that have waited
@@ -308,7 +463,7 @@ class Pump:
 
     def _leave(self, end: PumpEnd) -> None:
         self._end = None
-        unshown.report_refused(self._sinks)
+        report_refused(self._sinks)
         end.done()
 
     def _written(self) -> int:

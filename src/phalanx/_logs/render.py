@@ -1,28 +1,62 @@
 """Turns the bytes of log files into what an output shows: filters, dedup, format, and unfinished lines.
 
-Owns the way of each line from its file's bytes to its output's text, and when an unfinished line is shown. Knows
-nothing of files, processes and descriptors.
+Owns the way of each line from its file's bytes to its output's text, and when an unfinished line is shown. A format
+turns a block of whole lines into bytes. Knows nothing of files, processes and descriptors.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 from phalanx._base import clock
-from phalanx._logs.formats import Json, Text
-from phalanx._logs.lines import LONGEST
+from phalanx._base.tty import escape_json
+from phalanx._logs.dedup import Dedup, Tracebacks
+from phalanx._logs.lines import LONGEST, Source
+from phalanx._logs.search import Only, Search
 from phalanx._logs.sink import TURN
-from phalanx._logs.tracebacks import Tracebacks
+from phalanx._logs.terminal import PlainOutput, TerminalOutput
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from phalanx._logs.dedup import Dedup
-    from phalanx._logs.line_state import Source
-    from phalanx._logs.search import Only, Search
-    from phalanx._logs.terminal import PlainOutput, TerminalOutput
+class Text:
+    """Lines for people: each after its prefix."""
+
+    def render(self, source: Source, block: bytes, time: Callable[[], float]) -> tuple[bytes | memoryview, ...]:
+        """Return whole lines as text. ``time`` returns when they were seen (seconds since the epoch)."""
+        prefix = source.label(time)
+        if not prefix:
+            return (block,)
+        # `replace` adds one prefix too many, after the last line end; slicing a memoryview drops it without a copy.
+        text = memoryview(block.replace(b"\n", b"\n" + prefix))
+        return prefix, text[: -len(prefix)]
+
+
+class Json:
+    r"""Lines for machines: JSON objects (RFC 8259), one a line, with ``time``, ``rank``, ``stream`` and ``text``.
+
+    ``time`` is when the line was seen, ISO 8601 with the local offset. Bytes that are no UTF-8 stand in ``text`` as
+    ``\xff`` would in Python. ``host``, if given, comes first. A line that is too long to be held comes in parts:
+    ``partial`` is true in all but the last of them, ``continued`` in all but the first.
+    """
+
+    def __init__(self, host: str = "") -> None:
+        self._host = host
+
+    def render(self, source: Source, block: bytes, time: Callable[[], float]) -> tuple[bytes | memoryview, ...]:
+        """Return whole lines as JSON objects. ``time`` returns when they were seen (seconds since the epoch)."""
+        import json
+        from datetime import datetime
+
+        moment = datetime.fromtimestamp(time()).astimezone()
+        host = {"host": self._host} if self._host else {}
+        seen = moment.isoformat(timespec="milliseconds")
+        fields = {**host, "time": seen, "rank": source.rank, "stream": source.stream, **source.line.marks}
+        head = json.dumps(fields)[:-1] + ', "text": '
+        encode = json.JSONEncoder(ensure_ascii=False).encode
+        lines = block.replace(b"\r\n", b"\n")[:-1].decode("utf-8", "backslashreplace").split("\n")
+        return (escape_json("".join([f"{head}{encode(line)}}}\n" for line in lines])).encode(),)
+
 
 QUIET = 0.1
 """Seconds without a byte after which an unfinished line is shown."""

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 
 from phalanx._base import files
 from phalanx._logs import temporary
-from phalanx._logs.layout import lay_out, lay_out_nothing, name_files, name_nothing
-from phalanx._logs.std import Std
+from phalanx._logs.layout import Std, lay_out, lay_out_nothing, name_files, name_nothing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 
 from phalanx._base import clock, tty
 from phalanx._base.tty import RESET, Colours
-from phalanx._logs.line_state import Source
+from phalanx._logs.lines import Source
 from phalanx._logs.sink import Sink
 
 FRAME = 0.05

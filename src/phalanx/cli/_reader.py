@@ -18,18 +18,17 @@ from phalanx._base import clock, files, linux
 from phalanx._base.loop import Loop
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
-from phalanx._logs.console_view import open_view, target_of
 from phalanx._logs.follower import Follower
-from phalanx._logs.line_state import Source
+from phalanx._logs.group_pump import open_view, target_of
+from phalanx._logs.lines import Source
 from phalanx._logs.merge import merge
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.pump import Pump
 from phalanx._logs.rotated import rotated_files
+from phalanx._logs.sink import TailSink
 from phalanx._logs.stream import Stream
-from phalanx._logs.tail_sink import TailSink
-from phalanx._logs.timeline_format import NAME
-from phalanx._logs.timeline_reader import is_foreign
-from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._logs.timeline import NAME, is_foreign
+from phalanx._logs.timeline import read as read_timeline
 from phalanx._runs.catalog import RunDir, look
 from phalanx.multiprocessing import ConsoleSpecs
 

@@ -149,7 +149,7 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
 
 def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
     """Return what the workers that have failed have left, by global rank."""
-    from phalanx._logs.tail import TAIL_LINES, last_lines
+    from phalanx._logs.follower import TAIL_LINES, last_lines
     from phalanx._outcomes.failure import ProcessFailure
     from phalanx._outcomes.outcome import NOT_AVAILABLE
 

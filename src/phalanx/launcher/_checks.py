@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
+from phalanx._logs.layout import Std
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
-from phalanx._logs.std import Std
 from phalanx.launcher._config import LaunchConfig
 from phalanx.rendezvous import (
     OneMachineRendezvous,

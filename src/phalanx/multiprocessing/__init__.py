@@ -24,9 +24,8 @@ from phalanx._group.context import PContext
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm as warm  # noqa: N813 - it is used as a verb
 from phalanx._logs.console import ConsoleSpecs
-from phalanx._logs.layout import LogsDest
+from phalanx._logs.layout import LogsDest, Std, to_map
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
-from phalanx._logs.std import Std, to_map
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult

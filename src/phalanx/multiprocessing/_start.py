@@ -8,8 +8,8 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._group.arguments import GRACE, IMPORT, SETTLE, UNSET, check_options, is_sequence, per_rank, recorded
 from phalanx._group.command_group import SubprocessContext
 from phalanx._group.function_group import MultiprocessContext
+from phalanx._logs.layout import Std
 from phalanx._logs.specs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
-from phalanx._logs.std import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

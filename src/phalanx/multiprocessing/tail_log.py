@@ -11,12 +11,11 @@ import os
 from phalanx._base import tty, unpatched
 from phalanx._base.files import ANY_LINK
 from phalanx._base.loop import Loop
-from phalanx._logs.console_view import target_of
 from phalanx._logs.follower import Follower
-from phalanx._logs.formats import Text
-from phalanx._logs.line_state import Source
+from phalanx._logs.group_pump import target_of
+from phalanx._logs.lines import Source
 from phalanx._logs.pump import Pump
-from phalanx._logs.render import View
+from phalanx._logs.render import Text, View
 from phalanx._logs.search import Only
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
