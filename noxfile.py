@@ -32,7 +32,7 @@ FLOOR_TESTS = (
     "test_run",  # click
     "test_by_value",  # cloudpickle
     "test_search",  # re2
-    "test_records_of_groups",  # msgspec
+    "test_records",  # msgspec
     "test_runs",  # rich
     "test_stack_command",  # py-spy
 )

@@ -8,7 +8,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from phalanx._runs import record
@@ -194,9 +193,9 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
         run = record.read(str(folder))
         (rank,) = run.attempts[0].ranks
         for started in (rank.pid_started + 1, 0):
-            ranks = [msgspec.structs.replace(rank, pid_started=started)]
-            attempts = [msgspec.structs.replace(run.attempts[0], ranks=ranks)]
-            write(folder, msgspec.structs.replace(run, attempts=attempts))
+            ranks = [rank.replace(pid_started=started)]
+            attempts = [run.attempts[0].replace(ranks=ranks)]
+            write(folder, run.replace(attempts=attempts))
             done = stack(place)
             assert done.status == 1
             assert done.out.startswith("rank 0 has ended\n")

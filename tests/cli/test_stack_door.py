@@ -14,7 +14,7 @@ from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import Job, Member
 from phalanx._run.stack_door import MOST_CALLERS, NAME, SEEN, StackDoor
-from phalanx._runs import record, record_writer
+from phalanx._runs import record
 from phalanx.cli import _job_stacks
 from phalanx.cli._job_stacks import NotToldError, ask
 
@@ -57,8 +57,8 @@ class Agent:
 
     def run(self, **wrong: int) -> Run:
         """The record of a run of this process."""
-        made = record_writer.begin(run_id="x", name="x", command=[], started=1.0, nprocs=1, ranks=[], nodes=2)
-        record_writer.write(str(self.folder), made | wrong)
+        made = record.begin(run_id="x", name="x", command=[], started=1.0, nprocs=1, ranks=[], nodes=2)
+        record.write(str(self.folder), made.replace(**wrong))
         return record.read(str(self.folder))
 
 

@@ -248,12 +248,12 @@ def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path
     """Neither as the workers start nor at the end."""
     setting = f"""
     from phalanx._runs import recorder
-    from phalanx._runs import record_writer
+    from phalanx._runs import record
     recorder.PATIENCE = 0.2
     def write(*_):
         {ready.python(repr("writing"))}
         {gate.python()}
-    record_writer.write = write
+    record.write = write
     """
     with run(tmp_path, ready, setting) as process:
         said = ready.wait(3)

@@ -207,9 +207,9 @@ def test_the_table_has_the_fields_of_a_record() -> None:
     rows = {cells[1].strip(): cells for cells in (line.split("|") for line in section.splitlines()) if len(cells) > 2}
     own = {name for cell in rows if not cell.startswith("…") for name in NAME.findall(cell)}
     kinds: dict[str, Any] = {"`attempts`": Attempt, "… `ranks`": Rank, "… `leftovers`": Left}
-    assert own == set(Run.__struct_fields__)
+    assert own == set(Run.__match_args__)
     for row, kind in kinds.items():
-        assert set(kind.__struct_fields__) <= set(NAME.findall(rows[row][2])), row
+        assert set(kind.__match_args__) <= set(NAME.findall(rows[row][2])), row
 
 
 # --- names

@@ -83,10 +83,6 @@ KEPT_APART = {
     "src/phalanx/_rendezvous/stack_report.py": {"msgspec"},
     "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
     "src/phalanx/_store/hub/messages.py": {"msgspec"},
-    "src/phalanx/_runs/record.py": {"msgspec"},
-    "src/phalanx/_runs/catalog.py": set[str](),
-    "src/phalanx/_runs/prune.py": set[str](),
-    "src/phalanx/cli/_reader.py": set[str](),
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
@@ -98,7 +94,7 @@ PLACES = {
         f"src/phalanx/{name}.py"
         for name in (
             *("_rendezvous/evidence", "_rendezvous/records", "_rendezvous/stack_report"),
-            *("_runs/record", "_store/hub/messages"),
+            "_store/hub/messages",
         )
     },
     "re2": {"src/phalanx/_logs/search.py"},

@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -90,7 +89,7 @@ def forge(root: Path, pid: int, offer: str, uid: int = NOBODY) -> Path:
     start = procfs.Stat(pid).start
     rank = record.Rank(rank=0, local_rank=0, pid=pid, pid_started=start, state="running")
     run = example(started=253402214399.0, run_id="forged", pid=pid, pid_started=start)
-    run = msgspec.structs.replace(run, attempts=[msgspec.structs.replace(run.attempts[0], ranks=[rank])])
+    run = run.replace(attempts=[run.attempts[0].replace(ranks=[rank])])
     folder = root / "forged_run"
     with acting_as(uid):
         (folder / "attempt_0/0").mkdir(parents=True)

@@ -18,7 +18,8 @@ import pytest
 import phalanx
 from phalanx._events import agent_kinds, kinds
 from phalanx._runs import prune as pruning
-from phalanx._runs import record_writer, recorder
+from phalanx._runs import record as records
+from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.engine.test_lost_helpers import helpers_of, lose_both, until
 from tests.logs.test_logs import OneFolder
@@ -124,13 +125,13 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
 
 @pytest.mark.long
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = record_writer.write
+    write = records.write
 
     def write_late(*args: Any) -> None:
         time.sleep(0.1)  # a disk that takes its time
         write(*args)
 
-    monkeypatch.setattr(record_writer, "write", write_late)
+    monkeypatch.setattr(records, "write", write_late)
     monkeypatch.setattr(recorder, "PATIENCE", TIMEOUT)
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         gate.open()
@@ -413,11 +414,11 @@ def test_a_record_needs_a_folder(log_dir: str | None) -> None:
 def test_a_clock_that_was_set_back_since_an_attempt_began() -> None:
     """No attempt ends before it begins."""
     facts: Any = {"run_id": "r", "name": "n", "command": ["n"], "nprocs": 1, "ranks": []}
-    first = record_writer.begin(started=time.time(), **facts)
-    (earlier,) = record_writer.end_attempt(first, ranks=[])["attempts"]
-    second = record_writer.begin(started=time.time() + 3600, number=1, earlier=[earlier], **facts)
+    first = records.begin(started=time.time(), **facts)
+    (earlier,) = records.end_attempt(first, ranks=[]).attempts
+    second = records.begin(started=time.time() + 3600, number=1, earlier=[earlier], **facts)
     for run in (
-        record_writer.end_attempt(second, ranks=[]),
-        record_writer.end(second, state="succeeded", exit_code=0, cause="", ranks=[]),
+        records.end_attempt(second, ranks=[]),
+        records.end(second, state="succeeded", exit_code=0, cause="", ranks=[]),
     ):
-        assert run["attempts"][1]["ended"] == run["attempts"][1]["started"]
+        assert run.attempts[1].ended == run.attempts[1].started

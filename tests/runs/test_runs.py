@@ -16,11 +16,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from phalanx._base import linux, procfs
-from phalanx._runs import catalog, record, record_writer
+from phalanx._runs import catalog, record
 from phalanx.multiprocessing import Leftover
 from tests.cli.test_run import Done, Place, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
@@ -53,7 +52,7 @@ def row(place: Place) -> dict[str, Any]:
 def wait_for_record(place: Place) -> Path:
     """Wait until the only run has its record, with its ranks; return the record. To be called when its workers run."""
     (folder,) = place.logs.iterdir()
-    path: Path = folder / record_writer.FILE
+    path: Path = folder / record.FILE
     fd = linux.inotify()
     try:
         linux.inotify_add(fd, str(folder), IN_MOVED_TO)
@@ -78,13 +77,13 @@ def put(root: Path, name: str, **changes: Any) -> Path:
 # --- what real runs say
 
 
-def test_what_is_written_has_each_field_that_is_read_and_no_other() -> None:
-    run = record.to_object(example())
-    rank = record_writer.rank(rank=1, local_rank=0, pid=7, pid_started=5, state="failed", exitcode=1, signal_sent=15)
-    left = [Leftover(9, "sleep 9", 0, 2.5, 15, -15).__getstate__()]
-    ended = record_writer.end(run, state="failed", exit_code=1, cause="why", ranks=[rank], leftovers=left)
-    for made in (record_writer.begin(run_id="", name="", command=[], started=0.0, nprocs=1, ranks=[rank]), ended):
-        assert record.to_object(msgspec.convert(made, record.Run)) == made
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    rank = record.Rank(rank=1, local_rank=0, pid=7, pid_started=5, state="failed", exitcode=1, signal_sent=15)
+    left = [record.Leftover(**Leftover(9, "sleep 9", 0, 2.5, 15, -15).__getstate__())]
+    ended = record.end(example(), state="failed", exit_code=1, cause="why", ranks=[rank], leftovers=left)
+    for made in (record.begin(run_id="", name="", command=[], started=0.0, nprocs=1, ranks=[rank]), ended):
+        record.write(str(tmp_path), made)
+        assert record.read(str(tmp_path)) == made
 
 
 @pytest.mark.long
@@ -195,14 +194,14 @@ def test_a_signal_is_never_lost_in_the_writing(place: Place) -> None:
     program = """
 import os
 from phalanx import cli
-from phalanx._runs import record_writer
-write = record_writer.write
+from phalanx._runs import record
+write = record.write
 def interrupted(folder, run):
     try:
         write(folder, run)
-        if run["state"] == "running": os.kill(os.getpid(), 15)
+        if run.state == "running": os.kill(os.getpid(), 15)
     except Exception: pass
-record_writer.write = interrupted
+record.write = interrupted
 cli.main()
 """
     script = place.write("import signal; signal.pause()")
@@ -344,15 +343,15 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
 
 # --- a record that cannot be read
 
-GOOD = msgspec.to_builtins(example())
+GOOD = record.to_object(example())
 
 
 @pytest.mark.parametrize(
     "content, words",
     [
         (b"", ["run.json"]),
-        (b"{", ["run.json", "truncated"]),
-        (b"\x00\xff\xfe", ["run.json", "malformed"]),
+        (b"{", ["run.json", "Expecting"]),
+        (b"\x00\xff\xfe", ["run.json", "utf-8"]),
         (b'{"version": 1, "run_id": "\xff"}', ["run.json"]),
         (b"[" * 100_000, ["run.json"]),
         (b"[]", ["run.json", "object"]),
@@ -361,7 +360,7 @@ GOOD = msgspec.to_builtins(example())
         (b'{"version": "1"}', ["run.json", "$.version"]),
         (b'{"version": 2, "state": 7}', ["run.json", "newer Phalanx", "version 2"]),
         (b'{"version": 0}', ["run.json", "version 0"]),
-        (json.dumps({**GOOD, "nprocs": "four"}).encode(), ["$.nprocs", "int"]),
+        (json.dumps({**GOOD, "nprocs": "four"}).encode(), ["$.nprocs", "a number"]),
         (json.dumps({**GOOD, "state": "asleep"}).encode(), ["$.state", "asleep"]),
         (json.dumps({**GOOD, "pid": 10**30}).encode(), ["$.pid"]),
         (json.dumps({**GOOD, "pid": 0}).encode(), ["$.pid"]),
@@ -412,14 +411,14 @@ def test_a_record_has_a_bound(tmp_path: Path) -> None:
     ranks = [record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
     attempts = [record.Attempt(number=n, started=1e9, ranks=ranks) for n in range(12)]
     folder = put(tmp_path, "a", attempts=attempts)
-    assert record_writer.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < record_writer.MOST_BYTES
-    with pytest.raises(ValueError, match=f"{record_writer.MOST_BYTES} can be read"):
+    assert record.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < record.MOST_BYTES
+    with pytest.raises(ValueError, match=f"{record.MOST_BYTES} can be read"):
         write(folder, example(attempts=attempts * 2))
     assert len(record.read(str(folder)).attempts) == 12
 
     os.truncate(folder / "run.json", 1 << 40)
     (found,) = catalog.find([str(tmp_path)])
-    assert (found.state, f"more than {record_writer.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
+    assert (found.state, f"more than {record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
 
 
 def test_no_text_is_longer_than_an_argument_can_be(tmp_path: Path) -> None:
@@ -463,15 +462,14 @@ def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> Non
 
 def test_a_launcher_is_known_by_more_than_its_pid() -> None:
     mine = example()
-    change = msgspec.structs.replace
     assert record.state_now(mine) == "running"
-    assert record.state_now(change(mine, pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
-    assert record.state_now(change(mine, boot_id=BOOT)) == "lost"  # the machine has been started anew
-    assert record.state_now(change(mine, boot_id=BOOT, started=time.time())) == "running"  # another of the same name
-    assert record.state_now(change(mine, boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
-    assert record.state_now(change(mine, host="elsewhere", pid_started=1)) == "lost"  # it only had another name
-    assert record.state_now(change(mine, pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?
-    assert record.state_now(change(mine, state="failed", pid_started=1)) == "failed"
+    assert record.state_now(mine.replace(pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
+    assert record.state_now(mine.replace(boot_id=BOOT)) == "lost"  # the machine has been started anew
+    assert record.state_now(mine.replace(boot_id=BOOT, started=time.time())) == "running"  # another of the same name
+    assert record.state_now(mine.replace(boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
+    assert record.state_now(mine.replace(host="elsewhere", pid_started=1)) == "lost"  # it only had another name
+    assert record.state_now(mine.replace(pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?
+    assert record.state_now(mine.replace(state="failed", pid_started=1)) == "failed"
 
 
 def test_a_zombie_does_not_run() -> None:
@@ -694,11 +692,9 @@ def test_what_is_not_needed_is_not_loaded() -> None:
 
 
 def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [
-        record_writer.rank(rank=n, local_rank=n, pid=100000 + n, pid_started=n, state="running") for n in range(10_000)
-    ]
-    run = record_writer.end(record.to_object(example()), state="failed", exit_code=1, cause="x", ranks=ranks)
-    record_writer.write(str(tmp_path), run)
+    ranks = [record.Rank(rank=n, local_rank=n, pid=100000 + n, pid_started=n, state="running") for n in range(10_000)]
+    run = record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks)
+    record.write(str(tmp_path), run)
     assert os.path.getsize(tmp_path / "run.json") < 1.6e6
     with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
         assert json.load(file)["nprocs"] == 1

@@ -36,7 +36,7 @@ from phalanx._evidence.describe import TEXT_LIMIT
 from phalanx._evidence.error_file import handled_at, read_error_file, recorded_at, written_at
 from phalanx._evidence.recording import read_exit
 from phalanx._logs import timeline
-from phalanx._runs import record_writer
+from phalanx._runs import record
 from phalanx._runs.catalog import look
 from phalanx._stacks import dump
 from phalanx._stacks.request import StackRequest, Target
@@ -240,7 +240,7 @@ class Fuzz:
         yield ours.detach()
 
     def _run_record(self, data: bytes) -> None:
-        with open(os.path.join(self._folder.name, record_writer.FILE), "wb") as file:
+        with open(os.path.join(self._folder.name, record.FILE), "wb") as file:
             file.write(data)
         found = look(self._folder.name)
         assert found.run is None or found.state in _STATES

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from phalanx._runs import record, record_writer
+from phalanx._runs import record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,13 +13,13 @@ if TYPE_CHECKING:
 
 def example(**changes: Any) -> record.Run:
     """The record of a run that this process has begun, with some fields changed."""
-    rank = record_writer.rank(rank=0, local_rank=0, pid=os.getpid(), pid_started=0, state="running")
-    run = record_writer.begin(
+    rank = record.Rank(rank=0, local_rank=0, pid=os.getpid(), pid_started=0, state="running")
+    run = record.begin(
         run_id="night", name="train.py", command=["train.py", "--lr", "0.1"], started=1e9, nprocs=1, ranks=[rank]
     )
-    return msgspec.structs.replace(msgspec.convert(run, record.Run), **changes)
+    return run.replace(**changes)
 
 
 def write(folder: Path, run: record.Run) -> None:
     """Write a record into a run's folder."""
-    record_writer.write(str(folder), record.to_object(run))
+    record.write(str(folder), run)

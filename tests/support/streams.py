@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from phalanx._events.listener import Listener
-from phalanx._events.stream import EventStream
+from phalanx._events.stream import EventStream, Listener
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:

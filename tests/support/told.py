@@ -7,8 +7,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from phalanx.events import _destinations, _post, _registry
-from phalanx.metrics import MetricHandler, NullMetricHandler, _streams
+from phalanx.events import _recording
+from phalanx.metrics import MetricHandler, NullMetricHandler, _handlers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,17 +62,17 @@ def fail(_: object) -> None:
 @contextlib.contextmanager
 def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let nothing be configured or registered, and nothing have been reported."""
-    monkeypatch.setattr(_streams, "_handlers", {})
-    monkeypatch.setattr(_streams, "_default", NullMetricHandler())
-    monkeypatch.setattr(_streams.GUARD, "_reported", {})
-    monkeypatch.setattr(_destinations.GUARD, "_reported", {})
-    for module, name in ((_destinations, "_made"), (_destinations, "_attached"), (_post, "_deliveries")):
-        monkeypatch.setattr(module, name, {})
-    before = dict(_registry.registered)
-    _registry.registered.clear()
+    monkeypatch.setattr(_handlers, "_handlers", {})
+    monkeypatch.setattr(_handlers, "_default", NullMetricHandler())
+    monkeypatch.setattr(_handlers.GUARD, "_reported", {})
+    monkeypatch.setattr(_recording.GUARD, "_reported", {})
+    for name in ("_made", "_attached", "_deliveries"):
+        monkeypatch.setattr(_recording, name, {})
+    before = dict(_recording.registered)
+    _recording.registered.clear()
     yield
-    _registry.registered.clear()
-    _registry.registered.update(before)
+    _recording.registered.clear()
+    _recording.registered.update(before)
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("phalanx.events.") and isinstance(logger, logging.Logger):
             logger.handlers = []

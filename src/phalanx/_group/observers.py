@@ -29,7 +29,7 @@ def listen(stream: EventStream, timers: TimerSpecs | None, on_event: Function | 
     """Have the user's functions called with the events of a stream."""
     if on_event is None and (timers is None or timers.on_event is None):
         return
-    from phalanx._events.listener import Listener
+    from phalanx._events.stream import Listener
 
     if timers is not None and timers.on_event is not None:
         stream.subscribe(EventStream.USERS, Listener(timers.on_event, "phalanx.timer", OF_TIMERS))

@@ -1,7 +1,6 @@
 """Finds runs: all in a folder, newest first; or the one that a user names.
 
-Owns what counts as a run's folder, who owns it, and how a name is resolved. Loads `record`, and with it msgspec: so it
-is imported only when it is needed.
+Owns what counts as a run's folder, who owns it, and how a name is resolved.
 
 A folder of runs can be shared, and a run in it, or its record, can belong to another user. Such a run is listed, and
 can be read by its name; but it is never "the latest", and its pids are never signalled.
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
-from phalanx._runs import record, record_writer
+from phalanx._runs import record
 
 REMOVED = ".phalanx-removed-"
 """What a folder's name begins with once its removal has begun. It is no run any more."""
@@ -123,7 +122,7 @@ def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
     if text is not None and os.sep in text:
         if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # start_processes(log_dir=...): only ranks
             return look(text)
-        msg = f"{text!r} is not a run's folder: it has no {record_writer.FILE} and no attempts"
+        msg = f"{text!r} is not a run's folder: it has no {record.FILE} and no attempts"
         raise UnknownRunError(msg)
     runs, where = find(roots), " or ".join(roots)
     if text is not None:
@@ -170,7 +169,7 @@ def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
 def _is_run(path: str) -> bool:
     try:
         with os.scandir(path) as entries:
-            return any(entry.name == record_writer.FILE or entry.name.startswith("attempt_") for entry in entries)
+            return any(entry.name == record.FILE or entry.name.startswith("attempt_") for entry in entries)
     except PermissionError:  # another user's
         return True
     except OSError:

@@ -1,4 +1,4 @@
-"""The record of a run, ``run.json``: its format, how it is read, and whether the run still goes on.
+"""The record of a run, ``run.json``: its format, how it is made, written and read; whether the run still goes on.
 
 A run's folder, as `_logs.specs` lays it out:
 
@@ -14,38 +14,75 @@ A run's folder, as `_logs.specs` lays it out:
                 stderr.log
                 error.json          how it failed: `_evidence`; beside it error.json.exit, .fatal and .stacks
 
-Each file exists only if there is something for it. The record is typed, versioned, replaced in one step by
-`record_writer`, and checked when it is read: anybody may have written it. This is the one module that loads msgspec: it
-is imported when it is needed and not before.
+Each file exists only if there is something for it. The record is typed, versioned, replaced in one step, and checked
+when it is read: anybody may have written it. The classes below are its schema, for those who write it and those who
+read it: a field's annotation says what `_checked` takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta, Struct
+import time
+from typing import Any, Literal, get_args
 
 from phalanx._base import clock, files, procfs
-from phalanx._runs import record_writer
-from phalanx._runs.record_writer import FILE, MOST_BYTES, VERSION, RankState, State
+from phalanx._base.frozen import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+FILE = "run.json"
+"""The name of the record in a run's folder."""
+
+REPORT = "report.txt"
+"""The name of the report on a run that has ended, in its folder."""
+
+CONFIG = "job.toml"
+"""The name of the job file by which `phalanx rerun` starts a run again."""
+
+VERSION = 1
+"""The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
+
+MOST_BYTES = 8 << 20
+"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.5 MB an attempt."""
 
 _MOST_TEXT = 128 << 10  # characters of a text: of an argument, Linux takes no more bytes
 _MOST_RANKS = 1 << 17
 _MOST_BRIEF = 4096  # characters of a command
 _MOST_PROBLEM = 500  # characters of what is wrong with a record
 
-# The bounds keep the values of a damaged file from breaking arithmetic and calendars later.
-Text = Annotated[str, Meta(max_length=_MOST_TEXT)]
-Moment = Annotated[float, Meta(ge=0, lt=253402214400)]  # 9999-12-31
-Pid = Annotated[int, Meta(ge=1, lt=2**31)]
-Count = Annotated[int, Meta(ge=0, lt=2**31)]
-ExitCode = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+State = Literal["running", "succeeded", "failed", "stopped", "lost"]
+RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
+Text = str
+Count = int
+Pid = int
+Ticks = int
+ExitCode = int
+Step = int
+Moment = float
+Seconds = float
 
 
-class Rank(Struct, frozen=True, kw_only=True):
+class _Part(Value):
+    """A part of the record: its fields are those with an annotation, and are given by name."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__match_args__ = tuple(cls.__annotations__)  # type: ignore[misc] # mypy takes it for a constant
+
+    def __init__(self, **fields: Any) -> None:
+        known = {name: getattr(self, name) for name in self.__match_args__ if hasattr(self, name)} | fields
+        if known.keys() != set(self.__match_args__):
+            msg = f"{type(self).__name__}: expected {', '.join(self.__match_args__)}, got {', '.join(fields)}"
+            raise TypeError(msg)
+        self._store(**known)
+
+
+class Rank(_Part):
     """One worker of an attempt.
 
     Attributes:
@@ -64,15 +101,15 @@ class Rank(Struct, frozen=True, kw_only=True):
     rank: Count
     local_rank: Count
     pid: Pid
-    pid_started: Annotated[int, Meta(ge=0)] = 0
+    pid_started: Ticks = 0
     state: RankState
     exitcode: ExitCode | None = None
     signal_sent: Count | None = None
     ended: Moment | None = None
-    early: Annotated[float, Meta(ge=0)] = 0.0
+    early: Seconds = 0.0
 
 
-class Leftover(Struct, frozen=True, kw_only=True):
+class Leftover(_Part):
     """A process that a worker left behind, and that we signalled when no worker was left.
 
     Attributes:
@@ -86,12 +123,12 @@ class Leftover(Struct, frozen=True, kw_only=True):
     pid: Pid
     command: Text
     local_rank: Count | None = None
-    age: Annotated[float, Meta(ge=0)] = 0.0
+    age: Seconds = 0.0
     signal_sent: Count
     exitcode: ExitCode | None = None
 
 
-class Attempt(Struct, frozen=True, kw_only=True):
+class Attempt(_Part):
     """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
 
     ``nodes`` says on how many machines it was; ``ranks`` are those of this one.
@@ -103,13 +140,13 @@ class Attempt(Struct, frozen=True, kw_only=True):
     nodes: Count = 1
     started: Moment
     ended: Moment | None = None
-    ranks: Annotated[list[Rank], Meta(max_length=_MOST_RANKS)] = []
-    leftovers: Annotated[list[Leftover], Meta(max_length=_MOST_RANKS)] = []
+    ranks: list[Rank] = []  # noqa: RUF012 - nobody changes it
+    leftovers: list[Leftover] = []  # noqa: RUF012 - nobody changes it
     cause: Text = ""
-    step: int | None = None
+    step: Step | None = None
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class Run(_Part):
     """The content of a ``run.json``.
 
     Attributes:
@@ -138,11 +175,11 @@ class Run(Struct, frozen=True, kw_only=True):
     run_id: Text
     name: Text
     command: list[Text]
-    argv: list[Text] = []
+    argv: list[Text] = []  # noqa: RUF012 - nobody changes it
     cwd: Text = ""
     host: Text
     pid: Pid
-    pid_started: Annotated[int, Meta(ge=0)]
+    pid_started: Ticks
     pid_namespace: Text = ""
     boot_id: Text = ""
     state: State
@@ -151,7 +188,11 @@ class Run(Struct, frozen=True, kw_only=True):
     exit_code: ExitCode | None = None
     nprocs: Count
     cause: Text = ""
-    attempts: list[Attempt] = []
+    attempts: list[Attempt] = []  # noqa: RUF012 - nobody changes it
+
+
+class _Versioned(_Part):
+    version: Count
 
 
 class UnreadableRecordError(ValueError):
@@ -162,8 +203,127 @@ class NoRecordError(UnreadableRecordError):
     """There is no ``run.json`` in the folder."""
 
 
-class _Versioned(Struct):
-    version: int
+# --- making and writing
+
+
+def begin(
+    *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank],
+    number: int = 0, nodes: int = 1, earlier: Sequence[Attempt] = (), cause: str = "", argv: Sequence[str] = (),
+) -> Run:  # fmt: skip
+    """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
+
+    ``nodes``: how many machines have a part in that attempt.
+
+    >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
+    >>> run.state, run.pid == os.getpid()
+    ('running', True)
+    """
+    cwd = ""
+    with contextlib.suppress(OSError):
+        cwd = os.getcwd()
+    return Run(
+        run_id=run_id,
+        name=name,
+        command=command,
+        argv=[*argv],
+        cwd=cwd,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        pid_started=procfs.Stat(os.getpid()).start,
+        pid_namespace=procfs.pid_namespace(),
+        boot_id=procfs.boot_id(),
+        state="running",
+        started=earlier[0].started if earlier else started,
+        nprocs=nprocs,
+        cause=cause,
+        attempts=[*earlier, Attempt(number=number, nodes=nodes, started=started, ranks=ranks)],
+    )
+
+
+def end(
+    run: Run,
+    *,
+    state: State,
+    exit_code: int,
+    cause: str,
+    ranks: list[Rank],
+    leftovers: Sequence[Leftover] = (),
+    when: float | None = None,
+) -> Run:
+    """Return the record of a run that has ended, with the final states of its last attempt's ranks."""
+    run = end_attempt(run, ranks=ranks, leftovers=leftovers, when=when)
+    return run.replace(state=state, ended=run.attempts[-1].ended, exit_code=exit_code, cause=cause)
+
+
+def end_attempt(
+    run: Run,
+    *,
+    ranks: list[Rank],
+    leftovers: Sequence[Leftover] = (),
+    cause: str = "",
+    step: int | None = None,
+    when: float | None = None,
+) -> Run:
+    """Return the record of a run that goes on, with the end of its last attempt: ``when``, or now."""
+    last = run.attempts[-1]
+    # The clock may have been set back.
+    ended = max(time.time() if when is None else when, run.started, last.started)
+    cause, step = cause or last.cause, last.step if step is None else step
+    return change_attempt(run, ended=ended, ranks=ranks, leftovers=[*leftovers], cause=cause, step=step)
+
+
+def change_attempt(run: Run, **changes: Any) -> Run:
+    """Return the record with some fields of its last attempt changed."""
+    *earlier, last = run.attempts
+    return run.replace(attempts=[*earlier, last.replace(**changes)])
+
+
+def write(run_dir: str, run: Run) -> None:
+    """Write the record in one step: a reader sees the old one or the new one, whole.
+
+    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError, or ValueError
+    if it is too long; then the old record is unchanged, and no temporary file is left.
+    """
+    data = _encode(to_object(run))
+    if len(data) >= MOST_BYTES:
+        msg = f"the record has {len(data)} bytes; {MOST_BYTES} can be read"
+        raise ValueError(msg)
+    write_file(run_dir, FILE, data + b"\n")
+
+
+def write_file(run_dir: str, name: str, data: bytes) -> None:
+    """Write a file of a run's folder in one step. Raises OSError, RecursionError."""
+    temporary = os.path.join(run_dir, f".{name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
+        os.unlink(temporary)
+    files.replace(os.path.join(run_dir, name), temporary, data)
+
+
+def to_object(value: Any) -> Any:
+    """Return a part of a record, or all of it, as an object of JSON."""
+    if isinstance(value, _Part):
+        return {name: to_object(getattr(value, name)) for name in value.__match_args__}
+    return [to_object(part) for part in value] if isinstance(value, list) else value
+
+
+def to_json(**values: Any) -> str:
+    """Encode values as one line of JSON. A `Run` becomes an object of its fields."""
+    return _encode({name: to_object(value) for name, value in values.items()}).decode()
+
+
+def _encode(value: Any) -> bytes:
+    import json  # for which no start is to wait
+
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8: as backslash escapes
+        import re
+
+        return re.sub("[\ud800-\udfff]", lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
+
+
+# --- reading
 
 
 def brief(run: Run) -> Run:
@@ -175,7 +335,7 @@ def brief(run: Run) -> Run:
             break
         command.append(part)
         left -= len(part) + 1
-    return msgspec.structs.replace(run, command=command, argv=[], attempts=[])
+    return run.replace(command=command, argv=[], attempts=[])
 
 
 def read(run_dir: str) -> Run:
@@ -200,14 +360,15 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
     except OSError as error:
         msg = f"{path}: {error.strerror or error}"
         raise UnreadableRecordError(msg) from None
+    import json
+
     try:
-        version = msgspec.json.decode(data, type=_Versioned).version
+        found = json.loads(data.decode())
+        version = _checked("_Versioned", found).version
         if version == VERSION:
-            return msgspec.json.decode(data, type=Run), owner
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        said = str(error)  # which may quote what stands there, and ends with the field
-        half = _MOST_PROBLEM // 2
-        msg = f"{path}: {said if len(said) <= _MOST_PROBLEM else f'{said[:half]} … {said[-half:]}'}"
+            return _checked("Run", found), owner
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or ours
+        msg = f"{path}: {_in_short(str(error), _MOST_PROBLEM)}"
         raise UnreadableRecordError(msg) from None
     msg = f"{path}: version {version}; this Phalanx reads version {VERSION}"
     if version > VERSION:
@@ -234,17 +395,6 @@ def is_here(run: Run) -> bool:
     return run.boot_id == procfs.boot_id() and run.pid_namespace == procfs.pid_namespace()
 
 
-def to_object(value: Struct) -> dict[str, Any]:
-    """Return a part of a record, or all of it, as `record_writer` makes it."""
-    made: dict[str, Any] = msgspec.to_builtins(value)
-    return made
-
-
-def to_json(**values: Any) -> str:
-    """Encode values as one line of JSON. A `Run` becomes an object of its fields."""
-    return msgspec.json.encode(record_writer.encodable(msgspec.to_builtins(values))).decode()
-
-
 def _contents(path: str) -> tuple[bytes, int]:
     """Read a file that anybody may have written. Returns its content, and its owner's uid. Raises OSError."""
     fd = files.opened(path, links=files.OWN_LINKS)
@@ -255,3 +405,72 @@ def _contents(path: str) -> tuple[bytes, int]:
         return files.pread(fd, MOST_BYTES), found.st_uid
     finally:
         os.close(fd)
+
+
+def _in_short(text: str, most: int) -> str:
+    """Return a text without its middle, if it is long: it may quote what stands in a file."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-(most // 2) :]}"
+
+
+_PARTS: dict[str, type[_Part]] = {
+    "Rank": Rank,
+    "Leftover": Leftover,
+    "Attempt": Attempt,
+    "Run": Run,
+    "_Versioned": _Versioned,
+}
+_CHOICES = {"State": get_args(State), "RankState": get_args(RankState)}
+_NUMBERS: dict[str, tuple[type, float, float]] = {  # at least, and less than: these break no arithmetic or calendar
+    "Count": (int, 0, 2**31),
+    "Pid": (int, 1, 2**31),
+    "Ticks": (int, 0, 2**63),
+    "ExitCode": (int, 1 - 2**31, 2**31),
+    "Step": (int, -(2**63), 2**63),
+    "Moment": (float, 0, 253402214400),  # 9999-12-31
+    "Seconds": (float, 0, math.inf),
+}
+
+
+def _checked(kind: str, value: Any, where: str = "$") -> Any:
+    """Return a value of JSON as a field with the annotation ``kind`` has it. Raises ValueError, which names the field.
+
+    >>> _checked("list[Count]", [1, -1])
+    Traceback (most recent call last):
+    ValueError: expected a number, 0 or more and less than 2.14748e+09, got -1 - at `$[1]`
+    """
+    kind, is_optional, _ = kind.partition(" | None")
+    if is_optional and value is None:
+        return None
+    if kind.startswith("list["):
+        expected = f"an array of {_MOST_RANKS} at most"
+        if isinstance(value, list) and len(value) <= _MOST_RANKS:
+            return [_checked(kind[5:-1], one, f"{where}[{index}]") for index, one in enumerate(value)]
+    elif part := _PARTS.get(kind):
+        expected = "an object"
+        if isinstance(value, dict):
+            there = [name for name in part.__match_args__ if name in value]  # others are of a later day
+            missing = [name for name in part.__match_args__ if name not in value and not hasattr(part, name)]
+            if not missing:
+                return part(
+                    **{name: _checked(part.__annotations__[name], value[name], f"{where}.{name}") for name in there}
+                )
+            expected = f"an object with `{missing[0]}`"
+    else:
+        expected, is_right = _of_kind(kind, value)
+        if is_right:
+            return float(value) if isinstance(value, int) and kind in ("Moment", "Seconds") else value
+    raise ValueError(f"expected {expected}, got {_in_short(repr(value), 80)} - at `{where}`")
+
+
+def _of_kind(kind: str, value: Any) -> tuple[str, bool]:
+    """Return what is expected of a number or a text, and whether a value is that."""
+    if kind in _NUMBERS:
+        number, least, below = _NUMBERS[kind]
+        expected = f"a number, {least:g} or more and less than {below:g}"
+        return expected, type(value) in (int, number) and least <= value < below
+    if kind in _CHOICES:
+        return f"one of {', '.join(_CHOICES[kind])}", value in _CHOICES[kind]
+    is_text = isinstance(value, str) and len(value) <= _MOST_TEXT
+    if is_text and not value.isascii():
+        value.encode()  # raises UnicodeEncodeError for half a pair of surrogates
+    return f"a text of {_MOST_TEXT} characters at most", is_text

@@ -1,6 +1,6 @@
 """Writes the ``run.json`` of a run, from the run's events alone; and beside it the job file and the report.
 
-Owns when these are written, and that no error in it harms the run. `record_writer` makes the record.
+Owns when these are written, and that no error in it harms the run. `record` has their format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
 from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
-from phalanx._runs import record_writer
+from phalanx._runs import record
+from phalanx._runs.record import Attempt, Leftover, Rank, Run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
     from phalanx._events.kinds import Event
     from phalanx._events.stream import EventStream
-    from phalanx._runs.record_writer import State
-
-    Record = dict[str, Any]
+    from phalanx._runs.record import State
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits, at most, for the disk."""
@@ -83,11 +82,11 @@ class Recorder:
         self._has_report = False  # that is to be written
         self._has_begun = False  # an attempt, of which that is not seen to
         self._folder = ""
-        self._run: Record | None = None
-        self._ranks: dict[int, Record] = {}  # of the latest attempt, by local rank
+        self._run: Run | None = None
+        self._ranks: dict[int, Rank] = {}  # of the latest attempt, by local rank
         self._outcomes: dict[int, Outcome] = {}  # of those that have exited
-        self._leftovers: list[Record] = []
-        self._earlier: list[Record] = []
+        self._leftovers: list[Leftover] = []
+        self._earlier: list[Attempt] = []
         self._cause = ""
         self._has_changed = self._is_over = False
         self._pruned = False
@@ -104,7 +103,7 @@ class Recorder:
         if self._has_changed and self._run is not None:
             text = self._write_texts()
             try:
-                record_writer.write(self._folder, self._run)
+                record.write(self._folder, self._run)
                 self._has_changed = False
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(error)
@@ -117,7 +116,7 @@ class Recorder:
         Returns why one could not be written, and which.
         """
         refused = None
-        for name, due in ((record_writer.CONFIG, self._due_config), (record_writer.REPORT, self._due_report)):
+        for name, due in ((record.CONFIG, self._due_config), (record.REPORT, self._due_report)):
             try:
                 if text := due():
                     write_text(self._folder, name, text)
@@ -128,7 +127,7 @@ class Recorder:
     def _due_config(self) -> str:
         """Return the job file, where an attempt has begun in a folder without one: logs may go elsewhere meanwhile."""
         due, self._has_begun = self._has_begun, False
-        is_there = due and os.path.lexists(os.path.join(self._folder, record_writer.CONFIG))
+        is_there = due and os.path.lexists(os.path.join(self._folder, record.CONFIG))
         return self._config if due and not is_there else ""
 
     def _due_report(self) -> str:
@@ -137,7 +136,7 @@ class Recorder:
             return ""
         from phalanx._runs.run_report import describe_run  # for which no start is to wait
 
-        return self.report or describe_run(self._run, self._folder)
+        return self.report or describe_run(record.to_object(self._run), self._folder)
 
     def _note(self, event: Event) -> None:
         note = _NOTES.get(type(event))
@@ -158,21 +157,21 @@ class Recorder:
             return
         if event.folder != self._folder:
             self._folder, self._run = event.folder, None
-        if self._run is not None and self._run["attempts"][-1]["ended"] is None:  # no failure has ended it
+        if self._run is not None and self._run.attempts[-1].ended is None:  # no failure has ended it
             self._keep_attempt("", None, event.time)
         self._begin(event.attempt, event.time)
         self._prune_once()
 
     def _begin(self, number: int, started: float) -> None:
         """Begin the record of an attempt."""
-        if self._run is None and os.path.lexists(os.path.join(self._folder, record_writer.FILE)):
+        if self._run is None and os.path.lexists(os.path.join(self._folder, record.FILE)):
             self._earlier = _earlier(self._folder)
             with suppress(OSError):  # none was written; or it cannot be removed, and so not be replaced either
-                os.unlink(os.path.join(self._folder, record_writer.REPORT))
+                os.unlink(os.path.join(self._folder, record.REPORT))
         self._ranks, self._outcomes, self._leftovers = {}, {}, []
         self._is_over = False
         self._has_begun = True
-        self._run = record_writer.begin(
+        self._run = record.begin(
             run_id=self._run_id,
             name=self._name,
             command=[_text(part) for part in self._command],
@@ -181,7 +180,7 @@ class Recorder:
             ranks=[],
             number=number,
             nodes=max((_number(env.get("GROUP_WORLD_SIZE", "")) for env in self._envs.values()), default=1),
-            earlier=[one for one in self._earlier if one["number"] < number],
+            earlier=[one for one in self._earlier if one.number < number],
             cause=self._cause,
             argv=[_text(part) for part in self._argv],
         )
@@ -189,7 +188,7 @@ class Recorder:
 
     def on_started(self, event: kinds.WorkerStarted) -> None:
         """Note a worker."""
-        self._ranks[event.rank] = record_writer.rank(
+        self._ranks[event.rank] = Rank(
             rank=int(self._envs[event.rank].get("RANK") or event.rank),
             local_rank=event.rank,
             pid=event.pid,
@@ -209,19 +208,21 @@ class Recorder:
 
     def on_swept(self, event: kinds.Swept) -> None:
         """Note what it left behind."""
-        self._leftovers.append({
-            "pid": event.pid, "command": event.command, "local_rank": event.rank, "age": event.age,
-            "signal_sent": event.signal, "exitcode": event.exitcode,
-        })  # fmt: skip
+        self._leftovers.append(
+            Leftover(
+                pid=event.pid, command=event.command, local_rank=event.rank, age=event.age,
+                signal_sent=event.signal, exitcode=event.exitcode,
+            )
+        )  # fmt: skip
 
     def on_gone(self, event: kinds.GroupGone) -> None:
         """End the record of a run of one group: what its result is may never be asked."""
         for rank in event.survivors:
-            self._outcomes[rank] = Outcome(rank, self._ranks[rank]["pid"], "abandoned")
+            self._outcomes[rank] = Outcome(rank, self._ranks[rank].pid, "abandoned")
         if self._is_one_group and not self._is_over:
             outcomes = dict(sorted(self._outcomes.items()))
             for rank, known in self._ranks.items() if not event.lost else ():
-                outcomes.setdefault(rank, Outcome(rank, known["pid"], "abandoned"))
+                outcomes.setdefault(rank, Outcome(rank, known.pid, "abandoned"))
             result = RunProcsResult(outcomes=outcomes)
             if event.lost:
                 self._end("failed", verdict(result)[0] or 1, event.lost, event.time)
@@ -247,11 +248,10 @@ class Recorder:
         """Have an attempt in the record of which not even the start had begun; and who was stopped with the run."""
         if self._run is None:
             return
-        if event.attempt > self._run["attempts"][-1]["number"]:
+        if event.attempt > self._run.attempts[-1].number:
             self._begin(event.attempt, event.time - event.seconds)
-        last = self._run["attempts"][-1]
-        if event.attempt == last["number"]:
-            last["step"] = event.step
+        if event.attempt == self._run.attempts[-1].number:
+            self._run = record.change_attempt(self._run, step=event.step)
         if event.state == "stopped":  # nobody has failed, though that was not known when they exited
             for rank, outcome in self._outcomes.items():
                 if outcome.state == "failed":
@@ -261,7 +261,8 @@ class Recorder:
     def on_restart(self, event: agent_kinds.RestartDecided) -> None:
         """End an attempt that another follows."""
         if self._run is not None:
-            self._cause = self._run["cause"] = one_line(event.cause)
+            self._cause = one_line(event.cause)
+            self._run = self._run.replace(cause=self._cause)
             self._keep_attempt(self._cause, event.step, event.time)
 
     def on_run_ended(self, event: agent_kinds.RunEnded) -> None:
@@ -276,7 +277,7 @@ class Recorder:
 
     def _end(self, state: State, exit_code: int, cause: str, when: float) -> None:
         if self._run is not None:
-            self._run = record_writer.end(
+            self._run = record.end(
                 self._run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=self._known("lost"),
                 leftovers=self._leftovers, when=when,
             )  # fmt: skip
@@ -296,19 +297,19 @@ class Recorder:
     def _keep_attempt(self, cause: str, step: int | None, when: float) -> None:
         """End an attempt, and keep it with those before it."""
         assert self._run is not None
-        self._run = record_writer.end_attempt(
+        self._run = record.end_attempt(
             self._run, ranks=self._known("lost"), leftovers=self._leftovers, cause=cause, step=step, when=when
         )
-        *earlier, last = self._run["attempts"]
+        *earlier, last = self._run.attempts
         self._earlier = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:]
         self._has_changed = True
 
     def _note_ranks(self) -> None:
         if self._run is not None:
-            self._run["attempts"][-1]["ranks"] = self._known("running")
+            self._run = record.change_attempt(self._run, ranks=self._known("running"))
             self._has_changed = True
 
-    def _known(self, otherwise: str) -> list[Record]:
+    def _known(self, otherwise: str) -> list[Rank]:
         """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
         ranks = []
         for local_rank, known in sorted(self._ranks.items()):
@@ -318,7 +319,7 @@ class Recorder:
                 facts = {name: getattr(outcome, name) for name in ("state", "exitcode", "signal_sent", "early")}
                 if outcome.ended_ns is not None:
                     facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
-            ranks.append(known | facts)
+            ranks.append(known.replace(**facts))
         return ranks
 
     def _prune_once(self) -> None:
@@ -344,7 +345,7 @@ class Recorder:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)
             self._warn(f"--keep-runs {self._keep_runs}: could not be removed: {failed[0]}{more}")
 
-    def _refuse(self, why: object, what: str = record_writer.FILE) -> None:
+    def _refuse(self, why: object, what: str = record.FILE) -> None:
         if not self._failed:
             self._failed = True
             is_full = isinstance(why, OSError) and disk.is_full(why.errno)
@@ -370,7 +371,7 @@ _NOTES: dict[type[Event], Callable[[Recorder, Any], None]] = {
 
 def write_text(folder: str, name: str, text: str) -> None:
     """Write a text of a run's folder in one step. Raises OSError."""
-    record_writer.write_file(folder, name, f"{text.rstrip()}\n".encode("utf-8", "backslashreplace"))
+    record.write_file(folder, name, f"{text.rstrip()}\n".encode("utf-8", "backslashreplace"))
 
 
 def observe(stream: EventStream, warn: Callable[[str], None], recorder: Callable[[list[Event]], None] | None) -> None:
@@ -387,19 +388,17 @@ def observe(stream: EventStream, warn: Callable[[str], None], recorder: Callable
     stream.subscribe(FILES, take)
 
 
-def _earlier(folder: str) -> list[Record]:
+def _earlier(folder: str) -> list[Attempt]:
     """Return the attempts of the record that is there: the run is started again. None, if it cannot be read."""
-    from phalanx._runs import record
-
     try:
-        return [record.to_object(attempt) for attempt in record.read(folder).attempts]
+        return record.read(folder).attempts
     except record.UnreadableRecordError:
         return []
 
 
-def _brief(attempt: Record) -> Record:
+def _brief(attempt: Attempt) -> Attempt:
     """Return an attempt with the ranks alone that say something: thousands of ranks in many attempts fill a record."""
-    return {**attempt, "ranks": [rank for rank in attempt["ranks"] if rank["state"] not in ("succeeded", "stopped")]}
+    return attempt.replace(ranks=[rank for rank in attempt.ranks if rank.state not in ("succeeded", "stopped")])
 
 
 def _start_of(pid: int) -> int:

@@ -1,7 +1,7 @@
 """The report on a run as far as its record says it: at an end without failures of workers, before the end, or later.
 
-A record is an object of JSON here, see `record_writer`. The report on failures, which knows more, is made where the run
-ends (`_outcomes.report`).
+A record is an object of JSON here, see `record.to_object`. The report on failures, which knows more, is made where the
+run ends (`_outcomes.report`).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _heading(found: RunDir, run: Run) -> Iterator[str]:
 
 def _written(found: RunDir) -> str:
     """Return the report in the run's folder; "": there is none that can be read."""
-    from phalanx._runs.record_writer import REPORT
+    from phalanx._runs.record import REPORT
 
     path = os.path.join(found.path, REPORT)
     try:

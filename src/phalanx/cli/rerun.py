@@ -9,7 +9,7 @@ import click
 
 from phalanx._base import files
 from phalanx._base.stderr import say
-from phalanx._runs.record_writer import CONFIG
+from phalanx._runs.record import CONFIG
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import ignore_environment
 from phalanx.cli._options import refusal, resolved, run_argument

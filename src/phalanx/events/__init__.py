@@ -24,26 +24,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.events._destinations import UnknownDestinationError, get_logging_handler, register_logging_handler
-    from phalanx.events._post import flush, post
-    from phalanx.events._record import construct_and_record_rdzv_event, record, record_rdzv_event
+    from phalanx.events._recording import (
+        UnknownDestinationError,
+        construct_and_record_rdzv_event,
+        flush,
+        get_logging_handler,
+        post,
+        record,
+        record_rdzv_event,
+        register_logging_handler,
+    )
     from phalanx.events._values import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 
-_HOMES = {
-    "Event": "_values",
-    "EventMetadataValue": "_values",
-    "EventSource": "_values",
-    "NodeState": "_values",
-    "RdzvEvent": "_values",
-    "UnknownDestinationError": "_destinations",
-    "construct_and_record_rdzv_event": "_record",
-    "flush": "_post",
-    "get_logging_handler": "_destinations",
-    "post": "_post",
-    "record": "_record",
-    "record_rdzv_event": "_record",
-    "register_logging_handler": "_destinations",
-}
+_VALUES = ("Event", "EventMetadataValue", "EventSource", "NodeState", "RdzvEvent")
 
 __all__ = [
     "Event",
@@ -66,11 +59,11 @@ def __getattr__(name: str) -> Any:
     """Import the module of one name: a launcher that posts nowhere loads neither `logging` nor `dataclasses`."""
     from importlib import import_module
 
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
+    home = "._values" if name in _VALUES else "._recording"
+    value = globals()[name] = getattr(import_module(home, __name__), name)
     return value
 
 

@@ -17,18 +17,21 @@ my_app batch.tokens 4096
 
 from __future__ import annotations
 
-from phalanx.metrics._background import BackgroundMetricHandler
-from phalanx.metrics._handlers import ConsoleMetricHandler, MetricData, MetricHandler, NullMetricHandler
-from phalanx.metrics._prof import get_elapsed_time_ms, prof, profile
-from phalanx.metrics._streams import (
+from phalanx.metrics._handlers import (
+    BackgroundMetricHandler,
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
     MetricsConfig,
     MetricStream,
+    NullMetricHandler,
     configure,
     getStream,
     initialize_metrics,
     publish_metric,
     put_metric,
 )
+from phalanx.metrics._prof import get_elapsed_time_ms, prof, profile
 
 __all__ = [
     "BackgroundMetricHandler",

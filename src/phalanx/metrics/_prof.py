@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial, wraps
 
 from phalanx._base import clock
-from phalanx.metrics._streams import put_metric
+from phalanx.metrics._handlers import put_metric
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
