@@ -201,7 +201,7 @@ import os, signal, sys
 from phalanx import cli
 
 event, function, count = {
-    "its group has started": ("return", "GroupStart.start", 1),
+    "its group has started": ("return", "PContext.start", 1),
     "its end is about to be watched": ("call", "PContext.when_gone", 1),
 }[sys.argv.pop(1)]
 calls = []

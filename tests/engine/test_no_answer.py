@@ -20,8 +20,8 @@ import pytest
 
 from phalanx._base import stderr
 from phalanx._engine import supervisor as supervisor_module
-from phalanx._group import closing as group_closing
-from phalanx._group import start as group_start
+from phalanx._group import context as group_context
+from phalanx._group import ending as group_ending
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, start_processes
 from tests.support.helpers import TIMEOUT, alive, pass_gate, wait_gone
 from tests.support.waits import shorten
@@ -61,9 +61,9 @@ def test_folders_that_cannot_be_made_now_hold_up_no_stop(
         asked.set()
         never.wait()
 
-    monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [make])
+    monkeypatch.setattr(group_context, "missing_folders", lambda _logs: [make])
     shorten(monkeypatch, ANSWER_WAIT=0.2)
-    monkeypatch.setattr(group_closing, "TIDY", 0.2)
+    monkeypatch.setattr(group_ending, "TIDY", 0.2)
     binary, args = pausing(ready)
     with start_processes("g", binary, args, nprocs=2) as group:
         pids = ready.pids(2)
@@ -84,7 +84,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
         first.set()
         ended.wait(TIMEOUT)
 
-    monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
+    monkeypatch.setattr(group_context, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
     monkeypatch.setattr(supervisor_module.Supervisor, "_finish_threads", lambda _self: None)
     with start_processes("g", "head", ("-c1", gate.address), nprocs=1) as group:
         assert first.wait(TIMEOUT)
@@ -106,8 +106,8 @@ def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch
         answer.wait(TIMEOUT)
         steps.append("made")
 
-    monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [make])
-    monkeypatch.setattr(group_closing, "TIDY", 0.2)
+    monkeypatch.setattr(group_context, "missing_folders", lambda _logs: [make])
+    monkeypatch.setattr(group_ending, "TIDY", 0.2)
     shorten(monkeypatch, ANSWER_WAIT=0.2)
     with start_processes(
         "g", "head", ("-c1", gate.address), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
@@ -137,7 +137,7 @@ class SlowToTidy(DefaultLogsSpecs):
 def test_a_close_waits_for_what_it_removes_no_longer_than_it_says(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_closing, "TIDY", 0.2)
+    monkeypatch.setattr(group_ending, "TIDY", 0.2)
     group = start_processes("g", "sh", ("-c", ":"), nprocs=1, logs_specs=SlowToTidy(never.wait))
     group.wait(TIMEOUT)
     closing = threading.Thread(target=group.close, daemon=True)

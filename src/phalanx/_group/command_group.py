@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from phalanx._base import interpreter
 from phalanx._engine import worker as worker_package
 from phalanx._group.context import PContext
-from phalanx._group.plan import Plan, find_binary
+from phalanx._group.plan import Places, Plan, find_binary
 from phalanx._group.warm import Warm, path_of, shared
 
 TYPE_CHECKING = False
@@ -58,11 +58,11 @@ class SubprocessContext(PContext):
         Raises:
             OSError, ValueError: What `start` would raise for the arguments.
         """
-        placed, devices = self._preview_placement()
+        places = Places(self._options.placement, self.envs)
         with ExitStack() as held:
             commands = self._plan(held).commands
         return {
-            rank: ([os.fsdecode(word) for word in argv], devices.get(rank, {}), placed.get(rank))
+            rank: ([os.fsdecode(word) for word in argv], places.variables.get(rank, {}), places.bounds.get(rank))
             for rank, (_, argv, _) in commands.items()
         }
 

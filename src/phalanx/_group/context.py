@@ -1,6 +1,7 @@
-"""A started group as its owner holds it: wait, pids, close, and the result.
+"""A group of processes as its owner holds it: it starts, is waited for and closed as one, and has a result.
 
-`_engine` starts and stops the processes; `_outcomes` derives the result from how they ended.
+Owns the order of the steps of a start, which signals do not interrupt at the wrong moment, and the undoing of all of
+them when one fails. `_engine` starts and stops the processes; `_outcomes` derives the result from how they ended.
 """
 
 from __future__ import annotations
@@ -8,30 +9,48 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from abc import abstractmethod
-from contextlib import nullcontext, suppress
+import weakref
+from _thread import RLock, allocate_lock
+from abc import ABC, abstractmethod
+from contextlib import ExitStack, nullcontext
+from functools import partial
 
+from phalanx._base import interrupts, linux, unpatched
+from phalanx._base.stderr import warn
 from phalanx._base.text import how_many
-from phalanx._engine import host_signals
-from phalanx._group.arguments import GRACE, check_signal, check_timeout
-from phalanx._group.end_fd import EndFd
-from phalanx._group.start import GroupStart
-from phalanx._outcomes.result import collect, failures_of, verdict
+from phalanx._engine import host_signals, main_module
+from phalanx._engine.supervisor import Supervisor
+from phalanx._evidence.cleanup import remove_old
+from phalanx._group import observers
+from phalanx._group.arguments import GRACE, SETTLE, check_signal, check_timeout, checked_listener, checked_notice
+from phalanx._group.ending import EndFd, FirstFailure, opened, release
+from phalanx._group.plan import GroupOptions, Places, Plan, worker_specs
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
+from phalanx._logs.prefixes import template_or_default
+from phalanx._outcomes.result import stands_alone, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Callable, Mapping
     from typing import Any, Literal, NoReturn, Self, overload
 
     from phalanx._base.threads import Latch
+    from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.mirror import WorkerRecord
-    from phalanx._engine.supervisor import Supervisor
+    from phalanx._events.stream import EventStream
+    from phalanx._group.warm import Warm
+    from phalanx._logs.specs import LogsSpecs
     from phalanx._outcomes.result import RunProcsResult
+    from phalanx._placement.placement import Placement
     from phalanx._timers.hang_reporter import HangReporter
+    from phalanx._timers.specs import TimerSpecs
+
+_CLOSED_EARLY = "the group %r was closed while it was starting"
 
 
-class PContext(GroupStart):
+class PContext(ABC):
     """A group of processes that is started, waited for and closed as one. `start_processes` returns a started one.
 
     It is a context manager: leaving it closes the group. Each method may be called from any thread. If the last
@@ -81,6 +100,187 @@ class PContext(GroupStart):
         logs: Where output goes, as of `start`.
         notice: The notice of a planned stop; None: there is none.
     """
+
+    _begins_slowly = True
+    """Whether a worker starts with an interpreter, so that its folder is made before it can write an error file."""
+
+    _prints_failures = True
+    """Whether a worker prints the traceback of its failure where its stderr is the launcher's."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+        *,
+        settle: float = SETTLE,
+        grace: float = GRACE,
+        linger: float = 0.0,
+        orphan_grace: float = 0.0,
+        notice: tuple[int, float] | None = None,
+        console: ConsoleSpecs | None = None,
+        placement: Placement | None = None,
+        timers: TimerSpecs | None = None,
+        stdin: Mapping[int, int] | None = None,
+        record: bool = False,
+        signals: bool = True,
+        announces: bool = True,
+        speak: Callable[[str], None] | None = None,
+        on_reader_gone: Callable[[str], None] | None = None,
+        follows: PContext | None = None,
+        on_event: Callable[[dict[str, Any]], object] | None = None,
+        events: EventStream | None = None,
+    ) -> None:
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = dict(args)
+        self.envs = {rank: dict(env) for rank, env in envs.items()}
+        self.nprocs = len(self.args)
+        self.log_line_prefixes = log_line_prefixes
+        self.logs = LogsDest()
+        self.console = console or ConsoleSpecs()
+        self.notice = checked_notice(notice)
+        self._options = GroupOptions(
+            announces=announces, events=events, grace=grace, linger=linger, logs_specs=logs_specs,
+            filters={"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters},
+            on_event=checked_listener(on_event), on_reader_gone=on_reader_gone, orphan_grace=orphan_grace,
+            placement=placement, record=record, settle=settle, signals=signals, speak=speak, stdin=dict(stdin or {}),
+            timers=timers,
+        )  # fmt: skip
+        self._places = Places()
+        before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
+        self._after: Latch | None = None  # opens when this one's lines may be shown
+        if follows is not None:  # one that was not started has no lines, and may follow another
+            self._after = follows._after if before is None else before.shown  # noqa: SLF001 - as above
+        self._end_fd: EndFd | None = None  # once `_is_closed`, there will be none any more
+        self._events: GroupEvents | None = None
+        self._first_failure: FirstFailure | None = None
+        self._own_warm: Warm | None = None
+        self._supervisor: Supervisor | None = None
+        self._result: RunProcsResult | None = None
+        self._values: dict[int, Any] = {}
+        self._starting = self._closed = self._is_closed = False
+        self._one = allocate_lock()
+        self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `wait` again
+
+    def start(self) -> None:
+        """Start every worker, or none.
+
+        If it is called in the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT (see
+        ``TORCHELASTIC_SIGNALS_TO_HANDLE``) raises `SignalException` from now on, until the group is closed. If one
+        arrives while the workers start, the group is open afterwards (see `is_open`) and has to be closed.
+
+        Raises:
+            OSError: A worker or the keeper cannot be started; those that had been are gone.
+            TypeError: Something cannot be pickled.
+            ValueError: A placement that this machine does not allow.
+            RuntimeError: The group has been started before, or another thread closes it meanwhile.
+            Exception: What the logs specs raise.
+        """
+        main_module.check_guard()
+        if self._options.signals:
+            with host_signals.delivering():  # raises for a signal that came earlier and was not raised
+                pass
+        with self._one:
+            if self._supervisor is not None or self._starting:
+                msg = f"the group {self.name!r} has been started before"
+                raise RuntimeError(msg)
+            self._starting, self._closed = True, False
+        try:
+            self._start()
+        finally:
+            self._starting = False
+        self._wait_until_up()
+
+    def _start(self) -> None:
+        options, envs = self._options, self.envs
+        unpatched.check()
+        template_or_default(self.console.template)  # refuses a bad template before anything is made
+        self._places = Places(options.placement, envs)
+        if self._places.warning:
+            warnings.warn(self._places.warning, RuntimeWarning, stacklevel=4)  # the frame that called start_processes
+        with ExitStack() as held, ExitStack() as undo:
+            hold = interrupts.deferred if options.signals else host_signals.postpone
+            with hold():
+                for fd in linux.occupy_standard_descriptors():
+                    held.callback(os.close, fd)
+                plan = self._plan(held)
+                supervisor = Supervisor(
+                    settle=options.settle, grace=options.grace, linger=options.linger,
+                    orphan_grace=options.orphan_grace, write_line=options.speak or warn,
+                )  # fmt: skip
+                undo.callback(lambda: release(supervisor, self.logs, options.logs_specs))
+                undo.callback(supervisor.abort)
+                if options.signals:
+                    host_signals.acquire(supervisor)
+                if plan.warm is None:
+                    supervisor.boot(plan.flags, plan.call)  # it starts while this goes on
+                else:
+                    plan.warm.begin()  # it imports while this goes on
+                    if self._own_warm is not None:
+                        undo.callback(self._own_warm.close)
+            options.logs_specs.folders_can_wait = self._begins_slowly
+            with hold():  # else there would be a folder of a run without a record
+                logs = self.logs = checked_dest(options.logs_specs.reify(envs), envs, options.logs_specs)
+                remove_old(logs.error_files.values())
+                events = self._events = observers.begin_events(self.name, envs, logs, options, supervisor, undo)
+            first = self._first_failure = FirstFailure(self.name, supervisor, logs, envs, options)
+            report, watched = observers.watch_timers(envs, logs, options, supervisor, undo)
+            stop_flag, stop_page = observers.make_stop_flag(self.notice, undo)
+            more = {rank: watched.get(rank, {}) | stop_page for rank in envs}
+            specs, files = worker_specs(
+                plan, logs, self._places, envs, more, options.stdin, is_function=not isinstance(self.entrypoint, str),
+                prints_failures=self._prints_failures,
+            )  # fmt: skip
+            fork_server = self._warmed(plan.warm)
+            with hold():  # no signal handler runs between the start of a process and its recording
+                if fork_server is not None:
+                    supervisor.boot(fork_server=fork_server)
+                undo.callback(setattr, self, "_supervisor", None)
+                with self._one:
+                    if self._closed:
+                        raise RuntimeError(_CLOSED_EARLY % self.name)
+                    self._supervisor = supervisor  # from now on, `close` closes it
+                supervisor.start(
+                    specs, [*plan.fds, *files],
+                    observers.make_pump(logs, envs, self.log_line_prefixes, self.console, options),
+                    missing_folders(logs), fork=plan.fork, modules=plan.modules, report=report, after=self._after,
+                    notice=stop_flag, events=events, failed=first.announce if first.announces else None,
+                    stands_alone=partial(stands_alone, logs=logs, sends_evidence=callable(self.entrypoint)),
+                    locate=partial(observers.locate, logs.error_files),
+                )  # fmt: skip
+                # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
+                self._tidy = weakref.finalize(
+                    self, release, supervisor, logs, options.logs_specs, self._own_warm, events, first
+                )
+                undo.pop_all()
+
+    def _wait_until_up(self) -> None:
+        supervisor = self._started()
+        try:
+            supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
+        except BaseException as error:
+            if error is supervisor.not_started:
+                self._tidy()
+                self._supervisor = None
+            raise
+
+    def _warmed(self, warm: Warm | None) -> ForkServer | None:
+        """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
+        try:
+            return None if warm is None else warm.wait()
+        finally:
+            if self._closed:
+                raise RuntimeError(_CLOSED_EARLY % self.name) from None
+
+    @abstractmethod
+    def _plan(self, held: ExitStack) -> Plan:
+        """Plan the start of the workers; refuse what cannot work. ``held`` is closed once the workers run."""
 
     if TYPE_CHECKING:
 
@@ -133,21 +333,7 @@ class PContext(GroupStart):
         >>> asyncio.run(main()).return_values
         {0: 2, 1: 4}
         """
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        over = asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(over.set)
-
-        ended = self._started().ended
-        ended.then(wake)
-        try:
-            await over.wait()
-        finally:
-            ended.forget(wake)
+        await opened(self._started().ended)
         return self.wait()
 
     def fileno(self) -> int:
@@ -281,8 +467,8 @@ class PContext(GroupStart):
         """
         check_timeout(timeout)
         death = signal.SIGTERM if death_sig is None else check_signal("death_sig", death_sig)
-        supervisor = self._supervisor
-        if supervisor is None or supervisor.gone or supervisor.owner != os.getpid():
+        supervisor = self._open()
+        if supervisor is None:
             return
         if death == signal.SIGKILL or (timeout <= 0 and self.notice is None):
             supervisor.kill()
@@ -294,8 +480,8 @@ class PContext(GroupStart):
 
         The keeper does it, though this process is stopped (SIGSTOP) by then. A group that is not open is left as it is.
         """
-        supervisor = self._supervisor
-        if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
+        supervisor = self._open()
+        if supervisor is not None:
             supervisor.expect(seconds)
 
     def signal(self, number: signal.Signals | int) -> None:
@@ -304,8 +490,8 @@ class PContext(GroupStart):
         Returns at once. A group that is not open is left as it is. Raises ValueError if ``number`` is no signal.
         """
         number = check_signal("number", number)
-        supervisor = self._supervisor
-        if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
+        supervisor = self._open()
+        if supervisor is not None:
             for rank in self.envs:  # the keeper knows who runs; here, who has just started is not known yet
                 supervisor.send(rank, number)
 
@@ -369,9 +555,7 @@ class PContext(GroupStart):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     @abstractmethod
@@ -384,23 +568,16 @@ class PContext(GroupStart):
         with self._judging if supervisor.owner == os.getpid() else nullcontext():
             result = self._result
             if result is None:
-                workers, leftovers = supervisor.mirror.workers.values(), supervisor.mirror.leftovers
-                began = supervisor.mirror.began_ns
-                first, is_ours = self._first_failure, supervisor.owner == os.getpid()
+                first = self._first_failure
                 assert first is not None  # as of the start
-                # In a fork, the lock of the failures may be taken for ever.
-                found = first.found() if is_ours else failures_of(workers, self.logs, self.envs)
-                result = collect(
-                    workers, self.logs, found, self._value_once, leftovers, began,
-                    name=self.name, log_dir=first.folder,
-                )  # fmt: skip
+                result = first.collect(self._value_once)
                 result = self._result = self._result or result
                 if self._events is not None:
                     lost = None if supervisor.result_stands else supervisor.keeper_error
                     self._events.ended(result.state, *verdict(result), result, lost)
-                for worker in workers:
+                for worker in supervisor.mirror.workers.values():
                     worker.received_fds.close()  # of workers that failed after they had returned
-                if is_ours:
+                if supervisor.owner == os.getpid():
                     first.note(result)
             return result
 
@@ -408,6 +585,12 @@ class PContext(GroupStart):
         if worker.rank not in self._values:
             self._values[worker.rank] = self._value(worker)
         return self._values[worker.rank]
+
+    def _open(self) -> Supervisor | None:
+        """Return what supervises the workers; None: none is left, none was started, or another process's are they."""
+        supervisor = self._supervisor
+        is_open = supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid()
+        return supervisor if is_open else None
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:

@@ -10,7 +10,7 @@ from phalanx._engine import main_module
 from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._group.arguments import IMPORT
 from phalanx._group.context import PContext
-from phalanx._group.plan import Plan
+from phalanx._group.plan import Places, Plan
 from phalanx._group.warm import choose
 
 TYPE_CHECKING = False
@@ -103,7 +103,7 @@ class MultiprocessContext(PContext):
         main = main_module.source() if self._main == IMPORT else None
         packed = pack(
             function, args, writable=self._writable, numbered=self._numbered, main=main, identities=identities,
-            envs={rank: {**env, **self._devices.get(rank, {})} for rank, env in self.envs.items()},
+            envs={rank: {**env, **self._places.variables.get(rank, {})} for rank, env in self.envs.items()},
         )  # fmt: skip
         held.callback(packed.close)
         self._sent = packed.sent
@@ -121,8 +121,8 @@ class MultiprocessContext(PContext):
 
     def preview(self) -> dict[int, tuple[list[str], dict[str, str], WorkerBounds | None]]:
         """Return what each worker would be given, as `SubprocessContext.preview`; no command: it calls a function."""
-        placed, devices = self._preview_placement()
-        return {rank: ([], devices.get(rank, {}), placed.get(rank)) for rank in self.args}
+        places = Places(self._options.placement, self.envs)
+        return {rank: ([], places.variables.get(rank, {}), places.bounds.get(rank)) for rank in self.args}
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""

@@ -1,14 +1,96 @@
-"""A group's start plan: the keeper that starts the workers, and what each worker executes and inherits."""
+"""What is checked and resolved before a group starts: its options, its places, what each worker executes and inherits.
+
+Nothing is started here.
+"""
 
 from __future__ import annotations
 
 import os
 
+from phalanx._base import interpreter
+from phalanx._base.frozen import Value
+from phalanx._engine import protocol
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
+    from phalanx._events.stream import EventStream
     from phalanx._group.warm import Warm
+    from phalanx._logs.layout import LogsDest
+    from phalanx._logs.specs import LogsSpecs
+    from phalanx._placement.placement import Placement, WorkerBounds
+    from phalanx._timers.specs import TimerSpecs
+
+
+class GroupOptions(Value):
+    """What `PContext` was given beside the workers and the looks of their lines; see there."""
+
+    __slots__ = (
+        "announces",
+        "events",
+        "filters",
+        "grace",
+        "linger",
+        "logs_specs",
+        "on_event",
+        "on_reader_gone",
+        "orphan_grace",
+        "placement",
+        "record",
+        "settle",
+        "signals",
+        "speak",
+        "stdin",
+        "timers",
+    )
+
+    announces: bool
+    events: EventStream | None
+    filters: dict[str, list[str] | None]
+    grace: float
+    linger: float
+    logs_specs: LogsSpecs
+    on_event: Callable[[dict[str, Any]], object] | None
+    on_reader_gone: Callable[[str], None] | None
+    orphan_grace: float
+    placement: Placement | None
+    record: bool
+    settle: float
+    signals: bool
+    speak: Callable[[str], None] | None
+    stdin: dict[int, int]
+    timers: TimerSpecs | None
+
+    def __init__(self, **options: Any) -> None:
+        self._store(**options)
+
+
+class Places(Value):
+    """Where the workers of a group run, by local rank.
+
+    Attributes:
+        bounds: Their CPUs, nice values and limits; a rank that is missing has the launcher's.
+        variables: The environment variables that follow.
+        warning: What is to be known of it; "": nothing.
+    """
+
+    __slots__ = ("bounds", "variables", "warning")
+
+    bounds: dict[int, WorkerBounds | None]
+    variables: dict[int, dict[str, str]]
+    warning: str
+
+    def __init__(self, placement: Placement | None = None, envs: Mapping[int, Mapping[str, str]] | None = None) -> None:
+        """Resolve a placement for workers with these environments. Raises ValueError: not on this machine."""
+        if placement is None or envs is None:
+            self._store(bounds={}, variables={}, warning="")
+            return
+        found, warning = placement.resolve(len(envs))
+        bounds = dict(zip(sorted(envs), found.values(), strict=True))
+        self._store(bounds=bounds, variables=placement.environment(envs), warning=warning)
 
 
 class Plan:
@@ -67,3 +149,48 @@ def find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
         raise IsADirectoryError(msg)
     msg = f"entrypoint: {found[0]!r} is not executable (chmod +x?)"
     raise PermissionError(msg)
+
+
+def worker_specs(
+    plan: Plan,
+    logs: LogsDest,
+    places: Places,
+    envs: Mapping[int, dict[str, str]],
+    more: Mapping[int, dict[str, str]],
+    stdin: Mapping[int, int],
+    *,
+    is_function: bool,
+    prints_failures: bool,
+) -> tuple[list[protocol.Spec], list[int]]:
+    """Return what to start for each rank, and the descriptors of what is read.
+
+    Args:
+        plan: How the workers are started.
+        logs: Where their output goes.
+        places: Where they run.
+        envs: Their environments, on top of the launcher's.
+        more: Their further variables, beside those of their places.
+        stdin: The descriptor that becomes the stdin of a rank.
+        is_function: Whether they run a function.
+        prints_failures: Whether one that does prints the traceback of its failure to a stderr that is the launcher's.
+    """
+    files = {rank: fd for rank, fd in stdin.items() if rank in plan.commands}
+    indices = {rank: number for number, rank in enumerate(files, 1 + len(plan.fds))}
+    follow = os.fsencode(interpreter.follow_fork()) if plan.fork else b""
+    bounds = (logs.max_size, logs.keep, logs.compress)
+    specs = []
+    for rank, (path, argv, fds) in plan.commands.items():
+        whole = envs[rank] | places.variables.get(rank, {}) | more[rank]
+        env = {os.fsencode(name): os.fsencode(value) for name, value in whole.items()}
+        env[ERROR_FILE_ENV.encode()] = os.fsencode(logs.error_files[rank])
+        if is_function:
+            whose = f"rank {envs[rank].get('RANK') or rank}" if prints_failures else "none"
+            env[b"PHALANX_TRACEBACKS"] = os.fsencode("all" if logs.stderrs[rank] else whose)
+        if follow:
+            env[os.fsencode(interpreter.FOLLOW_ENV)] = follow
+        stdout, stderr = logs.stdouts[rank] or None, logs.stderrs[rank] or None
+        words = argv if plan.fork else interpreter.followed(argv)
+        specs.append(protocol.Spec(
+            rank, os.fsencode(path), words, env, indices.get(rank), stdout, stderr, fds, bounds, places.bounds.get(rank)
+        ))  # fmt: skip
+    return specs, [*files.values()]

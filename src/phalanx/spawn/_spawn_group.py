@@ -42,6 +42,7 @@ class SpawnGroup(MultiprocessContext):
 
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
         super().__init__(*args, signals=False, numbered=True, daemon=daemon, **options)
+        self._grace: float = options.get("grace", GRACE)
 
     @property
     def is_lost(self) -> bool:
