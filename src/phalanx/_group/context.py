@@ -46,8 +46,8 @@ class PContext(GroupStart):
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
         duplicate_stdout_filters: Strings; lines of stdout that hold one are also written to a file of all ranks.
         duplicate_stderr_filters: The same for stderr.
-        settle: Seconds after the first failure before the others are stopped (default 0.1). Up to 1 s, less where no
-            other worker does anything.
+        settle: Seconds after the first failure before the others are stopped (default 0.03; at least 1 after a lost
+            connection, unless it is 0).
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
         linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
             (default 0). After that they are ended, and it is said which, and whose they were.

@@ -26,7 +26,7 @@ from phalanx._group.first_failure import FirstFailure
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
-from phalanx._outcomes.result import stands_alone
+from phalanx._outcomes.result import lost_connection
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class GroupStart(ABC):
                     report=report,
                     after=self._after,
                     notice=stop_flag,
-                    stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
+                    lost_connection=partial(lost_connection, logs=self.logs),
                     locate=partial(_locate, self.logs.error_files),
                     events=events,
                     failed=first.announce if first.announces else None,
