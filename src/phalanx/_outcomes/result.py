@@ -312,9 +312,9 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
             if began:
                 is_first = min(began) <= moment + _LEAVING
             else:
-                is_first = worker.exiting_early or (
-                    worker.order < workers[peer].order and worker.exit_ns <= moment + _LEAVING
-                )
+                # A SIGKILL of somebody else's follows from no peer's failure, even if its exit was seen later.
+                earlier = failure.exitcode == -signal.SIGKILL or worker.order < workers[peer].order
+                is_first = worker.exiting_early or (earlier and worker.exit_ns <= moment + _LEAVING)
             if is_first:
                 before.append(moment - 1)
         if before:
