@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORKERS = 8
-SETTLE = {PHALANX: 0.1, PEER: 0.0, FLOOR: 0.0}
+SETTLE = {PHALANX: 0.03, PEER: 0.0, FLOOR: 0.0}
 """Seconds that a contender, as it comes, lets the other workers go on after the first failure."""
 
 # The peers say "ready" in a FIFO and wait for SIGTERM; rank 0 hears them all, lets the launcher settle in its wait,

@@ -67,12 +67,6 @@ SCRIPTS: dict[str, Script] = {
         ("ALL_ENDED", "KILLING", ()),
         *EMPTY,
     ],
-    "one fails, and no peer does anything": [
-        *FAILED,
-        ("QUIET", "STOPPING", STOP),
-        ("ALL_ENDED", "SWEEPING", SWEEP),
-        *EMPTY,
-    ],
     "closed in the settle window": [*FAILED, ("STOP", "STOPPING", STOP), ("ALL_ENDED", "SWEEPING", SWEEP), *EMPTY],
     "killed in the settle window": [*FAILED, ("KILL", "KILLING", KILL), ("ALL_ENDED", "KILLING", ()), *EMPTY],
     "closed, and one ignores it": [

@@ -27,11 +27,6 @@ IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_MOVE_SELF, IN_Q_OVERFLOW = 0x2,
 IN_MOVED_FROM, IN_DELETE = 0x40, 0x200
 SIGKILL = 9
 
-RECORDING = b"phalanx-records"
-"""The name of a process while it records an exception, which may take a disk, or the exception's own methods. What
-follows from the failure may end other workers meanwhile: the keeper does not take it for one that sleeps."""
-
-
 _FILE_NAMES = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 
 
@@ -44,17 +39,6 @@ def path_of(error: OSError) -> str:
     """Return the path in an OSError; "" if it has none."""
     name = error.filename or ""
     return text_of(name) if isinstance(name, bytes) else str(name)
-
-
-def set_comm(name: bytes) -> bytes:
-    """Give this process another name, where /proc is there. Returns the one before."""
-    try:
-        with open("/proc/self/comm", "r+b", buffering=0) as file:
-            before = file.read().rstrip(b"\n")
-            file.write(name)
-    except OSError:
-        return b""
-    return before
 
 
 def _libc(name: str, *args: object) -> int:

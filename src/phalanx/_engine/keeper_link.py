@@ -16,7 +16,7 @@ from phalanx._base.text import name_ranks
 from phalanx._base.threads import Latch
 from phalanx._engine import protocol, start_errors
 from phalanx._engine.keeper_watchdog import KeeperWatchdog
-from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, SHORT_SETTLE, START_WAIT
+from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, LOSS_SETTLE, START_WAIT
 from phalanx._engine.start_errors import KeeperLostError
 
 TYPE_CHECKING = False
@@ -51,8 +51,8 @@ class KeeperLink:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
         notice: Seconds from the notice of a planned stop to the death signal.
         hang_report: What writes down hangs; None: no timers are watched.
-        stands_alone: Returns whether a failure was not brought about by a peer's end; None: that is not known. It may
-            take a disk. It is called by ``on_thread``. None: nobody asks.
+        lost_connection: Returns whether a worker has failed of a lost connection. It may take a disk, and is called by
+            ``on_thread``.
         locate: Returns where the workers are, by rank, for whose pids it is given a function, see `live.locate`. It
             takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
@@ -77,7 +77,7 @@ class KeeperLink:
         self.settle, self.grace, self.linger = policy
         self.notice = 0.0
         self.hang_report: HangReporter | None = None
-        self.stands_alone: Callable[[WorkerRecord], bool | None] | None = None
+        self.lost_connection: Callable[[WorkerRecord], bool] = lambda _worker: False
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None
         self.failing: Callable[[], object] | None = None
@@ -186,7 +186,7 @@ class KeeperLink:
     def _on_state(self, name: str, moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
         self._mirror.state = name
         bound = {
-            "SETTLING": max(self.settle, SHORT_SETTLE),
+            "SETTLING": max(self.settle, LOSS_SETTLE),
             "NOTICED": self.notice,
             "STOPPING": self.grace + KILL_WAIT,
             "LINGERING": self.linger,
@@ -212,13 +212,13 @@ class KeeperLink:
         """Send the keeper what the first failure is: the length of the settle window depends on that."""
         if self._judged:
             return
-        self._judged, judge = True, self.stands_alone
+        self._judged = True
 
-        def look() -> None:
-            alone = None if judge is None or worker.struck else judge(worker)
-            self._loop.call(lambda: None if self.ended else self.send(protocol.judged(worker.rank, alone)))
+        def judge() -> None:
+            lost = not worker.struck and self.lost_connection(worker)
+            self._loop.call(lambda: None if self.ended else self.send(protocol.judged(lost)))
 
-        self.on_thread(look)
+        self.on_thread(judge)
 
     def _on_failing(self, rank: int) -> None:
         self._mirror.leaving(rank)  # its lines are revealed at its exit: it has still to print its traceback

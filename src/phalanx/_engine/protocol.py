@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 START_WAIT = 300.0
 """Seconds that the keeper has to get up and to start all workers, on however slow a machine or file system."""
 
-SHORT_SETTLE = 1.0
-"""Seconds of a settle window: a longer one is for peers whose own timeouts run out, and is kept. A shorter one may end
-early, and lasts so long if the first failure is a lost connection, or as long as the launcher does not report that."""
+LOSS_SETTLE = 1.0
+"""Seconds of a settle window, at the least, if the first failure is a lost connection, or while that is not known: the
+worker that closed the connection may be on its way to its exit, and have recorded nothing yet."""
 
 ANSWER_WAIT = 2.0
 """Seconds beyond its own last deadline after which a keeper that has sent nothing is taken for stopped and is woken
@@ -221,12 +221,9 @@ def evidence_taken(serial: int) -> Message:
     return "evidence_taken", serial
 
 
-def judged(rank: int, alone: bool | None) -> Message:  # noqa: FBT001 - the fields of a message
-    """This worker's failure, the first that was seen, was caused by no peer (``alone``), or is a lost connection.
-
-    None: it is not known which. This ends no settle window early, and lets none last longer than it is.
-    """
-    return "judged", rank, alone
+def judged(is_lost_connection: bool) -> Message:  # noqa: FBT001 - the field of a message
+    """Whether the first failure is a lost connection: if it is none, the settle window is as long as was asked for."""
+    return "judged", is_lost_connection
 
 
 def leaving(pid: int) -> Message:

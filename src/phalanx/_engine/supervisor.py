@@ -132,7 +132,7 @@ class Supervisor:
         report: HangReporter | None = None,
         after: Latch | None = None,
         notice: StopFlag | None = None,
-        stands_alone: Callable[[WorkerRecord], bool | None] | None = None,
+        lost_connection: Callable[[WorkerRecord], bool] | None = None,
         locate: Callable[[Callable[[], dict[int, int]]], dict[int, str]] | None = None,
         events: GroupEvents | None = None,
         failed: Callable[[], None] | None = None,
@@ -149,13 +149,13 @@ class Supervisor:
             report: What writes down hangs, if the workers' timers are to be watched.
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
             notice: What precedes a planned stop, if anything does. It is closed with the group.
-            stands_alone: See `KeeperLink`.
+            lost_connection: See `KeeperLink`. None: no failure is taken for one.
             locate: See there.
             events: Emits what happens, if anybody observes it.
             failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
                 process of the group is left, or before that if it takes long.
         """
-        self._link.stands_alone, self._link.locate = stands_alone, locate
+        self._link.lost_connection, self._link.locate = lost_connection or self._link.lost_connection, locate
         self._link.on_thread = self._chored.submit
         self._link.events = events
         self._failed, self._link.failing = failed, partial(self._loop.after, SOON, self._report_failure)

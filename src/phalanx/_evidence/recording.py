@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx._base import linux
 from phalanx._evidence.describe import cut_middle, describe
 from phalanx._evidence.error_file import (
     ERROR_FILE_ENV,
@@ -78,13 +77,11 @@ def record(
         Whether `path` now holds evidence of this process, or a copy that `mark_as_recorded` knows; or the fallback does
         (`write_fallback`), because `path` cannot be written any more.
     """
-    before = b""
     try:
         moment = time.monotonic_ns()  # before anything that takes time
         path = os.fspath(path or os.environ.get(ERROR_FILE_ENV, ""))
         if not path:
             return False
-        before = linux.set_comm(linux.RECORDING)
         data = read_error_file(path)[0]
         author = written_by(data)
         if author == os.getppid():
@@ -116,9 +113,6 @@ def record(
         _mark(exc, path, began)
     except BaseException:  # one of ours must not replace the exception that is being recorded
         return False
-    finally:
-        if before not in (b"", linux.RECORDING):  # the latter: another thread records, too
-            linux.set_comm(before)
     return True
 
 

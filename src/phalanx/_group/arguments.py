@@ -25,7 +25,7 @@ START_METHODS = ("spawn", "forkserver", "fork")
 UNSET: Any = object()
 """The value of an argument that was left out, where None has a meaning."""
 
-SETTLE = 0.1
+SETTLE = 0.03
 """Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
 
 GRACE = 30.0

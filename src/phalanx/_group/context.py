@@ -28,7 +28,7 @@ from phalanx._group.plan import GroupOptions, Places, Plan, worker_specs
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
-from phalanx._outcomes.result import stands_alone, verdict
+from phalanx._outcomes.result import lost_connection, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class PContext(ABC):
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
         duplicate_stdout_filters: Strings; lines of stdout that hold one are also written to a file of all ranks.
         duplicate_stderr_filters: The same for stderr.
-        settle: Seconds after the first failure before the others are stopped (default 0.1). Up to 1 s, less where no
-            other worker does anything.
+        settle: Seconds after the first failure before the others are stopped (default 0.03; at least 1 after a lost
+            connection, unless it is 0).
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
         linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
             (default 0). After that they are ended, and it is said which, and whose they were.
@@ -251,7 +251,7 @@ class PContext(ABC):
                     observers.make_pump(logs, envs, self.log_line_prefixes, self.console, options),
                     missing_folders(logs), fork=plan.fork, modules=plan.modules, report=report, after=self._after,
                     notice=stop_flag, events=events, failed=first.announce if first.announces else None,
-                    stands_alone=partial(stands_alone, logs=logs, sends_evidence=callable(self.entrypoint)),
+                    lost_connection=partial(lost_connection, logs=logs),
                     locate=partial(observers.locate, logs.error_files),
                 )  # fmt: skip
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.

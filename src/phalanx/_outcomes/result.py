@@ -311,9 +311,9 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
             if began:
                 is_first = min(began) <= moment + _LEAVING
             else:
-                is_first = worker.exiting_early or (
-                    worker.order < workers[peer].order and worker.exit_ns <= moment + _LEAVING
-                )
+                # A SIGKILL of somebody else's follows from no peer's failure, even if its exit was seen later.
+                earlier = failure.exitcode == -signal.SIGKILL or worker.order < workers[peer].order
+                is_first = worker.exiting_early or (earlier and worker.exit_ns <= moment + _LEAVING)
             if is_first:
                 before.append(moment - 1)
         if before:
@@ -329,26 +329,13 @@ def is_cut_off(failure: ProcessFailure) -> bool:
     return known or reads_as_lost_connection(failure.message)
 
 
-def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) -> bool | None:
-    """Whether the failure that was seen first is the root cause, whatever peers may leave that have left nothing yet.
-
-    False: it is a lost connection. None: nothing is known of it.
-
-    What they leave from now on is later than its own evidence, or its exit, unless they record it already
-    (`linux.RECORDING`). Only of a failure by a lost connection may
-    the cause be recorded later than the failure itself, see `_date_back`.
-
-    Args:
-        worker: The one that failed.
-        logs: The paths of its files.
-        sends_evidence: Whether an exception that it could not write down was sent, and is not known here.
-    """
+def lost_connection(worker: WorkerRecord, logs: LogsDest) -> bool:
+    """Whether a worker that fails has recorded that it lost a connection: the cause may be recorded later than that."""
     path, code = logs.error_files[worker.rank], 1 if worker.exit is None else worker.exit.returncode
     told = read_fallback(path, worker.pid)
-    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns or None, told=told)
-    if failure.evidence_ns is None and code > 0 and (sends_evidence or disk.shortage(os.path.dirname(path))):
-        return None
-    return None if failure.unreadable else not is_cut_off(failure)
+    return is_cut_off(
+        ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns or None, told=told)
+    )
 
 
 def _judge_success(

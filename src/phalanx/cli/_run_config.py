@@ -257,7 +257,7 @@ class EndOptions(Declared, section=END):
         sentence="Time between SIGTERM and SIGKILL.",
     )
     settle = Time(
-        default="0.1",
+        default="0.03",
         sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
     )
     linger = Time(

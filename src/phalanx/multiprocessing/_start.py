@@ -103,7 +103,7 @@ def start_processes(
         tee: Older form only: the streams that go to files and to the console.
         log_dir: Older form only: the folder, given by name.
         settle: Seconds (>= 0) between the first failure and the stop of the others. In this time, they may fail too and
-            leave tracebacks of their own. A time of at most 1 s is over early when no other worker does anything.
+            leave tracebacks of their own. If the first failure is a lost connection, it is 1 s at least (0 stays 0).
         grace: Seconds (>= 0) between SIGTERM and SIGKILL when the others are stopped.
         linger: Seconds (>= 0) for which processes that workers left behind (an upload, say) may go on after every
             worker has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` has them.

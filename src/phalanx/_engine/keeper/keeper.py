@@ -18,10 +18,9 @@ from phalanx._base.loop import Loop
 from phalanx._engine import lifecycle, protocol
 from phalanx._engine.keeper.children import Children
 from phalanx._engine.keeper.connection import BATCH, FEW, Connection
-from phalanx._engine.keeper.settling import Settling
 from phalanx._engine.keeper.waits import Waits
 from phalanx._engine.lifecycle import PATIENCE
-from phalanx._engine.protocol import DRAIN_WAIT, KILL_WAIT
+from phalanx._engine.protocol import DRAIN_WAIT, KILL_WAIT, LOSS_SETTLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
+_BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
 _SIGINFO = 128  # bytes of one signal, of which there is one at most: SIGCHLD is not queued
 _ORPHANED = ("orphaned",)  # in place of the last message: nobody receives one
 _NO_START = ("start_failed",)  # what the last message begins with beside which no exit is reported
@@ -72,9 +72,7 @@ class Keeper:
         self._notice: Notice | None = None
         self._order: tuple[Any, ...] = ()
         self._children = Children(self.loop, self._on_worker_exit, self._on_reaped)
-        self._settling = Settling(
-            self._children, self.loop, self._waits, lambda: self._state == "SETTLING", lambda: self._see("QUIET")
-        )
+        self._failed_at = 0.0  # when the settle window began
         self._sweep: Sweep | None = None  # from the first look on
         self._all_well, self._more_to_reap = True, False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -170,6 +168,11 @@ class Keeper:
             self._connection.send(protocol.failing(rank))
             if self._state == "RUNNING":
                 self._see("ONE_LEAVES")
+
+    def _on_judged(self, is_lost_connection: bool) -> None:  # noqa: FBT001 - as it is called
+        """The launcher has read the first failure's evidence."""
+        if self._state == "SETTLING" and not is_lost_connection:
+            self._settle_for(self._waits.settle)
 
     def _on_evidence_taken(self, serial: int) -> None:
         if self._escalation is not None:
@@ -321,6 +324,26 @@ class Keeper:
 
     # --- the actions of the table
 
+    def _arm_settle(self) -> None:
+        """Open the settle window: the first failure has just been seen.
+
+        The cause of a lost connection may still be on its way up, through handlers that close what it had open. So a
+        short window lasts longer, until the launcher, which may be busy, reports that the first failure is none.
+        """
+        self._failed_at, window = clock.now(), self._waits.settle
+        self._settle_for(max(window, LOSS_SETTLE) if window else 0.0)
+        self.loop.when_idle(lambda: self._note_exiting(early=True))
+
+    def _settle_for(self, window: float) -> None:
+        """Let the settle window last for so many seconds from its beginning."""
+        until = self._failed_at + window
+        self._waits.arm("SETTLED", until)
+        if window > _BEFORE:  # not when it is over: a look at many takes milliseconds
+            self.loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
+
+    def _note_exiting(self, *, early: bool) -> None:
+        self._children.note_exiting(lambda: self._state == "SETTLING", early=early)
+
     def _arm_linger(self) -> None:
         linger = self._waits.linger
         self._waits.arm("LINGER_OVER", clock.now() + linger)
@@ -400,7 +423,7 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "START_WORKERS": Keeper._start_workers,
     "REFUSE": Keeper._refuse,
     "REPORT_STARTED": Keeper._report_started,
-    "ARM_SETTLE": lambda keeper: keeper._settling.begin(),
+    "ARM_SETTLE": Keeper._arm_settle,
     "GIVE_NOTICE": Keeper._give_notice,
     "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal, but_leaving=not keeper._ordered),
     "ARM_GRACE": lambda keeper: keeper._waits.arm_grace(),
@@ -423,6 +446,6 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "expect": Keeper._on_expect,
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
-    "judged": lambda keeper, rank, alone: keeper._settling.judged(rank, alone),
+    "judged": Keeper._on_judged,
     "leaving": Keeper._on_leaving,
 }
