@@ -34,6 +34,16 @@ NOT_RUN = {
     "python -m benchmarks clients": "takes minutes, and torch; tests/project/test_clients.py runs a row",
     "python -m benchmarks clients trainer --case kill --consoles seen": "as above",
     "python -m benchmarks clients --page docs/compatibility.md": "as above",
+    "python3 -m venv .venv && . .venv/bin/activate": "makes an environment; `make package` does so, and installs there",
+    "python -m pip install .": "as above",
+    "python -m pip install '.[etcd]'": "as above",
+    "python -m pip install '.[re2]'": "as above",
+    "phalanx stack": "needs a run that lasts; the transcript `stack` is of it",
+    "phalanx run --nproc-per-node gpu train.py": "needs a GPU; tests/placement has devices",
+    "phalanx run --nproc-per-node gpu --virtual-local-rank train.py": "as above",
+    "phalanx run --nproc-per-node gpu --numa-binding node train.py": "as above",
+    "phalanx run --nproc-per-node 8 --preload torch,numpy train.py":
+        "needs torch; tests/engine/test_warm_scripts.py runs its like",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
     "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
     "python examples/kill_ranks.py --preload torch,sklearn.datasets":
@@ -66,6 +76,9 @@ NO_SCRIPTS = {
     "# same.py": "starts workers of its own: `test_the_programs_of_the_readme_run`",
     "# squares.py": "as above: `test_the_programs_of_the_readme_run`",
     "# steps.sh": "the transcript `buffers` is of it",
+    "# fail.py": "fails: the transcript `tutorial-fail` is of it",
+    "# resume.py": "the transcript `tutorial-restart` is of it",
+    "# hang.py": "hangs: the transcript `tutorial-hang` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""
 
