@@ -228,9 +228,7 @@ _CHAIN = (
     b"The above exception was the direct cause of the following exception:",
 )
 _BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
-_PLAIN = re.compile(
-    re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n"
-)
+_PLAIN = re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")
 """A traceback at the margin, without chain or group: fast, for thousands of them."""
 _GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
