@@ -23,7 +23,7 @@ import click
 import pytest
 
 import phalanx
-from phalanx._placement import accelerators, devices
+from phalanx._placement import devices
 from phalanx.cli._stdin import NONE
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
@@ -280,22 +280,22 @@ def amd(root: Path, *simds: int) -> None:
 
 
 def test_devices_are_counted_without_a_framework(machine: Path) -> None:
-    assert accelerators.count_gpus(str(machine)) == 0
-    assert accelerators.count_gpus(str(machine / "absent")) == 0
+    assert devices.count_gpus(str(machine)) == 0
+    assert devices.count_gpus(str(machine / "absent")) == 0
     nvidia(machine, 12)
-    assert accelerators.count_gpus(str(machine)) == 12
+    assert devices.count_gpus(str(machine)) == 12
 
 
 def test_devices_of_a_container_are_those_that_it_was_given(machine: Path) -> None:
     nvidia(machine, 8, nodes=False)
-    assert accelerators.count_gpus(str(machine)) == 8  # drivers that show no nodes
+    assert devices.count_gpus(str(machine)) == 8  # drivers that show no nodes
     (machine / "dev" / "nvidia5").touch()
-    assert accelerators.count_gpus(str(machine)) == 1  # /proc shows the host's
+    assert devices.count_gpus(str(machine)) == 1  # /proc shows the host's
 
 
 def test_devices_of_the_other_make(machine: Path) -> None:
     amd(machine, 0, 0, 304, 304, 1216)
-    assert accelerators.count_gpus(str(machine)) == 3
+    assert devices.count_gpus(str(machine)) == 3
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ def test_devices_of_the_other_make(machine: Path) -> None:
 )  # fmt: skip
 def test_visible_devices(machine: Path, monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert accelerators.count_gpus(str(machine)) == 0  # a variable makes no device
+    assert devices.count_gpus(str(machine)) == 0  # a variable makes no device
     nvidia(machine, 4)
-    assert accelerators.count_gpus(str(machine)) == count
+    assert devices.count_gpus(str(machine)) == count
 
 
 VISIBLE = [
@@ -353,15 +353,15 @@ def test_devices_under_wsl_are_counted_by_nvidia_smi(
     machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     wsl(machine, LISTED, library)
-    assert accelerators.count_gpus(str(machine)) == 2
+    assert devices.count_gpus(str(machine)) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert accelerators.count_gpus(str(machine)) == 1
+    assert devices.count_gpus(str(machine)) == 1
 
 
 @pytest.mark.parametrize("smi", ["", "exit 9", f"{LISTED}\nexit 9", "echo 'No devices were found'"])
 def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -> None:
     wsl(machine, smi)
-    assert accelerators.count_gpus(str(machine)) == 1
+    assert devices.count_gpus(str(machine)) == 1
 
 
 def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,23 +374,23 @@ def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest
             started.append(self.pid)
 
     monkeypatch.setattr(subprocess, "Popen", Noted)
-    monkeypatch.setattr(accelerators, "_ASKING", 0.5)
+    monkeypatch.setattr(devices, "_ASKING", 0.5)
     wsl(machine, "exec sleep 600")
-    assert accelerators.count_gpus(str(machine)) == 1
+    assert devices.count_gpus(str(machine)) == 1
     assert len(started) == 1
     assert wait_gone(started) == set()
 
 
 def test_devices_of_other_makes_under_wsl_are_none(machine: Path) -> None:
     wsl(machine, LISTED, library="")
-    assert accelerators.count_gpus(str(machine)) == 0
+    assert devices.count_gpus(str(machine)) == 0
 
 
 def test_visible_devices_of_the_other_make(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     amd(machine, 0, 304, 304, 304, 304)
     for number, name in enumerate(("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), 1):
         monkeypatch.setenv(name, ",".join("0123"[:number]))
-        assert accelerators.count_gpus(str(machine)) == number
+        assert devices.count_gpus(str(machine)) == number
 
 
 # --- options

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from phalanx import events
-from phalanx._base.delivery import MOST_NESTED
+from phalanx._base.handler_guard import MOST_NESTED
 from phalanx.events import Event, EventSource, NodeState, RdzvEvent
 from tests.support.helpers import TIMEOUT
 from tests.support.told import KeptRecords, fail, unconfigured

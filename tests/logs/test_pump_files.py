@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import random
 import re
 import select
 import socket
@@ -21,15 +20,12 @@ from phalanx._base.loop import Loop
 from phalanx._logs import pump, sink
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.follower import Follower, last_lines
-from phalanx._logs.merge import merge
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import Json, Text, View
 from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput, TerminalOutput
-from phalanx._logs.timeline import GREW, TimelineWriter
-from phalanx._logs.timeline import read as read_timeline
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
@@ -395,161 +391,6 @@ def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
     with followed(path, rotates=True) as it:
         assert read_on(it) == b"one\ntwo\nthree\nfour\n"
     assert [os.path.getsize(name) for name in [*rotated_files(str(path)), str(path)]] == [8, 6, 5]
-
-
-# --- the times of writing
-
-
-@pytest.fixture
-def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr(clock, "wall", lambda: 1.7e9 + time() - 100.0)
-    return 1.7e9
-
-
-def records(path: str) -> list[tuple[float, int, int]]:
-    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in read_timeline(path) if kind == GREW]
-
-
-@pytest.mark.usefixtures("wall")
-def test_a_timeline_is_read_as_it_was_written(time: FakeClock, tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    noted = [(0.0, 0, 10), (0.5, 3, 7), (0.0, 0, 12), (70.0, 0, 13), (0.001, 1, 1), (600.25, 3, 1 << 20)]
-    sizes: dict[int, int] = {}
-    expected = []
-    for pause, stream, size in noted:
-        time.advance(pause)
-        it.note(stream, size)
-        expected.append((round(time() - 100, 3), stream, size - sizes.get(stream, 0)))
-        sizes[stream] = size
-    it.note(3, 1 << 20)  # nothing new
-    assert it.unwritten
-    it.close()
-    it.close()
-    assert records(it.path) == expected
-
-
-@pytest.mark.usefixtures("wall")
-def test_growths_close_together_are_one(time: FakeClock, tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    for size in range(1, 6):
-        it.note(0, size)
-        time.advance(0.003)
-    it.note(1, 1)
-    it.note(0, 6)
-    it.close()
-    assert records(it.path) == [(0.0, 0, 4), (0.012, 0, 1), (0.015, 1, 1), (0.015, 0, 1)]
-
-
-@pytest.mark.usefixtures("wall")
-def test_a_growth_beyond_what_a_record_holds(time: FakeClock, tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    it.note(2, 1)
-    time.advance(66.0)
-    it.note(2, 10 << 30)
-    it.close()
-    found = records(it.path)
-    assert sum(grown for _at, _stream, grown in found) == 10 << 30
-    assert {at for at, _stream, _grown in found} == {0.0, 66.0}
-
-
-@pytest.mark.usefixtures("wall")
-def test_a_file_that_was_cut_short_grows_from_there(tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    it.note(0, 100)
-    it.note(0, 0)
-    it.note(1, 1)
-    it.note(0, 5)
-    it.close()
-    assert [grown for _at, _stream, grown in records(it.path)] == [100, 1, 5]
-
-
-@pytest.mark.usefixtures("wall")
-def test_a_long_timeline_is_written_in_between(time: FakeClock, tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    for number in range(2000):
-        time.advance(0.02)
-        it.note(number % 4, 10 + number)
-    assert os.path.getsize(it.path) > 4000
-    it.close()
-    assert len(records(it.path)) == 2000
-
-
-def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
-    for path in (tmp_path / "no" / "where", "/dev/full"):
-        it = TimelineWriter(str(path))
-        it.note(0, 10)
-        it.flush()
-        it.note(0, 20)
-        it.close()
-    assert list(read_timeline(str(tmp_path / "no" / "where"))) == []
-
-
-def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "timeline"
-    it = TimelineWriter(str(path))
-    it.note(0, 10)
-    it.note(1, 20)
-    it.close()
-    whole = path.read_bytes()
-    counts = []
-    for length in range(len(whole) + 1):
-        path.write_bytes(whole[:length])
-        counts.append(len(list(read_timeline(str(path)))))
-    assert counts == [0] * 19 + [1] * 3 + [2]
-    path.write_bytes(b"something else, and long enough for it\n")
-    assert list(read_timeline(str(path))) == []
-
-
-@pytest.mark.usefixtures("wall")
-def test_streams_are_merged_in_the_order_of_time(time: FakeClock, tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    paths = {stream: str(tmp_path / f"{stream}.log") for stream in (0, 1, 2)}
-    dice = random.Random(2)  # noqa: S311 - the same numbers in every run, and no secret
-    said = []
-    for number in range(200):
-        stream = dice.choice(list(paths))
-        text = b"%d: %d\n" % (stream, number)
-        append(paths[stream], text)
-        it.note(stream, os.path.getsize(paths[stream]))
-        said.append(text)
-        time.advance(dice.random())
-    it.close()
-    append(paths[1], b"1: not noted any more\n")
-    followers = {stream: Follower(path) for stream, path in paths.items()}
-    try:
-        merged = list(merge(followers, it.path))
-    finally:
-        for follower in followers.values():
-            follower.close()
-    assert b"".join(data for _at, _stream, data in merged) == b"".join(said) + b"1: not noted any more\n"
-    noted = [at for at, _stream, _data in merged[:-1]]
-    assert noted == sorted(noted)
-    assert all(data.startswith(b"%d:" % stream) for _at, stream, data in merged)
-
-
-def test_without_a_timeline_file_follows_file(tmp_path: Path) -> None:
-    paths = {}
-    for stream, changed in ((0, 30), (1, 10), (2, 20)):
-        paths[stream] = str(tmp_path / f"{stream}.log")
-        append(paths[stream], b"%d\n" % stream)
-        os.utime(paths[stream], (changed, changed))
-    followers = {stream: Follower(path) for stream, path in paths.items()}
-    followers[3] = Follower(str(tmp_path / "never written"))
-    try:
-        assert list(merge(followers, str(tmp_path / "none"))) == [(10, 1, b"1\n"), (20, 2, b"2\n"), (30, 0, b"0\n")]
-    finally:
-        for follower in followers.values():
-            follower.close()
-
-
-def test_a_timeline_of_files_that_are_gone_or_shorter(tmp_path: Path) -> None:
-    it = TimelineWriter(str(tmp_path / "timeline"))
-    for stream in (0, 1, 2):
-        it.note(stream, 100)
-    it.close()
-    append(str(tmp_path / "0"), b"short\n")
-    with followed(tmp_path / "0") as short, followed(tmp_path / "1") as gone:
-        assert [(stream, data) for _at, stream, data in merge({0: short, 1: gone}, it.path)] == [(0, b"short\n")]
 
 
 # --- the pump
@@ -960,20 +801,6 @@ def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
         write(b"".join(b"line %d\n" % number for number in range(50)))
     assert last_lines(str(path), rotates=True) == b"".join(b"line %d\n" % number for number in range(30, 50))
     assert last_lines(str(path)) == b"line 48\nline 49\n"
-
-
-@pytest.mark.slow
-def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"before\n")
-    times = TimelineWriter(str(tmp_path / "timeline"))
-    with rig([str(path)], str(tmp_path / "out"), timeline=times) as it:
-        append(str(path), b"while it runs\n")
-        it.catch_up()
-        until(it.loop, lambda: os.path.exists(times.path))  # within a second, not only at the end
-        append(str(path), b"at its end\n")
-        it.finish()
-    assert sum(grown for _at, _kind, stream, grown in read_timeline(times.path) if stream == 0) == path.stat().st_size
 
 
 def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:

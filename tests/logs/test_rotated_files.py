@@ -315,7 +315,7 @@ def test_a_compressed_file_can_be_read_again(tmp_path: Path) -> None:
     try:
         packed, buffer = GzipReader(), bytearray(10)
         for offset in (0, 10, 50, 95, 20, 0, 100):
-            count = packed.read(fd, buffer, offset)
+            count = packed.read_at(fd, buffer, offset)
             assert bytes(buffer[:count]) == bytes(range(offset, min(offset + 10, 100)))
     finally:
         os.close(fd)

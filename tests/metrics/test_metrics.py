@@ -19,7 +19,7 @@ import pytest
 
 from phalanx import metrics
 from phalanx._base import clock
-from phalanx._base.delivery import MOST_NESTED, MOST_REPORTED
+from phalanx._base.handler_guard import MOST_NESTED, MOST_REPORTED
 from phalanx.multiprocessing import SignalException
 from tests.support.helpers import TIMEOUT
 from tests.support.told import Kept, KeptRecords, fail, unconfigured

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import procfs
-from phalanx._placement import accelerators, topology
+from phalanx._placement import devices, topology
 from phalanx._placement import placement as placing
 from phalanx._placement.topology import Topology, divide, quota_of, read, threads
 from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
@@ -584,7 +584,7 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
     from phalanx.cli._placement import PlacementOptions, place
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(accelerators, "count_gpus", lambda: 2)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
     options = PlacementOptions(cpu_bind="none", numa_binding=None, nice=0, rlimit=None, virtual_local_rank=True)
     assert place(options, 2, {})[0] == Placement(virtual_local_rank=True)
     with pytest.raises(Exception, match="--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks"):

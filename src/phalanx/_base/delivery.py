@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from phalanx._base.delivery import Guard
+    from phalanx._base.handler_guard import Guard
 
 MOST = 100_000
 """How many calls may wait."""

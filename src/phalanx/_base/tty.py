@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import re
     from typing import Any, TextIO
 
 _SIZE = (80, 24)  # of a terminal that reports 0, or none
@@ -83,6 +83,23 @@ _MARKS = (b"\xc2", b"\xd8\x9c", b"\xe2\x80", b"\xe2\x81")  # how C1, and all of 
 _LONE = 0xDC00  # what a byte that is no UTF-8 is decoded to, less that byte: see "surrogateescape"
 _MOST_OPEN = 256  # characters of the colours that go on in the next line
 
+# Patterns are compiled when they are first used, by `re`, which keeps them: a launcher that shows nothing uses none.
+
+_SGR = r"\033\[[0-9:;]*m"
+_LEFT_OUT = r"\033\[(?:[0-9;]{0,8}[A-GK]|0?J|\?25[hl])|\033\(B"
+"""The moves and erasures of progress bars (CUU to CHA, EL, ED to the end), hiding the cursor, and what tput(1) switches
+to ASCII with, besides the colours."""
+_PASSING = rf"(\033\[[0-9:;]{{0,64}}m)\017?|{_LEFT_OUT}"
+"""Colours, which pass and are group 1, and what is left out."""
+_SEQUENCES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
+_COLOUR = rb"\033\[[0-9:;]{0,64}m"
+_LEFT_OPEN = rb"\033\[(?!0?m)[0-9:;]{0,64}m[^\033\n]*(?:\n|\Z)"
+"""A line from the last of its colours on, if that is no reset."""
+_OFF = r"\033\[{off}(?:;{off})*m".format(off="(?:0*|2[2-9]|39|49|5[459])")
+"""A sequence that only switches colours off."""
+_OUTSIDE_JSON = f"[\x7f-\x9f{''.join(map(chr, (*_REORDERING, *_BREAKS)))}]"
+"""What JSON may hold unescaped, and a terminal would obey."""
+
 
 class Colours:
     r"""Sanitises one stream's text piece by piece. Colours continue in the stream's next line, and only there.
@@ -114,8 +131,8 @@ class Colours:
         """Begin a line with the colours that are on, and end it with a reset."""
         start = self._open
         last = ""
-        for last in _sgr().findall(line):
-            if _off().fullmatch(last):
+        for last in re.findall(_SGR, line):
+            if re.fullmatch(_OFF, last):
                 self._open = ""
             elif last.startswith(("\033[0;", "\033[;")) or len(self._open) > _MOST_OPEN:
                 self._open = last
@@ -139,7 +156,7 @@ def sanitise(text: str) -> str:
 
 def escape(text: str) -> str:
     """Replace what a terminal would obey by escapes; colours, tabs and ends of lines pass."""
-    parts = _passing().split(text)
+    parts = re.split(_PASSING, text)
     table = _table()
     parts[::2] = [part.translate(table) for part in parts[::2]]
     return "".join([part for part in parts if part])
@@ -151,7 +168,7 @@ def plain(text: str) -> str:
     >>> plain("\033[31mred\033[0m\n 5%\r10%\r\n\b")
     'red\n10%\n\\x08'
     """
-    text = _sequences().sub("", text).replace("\r\n", "\n")
+    text = re.sub(_SEQUENCES, "", text).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
     text = escape(text.replace("\x1b", "\\x1b"))
@@ -166,13 +183,13 @@ def escape_json(text: str) -> str:
     """
     if text.isascii() and "\x7f" not in text:
         return text
-    return _outside_json().sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub(_OUTSIDE_JSON, lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _is_more_than_coloured(data: bytes) -> bool:
     """Whether other characters than colours may have to be replaced, or a colour does not end in its line."""
-    colour, left_open = _colours()
-    return left_open.search(data) is not None or _is_suspect(colour.sub(b" ", data))  # b"" would join bytes to letters
+    # b"" would join bytes to letters
+    return re.search(_LEFT_OPEN, data) is not None or _is_suspect(re.sub(_COLOUR, b" ", data))
 
 
 def _is_suspect(data: bytes) -> bool:
@@ -194,55 +211,3 @@ def _table() -> dict[int, str]:
     alone = {code: f"\\x{code:02x}" for code in (*_CONTROLS, *range(0x80, 0xA0))}
     lone = {_LONE + code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}  # C1 in a byte, or half a letter
     return alone | lone | {code: f"\\u{code:04x}" for code in (*_REORDERING, *_BREAKS)}
-
-
-@functools.cache
-def _passing() -> re.Pattern[str]:
-    """Matches colours, which pass and are group 1, and what is left out.
-
-    Left out are the moves and erasures of progress bars (CUU to CHA, EL, ED to the end), hiding the cursor, and what
-    tput(1) switches to ASCII with, besides the colours.
-    """
-    import re
-
-    moves = r"\033\[(?:[0-9;]{0,8}[A-GK]|0?J|\?25[hl])"
-    return re.compile(rf"(\033\[[0-9:;]{{0,64}}m)\017?|{moves}|\033\(B")
-
-
-@functools.cache
-def _sequences() -> re.Pattern[str]:
-    import re
-
-    return re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-
-
-@functools.cache
-def _sgr() -> re.Pattern[str]:
-    import re
-
-    return re.compile(r"\033\[[0-9:;]*m")
-
-
-@functools.cache
-def _colours() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Match a colour; and a line from the last of its colours on, if that is no reset."""
-    import re
-
-    return re.compile(rb"\033\[[0-9:;]{0,64}m"), re.compile(rb"\033\[(?!0?m)[0-9:;]{0,64}m[^\033\n]*(?:\n|\Z)")
-
-
-@functools.cache
-def _off() -> re.Pattern[str]:
-    """Matches a sequence that only switches colours off."""
-    import re
-
-    off = "(?:0*|2[2-9]|39|49|5[459])"
-    return re.compile(rf"\033\[{off}(?:;{off})*m")
-
-
-@functools.cache
-def _outside_json() -> re.Pattern[str]:
-    """Matches what JSON may hold unescaped, and a terminal would obey."""
-    import re
-
-    return re.compile(f"[\x7f-\x9f{''.join(map(chr, (*_REORDERING, *_BREAKS)))}]")

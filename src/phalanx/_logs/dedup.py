@@ -7,7 +7,6 @@ held traceback are shown after it.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from bisect import bisect_right
@@ -229,6 +228,8 @@ _CHAIN = (
     b"The above exception was the direct cause of the following exception:",
 )
 _BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
+_PLAIN = re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")
+"""A traceback at the margin, without chain or group: fast, for thousands of them."""
 _GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
 QUIET = 0.1
@@ -254,7 +255,7 @@ class _Open:
 
     def take_plain(self, block: bytes, begin: int) -> int:
         """Take a plain, whole traceback at once, if one is at ``begin``. Returns where the rest of the block begins."""
-        found = _plain().match(block, begin)
+        found = _PLAIN.match(block, begin)
         if found is None or found.end() - begin > _LONGEST or block.find(HEAD, begin + len(HEAD), found.end()) >= 0:
             return begin
         self.lines = [found[0][:-1]]
@@ -386,9 +387,3 @@ class Tracebacks:
         self._dedup.add(it.source, b"\n".join(it.lines[:end]), it.time)
         if end < len(it.lines):
             self._dedup.follow(it.source, b"\n".join([*it.lines[end:], b""]))
-
-
-@functools.cache
-def _plain() -> re.Pattern[bytes]:
-    """Return a pattern for a traceback at the margin, without chain or group: fast, for thousands of them."""
-    return re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")

@@ -91,7 +91,7 @@ class Follower:
         self.open()
         while True:
             if self._gzip is not None:
-                count = self._gzip.read(self.fd, buffer, self.offset)
+                count = self._gzip.read_at(self.fd, buffer, self.offset)
             else:
                 count = os.preadv(self.fd, [buffer], self.offset)
             self.offset += count

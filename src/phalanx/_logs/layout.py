@@ -13,11 +13,10 @@ from enum import IntFlag
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
-from phalanx._logs import temporary
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Std(IntFlag):
@@ -204,100 +203,7 @@ def checked_dest(logs: object, ranks: Iterable[int], specs: object) -> LogsDest:
     return logs
 
 
-def lay_out(
-    folder: str,
-    ranks: Collection[int],
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
-    local_ranks_filter: set[int] | None = None,
-    folders_can_wait: bool = False,  # noqa: FBT001, FBT002 - the caller's attribute has this name
-) -> LogsDest:
-    """Make ``<folder>/<rank>/`` for each of the local ``ranks``, and name the files in it. Raises OSError.
-
-    With ``folders_can_wait``, folders of ranks without a stream in a file are not made: see `missing_folders`.
-    """
-    redirected, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
-    for rank in sorted(ranks):
-        if redirected[rank] | teed[rank] or not folders_can_wait:
-            _make_empty(os.path.join(folder, str(rank)))
-    return name_files(folder, ranks, redirects, tee, local_ranks_filter)
-
-
-def name_files(
-    folder: str,
-    ranks: Collection[int],
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
-    local_ranks_filter: set[int] | None = None,
-) -> LogsDest:
-    """Name the files in ``<folder>/<rank>/`` for each of the local ``ranks``."""
-    redirected, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
-    streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
-    tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
-    hidden: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
-    errors = {}
-    for rank in sorted(ranks):
-        rank_dir = os.path.join(folder, str(rank))
-        shown = local_ranks_filter is None or rank in local_ranks_filter
-        for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
-            path = os.path.join(rank_dir, name)
-            if stream in redirected[rank] | teed[rank]:
-                streams[stream][rank] = path
-                if stream in teed[rank]:
-                    (tees if shown else hidden)[stream][rank] = path
-            else:
-                streams[stream][rank] = SYS_STREAM if shown else os.devnull
-        errors[rank] = os.path.join(rank_dir, "error.json")
-    return LogsDest(
-        streams[Std.OUT],
-        streams[Std.ERR],
-        tees[Std.OUT],
-        tees[Std.ERR],
-        errors,
-        os.path.join(folder, "filtered_stdout.log"),
-        os.path.join(folder, "filtered_stderr.log"),
-        hidden[Std.OUT],
-        hidden[Std.ERR],
-    )
-
-
-def lay_out_nothing(
-    ranks: Collection[int], redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
-) -> LogsDest:
-    """Name no log files, and error files side by side in a new temporary folder; in none, if none can be made."""
-    try:
-        folder = temporary.make()
-    except OSError:  # workers send their evidence where they cannot write it
-        folder = os.path.join(os.devnull, "phalanx")
-    return name_nothing(folder, ranks, redirects, tee, shown)
-
-
-def name_nothing(
-    folder: str,
-    ranks: Collection[int],
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
-    shown: set[int] | None,
-) -> LogsDest:
-    """Name no log files, and error files side by side in ``folder``."""
-    dropped, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
-
-    def stream(rank: int, kind: Std) -> str:
-        is_shown = (shown is None or rank in shown) and (kind in teed[rank] or kind not in dropped[rank])
-        return SYS_STREAM if is_shown else os.devnull
-
-    return LogsDest(
-        {rank: stream(rank, Std.OUT) for rank in ranks},
-        {rank: stream(rank, Std.ERR) for rank in ranks},
-        error_files={rank: os.path.join(folder, f"{rank}.json") for rank in ranks},
-    )
-
-
-def _by_rank(streams: Std | Mapping[int, Std], ranks: Collection[int]) -> dict[int, Std]:
-    return to_map(streams, max(ranks, default=0) + 1)
-
-
-def _make_empty(folder: str) -> None:
+def make_empty(folder: str) -> None:
     """Make a new folder. Raises OSError; FileExistsError names what is there, and its owner."""
     try:
         os.mkdir(folder)
@@ -309,7 +215,7 @@ def _make_empty(folder: str) -> None:
 
 
 def missing_folders(logs: LogsDest) -> Iterator[Callable[[], None]]:
-    """Yield functions that make the folders that `lay_out` left out, one each: a busy ext4 takes up to 1 ms for one.
+    """Yield functions that make the folders that a layout left out, one each: a busy ext4 takes up to 1 ms for one.
 
     They ignore OSError: without the folder there is no error file, and the group runs.
     """

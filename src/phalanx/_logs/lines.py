@@ -5,7 +5,6 @@ Pure: knows nothing of files or consoles.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from phalanx._base.tty import Colours
 
 _ESCAPE = 0x1B
 _UP = b"\033[A"
+_MOVES = re.compile(rb"((?:\033\[A)+)((?:\r*\n)+)")
 
 LONGEST = 256 * 1024
 """Bytes of an unfinished line that are held. A longer line is passed on in pieces."""
@@ -100,7 +100,7 @@ class Cutter:
 
     def _without_moves(self, block: bytes) -> bytes:
         """Join lines that are separated by a move up and a line feed. Returns the whole lines, and holds the rest."""
-        block = _moves().sub(_one_row, block)
+        block = _MOVES.sub(_one_row, block)
         end = block.rfind(b"\n") + 1
         if end < len(block):
             self._add(block[end:])
@@ -138,11 +138,6 @@ def _one_row(moves: re.Match[bytes]) -> bytes:
     """Replace each pair of a move up and a line feed by a carriage return."""
     up, down = len(moves[1]) // len(_UP), moves[2].count(b"\n")
     return _UP * (up - down) + b"\r" + b"\n" * (down - up)
-
-
-@functools.cache
-def _moves() -> re.Pattern[bytes]:
-    return re.compile(rb"((?:\033\[A)+)((?:\r*\n)+)")
 
 
 def last_state(line: bytes) -> bytes:

@@ -119,7 +119,7 @@ def last_bytes(name: str, most: int) -> tuple[int, bytes]:
         if not name.endswith(GZIP_SUFFIX):
             return found.st_size, os.pread(fd, most, max(0, found.st_size - most))
         compressed, buffer, end, size = GzipReader(), bytearray(4 * _CHUNK), b"", 0
-        while count := compressed.read(fd, buffer, size):
+        while count := compressed.read_at(fd, buffer, size):
             size += count
             if size > _MOST_DECOMPRESSED:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
@@ -132,53 +132,41 @@ def last_bytes(name: str, most: int) -> tuple[int, bytes]:
 class GzipReader:
     """Reads a gzip file from its beginning to its end, through any descriptor of it.
 
-    It takes about 50 KB of memory. A damaged file ends where the damage begins.
+    A damaged file ends where the damage begins.
     """
 
     def __init__(self) -> None:
-        self._decompressor = _new_decompressor()
-        self._taken = 0  # bytes read from the file
-        self._given = 0  # uncompressed bytes
-        self._input = b""
+        from gzip import GzipFile
 
-    def read(self, fd: int, buffer: bytearray | memoryview, offset: int) -> int:
+        self._fd = -1
+        self._taken = 0  # bytes read from it
+        self._content: Any = GzipFile(fileobj=self)
+        self._given = 0  # uncompressed bytes
+
+    def read_at(self, fd: int, buffer: bytearray | memoryview, offset: int) -> int:
         """Read from an uncompressed ``offset`` on. Returns the number of bytes; 0 at the end. Raises OSError.
 
         A lower offset than before makes it read from the beginning again.
         """
-        if offset < self._given:
-            self._decompressor, self._taken, self._given, self._input = _new_decompressor(), 0, 0, b""
-        while True:
-            most = min(len(buffer), offset - self._given or len(buffer))
-            data = self._more(fd, most)
-            behind = self._given < offset
-            self._given += len(data)
-            if not data or not behind:
-                buffer[: len(data)] = data
-                return len(data)
+        from gzip import BadGzipFile
+        from zlib import error
 
-    def _more(self, fd: int, most: int) -> bytes:
-        import zlib
+        self._fd = fd
+        try:
+            if offset != self._given:
+                self._content.seek(offset)
+            count = int(self._content.readinto1(buffer))  # one read, so that none is lost that comes before a damage
+        except (EOFError, BadGzipFile, error):
+            return 0
+        self._given = offset + count
+        return count
 
-        while True:
-            if self._decompressor.eof:  # another member follows (gzip(1)); or zeros, or nothing
-                self._input = self._decompressor.unused_data
-                self._decompressor = _new_decompressor()
-            fresh = not self._input and not self._decompressor.unconsumed_tail
-            data = self._decompressor.unconsumed_tail or self._input
-            self._input = b""
-            if fresh:
-                data = os.pread(fd, _CHUNK, self._taken)
-                self._taken += len(data)
-            try:
-                got: bytes = self._decompressor.decompress(data, most)
-            except zlib.error:
-                return b""
-            if got or (fresh and not data):
-                return got
+    def read(self, most: int) -> bytes:
+        """Read compressed bytes, for `gzip`."""
+        data = os.pread(self._fd, most, self._taken)
+        self._taken += len(data)
+        return data
 
-
-def _new_decompressor() -> Any:
-    import zlib
-
-    return zlib.decompressobj(wbits=31)  # 15, the largest window; and 16, for gzip's head and tail
+    def seek(self, offset: int) -> None:
+        """Go to the beginning, for `gzip`."""
+        self._taken = offset

@@ -131,20 +131,15 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
     raise ValueError(msg) from None
 
 
-@functools.cache
-def _tokens() -> re.Pattern[str]:
-    """Return a pattern for the parts of patterns that match no line feed, or that we know how to keep from it.
+_ITEM = r"[^\\\[\]\0-\037]|\\[^\w\s]|\\[dw]|\\pL|\[:(?:alnum|alpha|digit|lower|punct|upper|word|xdigit):\]"
+_TOKENS = re.compile(
+    rf"[^\\\[(\0-\037]|\\[^\w\s]|\\[dwbBStrfv]|\\p\{{\w+\}}|\\p[LMNPSZ]|\((?!\?)|\(\?i?[:)]|\(\?P?<\w+>"
+    rf"|\[(?!\^)(?:{_ITEM})(?:{_ITEM})*+\]|(?P<space>\\s)|(?P<but>\\[WD])|(?P<none>\[\^(?!-)(?:{_ITEM})(?:{_ITEM})*+\])"
+)
+"""Matches the parts of patterns that match no line feed, or that we know how to keep from it.
 
-    Its alternatives begin with different characters, so it does not backtrack.
-    """
-    import re
-
-    kind = "alnum|alpha|digit|lower|punct|upper|word|xdigit"
-    item = rf"[^\\\[\]\0-\037]|\\[^\w\s]|\\[dw]|\\pL|\[:(?:{kind}):\]"
-    return re.compile(
-        rf"[^\\\[(\0-\037]|\\[^\w\s]|\\[dwbBStrfv]|\\p\{{\w+\}}|\\p[LMNPSZ]|\((?!\?)|\(\?i?[:)]|\(\?P?<\w+>"
-        rf"|\[(?!\^)(?:{item})(?:{item})*+\]|(?P<space>\\s)|(?P<but>\\[WD])|(?P<none>\[\^(?!-)(?:{item})(?:{item})*+\])"
-    )
+Its alternatives begin with different characters, so it does not backtrack.
+"""
 
 
 def _within_a_line(pattern: str) -> str | None:
@@ -155,7 +150,7 @@ def _within_a_line(pattern: str) -> str | None:
     """
     parts, offset = [], 0
     while offset < len(pattern):
-        token = _tokens().match(pattern, offset)
+        token = _TOKENS.match(pattern, offset)
         if token is None:
             return None
         text = token[0]
@@ -202,19 +197,15 @@ def _moved(found: Spans, text: bytes, block: bytes) -> Spans:
     return moved
 
 
-@functools.cache
-def _unread() -> re.Pattern[bytes]:
-    """Return a pattern for escape sequences, whole or not (ECMA-48), and for carriage returns at a line's end."""
-    import re
-
-    csi = rb"\[[0-?]*+[ -/]*+[@-~]?"
-    string = rb"[\]PX^_][^\007\033\n]*+(?:\007|\033\\)?"
-    return re.compile(rb"\033(?:" + csi + rb"|" + string + rb"|[ -/]++[0-~]?|[0-~]?)|(?<!\r)\r++(?=\n)")
+_CSI = rb"\[[0-?]*+[ -/]*+[@-~]?"
+_STRING = rb"[\]PX^_][^\007\033\n]*+(?:\007|\033\\)?"
+_UNREAD = re.compile(rb"\033(?:" + _CSI + rb"|" + _STRING + rb"|[ -/]++[0-~]?|[0-~]?)|(?<!\r)\r++(?=\n)")
+"""Matches escape sequences, whole or not (ECMA-48), and carriage returns at a line's end."""
 
 
 def readable(block: bytes) -> bytes:
     """Return a block's text as a person reads it, as UTF-8, with the same lines; the block itself if it is that."""
-    text = _unread().sub(b"", block) if b"\033" in block or b"\r" in block else block
+    text = _UNREAD.sub(b"", block) if b"\033" in block or b"\r" in block else block
     if not text.isascii():
         try:
             text.decode()

@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 
 from phalanx._base import files
 from phalanx._logs import temporary
-from phalanx._logs.layout import Std, lay_out, lay_out_nothing, name_files, name_nothing
+from phalanx._logs.layout import SYS_STREAM, LogsDest, Std, make_empty, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from typing import Any
-
-    from phalanx._logs.layout import LogsDest
 
 LEAST_ATTEMPTS = 5
 """Attempts whose folders are kept at least: the console may be so many behind, see `phalanx._agent.group_team`."""
@@ -126,6 +124,57 @@ class LogsSpecs(ABC):
     def tidy(self, logs: LogsDest) -> None:  # noqa: B027 - most layouts have nothing to tidy
         """Remove files that nobody will read. Called when the group of ``logs`` has ended; must not raise."""
 
+    def _lay_out(self, folder: str, ranks: Collection[int], *, can_wait: bool) -> LogsDest:
+        """Make ``<folder>/<rank>/`` for each of the local ``ranks``, and name the files in it. Raises OSError.
+
+        If folders ``can_wait``, those of ranks without a stream in a file are not made: see `missing_folders`.
+        """
+        redirects, tee = self._by_rank(ranks)
+        for rank in sorted(ranks):
+            if redirects[rank] | tee[rank] or not can_wait:
+                make_empty(os.path.join(folder, str(rank)))
+        return self._name_files(folder, ranks)
+
+    def _name_files(self, folder: str, ranks: Collection[int]) -> LogsDest:
+        """Name the files in ``<folder>/<rank>/`` for each of the local ``ranks``."""
+        redirects, tee = self._by_rank(ranks)
+        files_of: dict[str, Any] = {}
+        for stream, name in ((Std.OUT, "stdout"), (Std.ERR, "stderr")):
+            paths, tees, hidden = [files_of.setdefault(f"{kind}{name}s", {}) for kind in ("", "tee_", "hidden_")]
+            for rank in sorted(ranks):
+                paths[rank] = os.path.join(folder, str(rank), f"{name}.log")
+                if stream in tee[rank]:
+                    (tees if self._shows(rank) else hidden)[rank] = paths[rank]
+                elif stream not in redirects[rank]:
+                    paths[rank] = SYS_STREAM if self._shows(rank) else os.devnull
+        return LogsDest(
+            **files_of,
+            error_files={rank: os.path.join(folder, str(rank), "error.json") for rank in sorted(ranks)},
+            filtered_stdout=os.path.join(folder, "filtered_stdout.log"),
+            filtered_stderr=os.path.join(folder, "filtered_stderr.log"),
+        )
+
+    def _name_nothing(self, folder: str, ranks: Collection[int]) -> LogsDest:
+        """Name no log files, and error files side by side in ``folder``."""
+        redirects, tee = self._by_rank(ranks)
+
+        def stream(kind: Std) -> dict[int, str]:
+            is_shown = {
+                rank: self._shows(rank) and (kind in tee[rank] or kind not in redirects[rank]) for rank in ranks
+            }
+            return {rank: SYS_STREAM if is_shown[rank] else os.devnull for rank in ranks}
+
+        errors = {rank: os.path.join(folder, f"{rank}.json") for rank in ranks}
+        return LogsDest(stream(Std.OUT), stream(Std.ERR), error_files=errors)
+
+    def _by_rank(self, ranks: Collection[int]) -> tuple[dict[int, Std], dict[int, Std]]:
+        """Return the streams that are redirected, and those that are teed."""
+        count = max(ranks, default=0) + 1
+        return to_map(self._redirects, count), to_map(self._tee, count)
+
+    def _shows(self, rank: int) -> bool:
+        return self._local_ranks_filter is None or rank in self._local_ranks_filter
+
 
 class DefaultLogsSpecs(LogsSpecs):
     """Log files in one folder for each run, attempt and rank.
@@ -200,7 +249,11 @@ class DefaultLogsSpecs(LogsSpecs):
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
         if not self.is_kept:
-            return lay_out_nothing(envs, self._redirects, self._tee, self._local_ranks_filter)
+            try:
+                folder = temporary.make()
+            except OSError:  # workers send their evidence where they cannot write it
+                folder = os.path.join(os.devnull, "phalanx")
+            return self._name_nothing(folder, envs)
         any_env = envs[min(envs)] if envs else {}
         run_id = any_env.get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
@@ -215,8 +268,7 @@ class DefaultLogsSpecs(LogsSpecs):
         files.make_folder(folder)
         self._attempts.append(attempt)
         self._remove_old(self._run_log_dir)
-        can_wait = self.folders_can_wait and self._mode is None
-        logs = lay_out(folder, envs, self._redirects, self._tee, self._local_ranks_filter, can_wait)
+        logs = self._lay_out(folder, envs, can_wait=self.folders_can_wait and self._mode is None)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
         self._set_mode(reversed(made))  # the outermost last: until then, nobody else can reach those in it
         bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
@@ -224,13 +276,14 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Name the files as the first `reify` of ``envs`` would, and make none. ``*``: what makes a name unique."""
-        which = envs, self._redirects, self._tee, self._local_ranks_filter
         if not self.is_kept:
-            return name_nothing(os.path.join(_temporary(), f"{temporary.PREFIX}*"), *which)
+            return self._name_nothing(os.path.join(_temporary(), f"{temporary.PREFIX}*"), envs)
         run_id = envs[0].get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
         root = self._root_log_dir or os.path.join(_temporary(), f"{temporary.PREFIX}*")
         attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT") or "0"
-        return name_files(os.path.join(os.path.abspath(root), f"{_name_of(run_id)}_*", f"attempt_{attempt}"), *which)
+        return self._name_files(
+            os.path.join(os.path.abspath(root), f"{_name_of(run_id)}_*", f"attempt_{attempt}"), envs
+        )
 
     def tidy(self, logs: LogsDest) -> None:
         """See `LogsSpecs.tidy`."""
@@ -326,4 +379,4 @@ class FolderLogsSpecs(LogsSpecs):
             raise RuntimeError(msg)
         # Where other users may make folders, ours must not come later: theirs could be there first.
         can_wait = self.folders_can_wait and not files.is_shared(os.stat(folder))
-        return lay_out(os.path.abspath(folder), envs, self._redirects, self._tee, None, can_wait)
+        return self._lay_out(os.path.abspath(folder), envs, can_wait=can_wait)

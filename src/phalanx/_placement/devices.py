@@ -1,7 +1,11 @@
-"""Parses visible-devices variables, by the rules of CUDA and of the frameworks. Looks at no device."""
+"""Counts this machine's CPUs and accelerators, and divides them by visible-devices variables; imports no framework.
+
+The variables are read by the rules of CUDA and of the frameworks.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 
 TYPE_CHECKING = False
@@ -58,3 +62,115 @@ def _index(entry: str) -> str | None:
     found = re.match(r"\s*([+-]?[0-9]+)", entry)
     number = int(found[1]) if found else -1
     return None if number < 0 else str(number)
+
+
+_WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
+_DIGITS = 6  # of a number of workers: Linux has no more than 4 million processes
+_ASKING = 10.0  # seconds that nvidia-smi may take to list the devices
+
+
+def count(wanted: str) -> int:
+    """Read the value of ``--nproc-per-node``: a number of at least 1, "auto", "cpu" or "gpu".
+
+    "cpu" is the number of CPUs that this process may use; "gpu" the number of accelerators; "auto" is "gpu" where
+    there is any, else "cpu". Raises ValueError, whose message gives the values that are allowed.
+
+    >>> count("4")
+    4
+    """
+    if wanted == "cpu":
+        return len(os.sched_getaffinity(0))
+    if wanted == "gpu":
+        gpus = count_gpus()
+        if not gpus:
+            raise ValueError("gpu: this machine shows no NVIDIA or AMD device (or *_VISIBLE_DEVICES hides all)")
+        return gpus
+    if wanted == "auto":
+        return count_gpus() or count("cpu")
+    if not re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
+        msg = f"{wanted!r}: expected a number of at least 1, or auto, cpu or gpu"
+        raise ValueError(msg)
+    if len(wanted) > _DIGITS:  # a typing error would fill the memory
+        msg = f"{wanted!r}: there cannot be so many workers"
+        raise ValueError(msg)
+    return int(wanted)
+
+
+def count_gpus(root: str = "/") -> int:
+    """Count the accelerators that a worker would see: the kernel's devices, limited by the visible-devices variables.
+
+    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. Under WSL2
+    there is one /dev/dxg for all: nvidia-smi counts them there, and where it fails, one is assumed. AMD: the
+    nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
+    """
+    for variables, present in (
+        (("CUDA_VISIBLE_DEVICES",), _nvidia(root)),
+        (("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _amd(root)),
+    ):
+        if present:
+            chosen = next((os.environ[name] for name in variables if name in os.environ), None)
+            return present if chosen is None else min(present, _visible(chosen, present))
+    return 0
+
+
+def _visible(value: str, present: int) -> int:
+    """Count the devices that a visible-devices variable selects: those before the first that does not exist."""
+    named = visible(value)
+    beyond = (index for index, device in enumerate(named) if device.isdigit() and int(device) >= present)
+    return next(beyond, len(named))
+
+
+def _nvidia(root: str) -> int:
+    nodes = [path for path in _glob(os.path.join(root, "dev/nvidia*")) if re.search(r"nvidia\d+$", path)]
+    return len(nodes) or len(_glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))) or _wsl(root)
+
+
+def _wsl(root: str) -> int:
+    """Count the NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg is for devices of other makers."""
+    folder = os.path.join(root, _WSL)
+    libraries = (os.path.join(folder, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
+    if not os.path.exists(os.path.join(root, "dev/dxg")) or not any(map(os.path.exists, libraries)):
+        return 0
+    listed = _output(os.path.join(folder, "nvidia-smi"), "-L")
+    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)) or 1
+
+
+def _output(*command: str) -> str:
+    """Run a program for at most `_ASKING` seconds. Returns its stdout; "" if it cannot be run, or fails."""
+    import subprocess
+
+    from phalanx._base.process import reap_later
+
+    null = subprocess.DEVNULL
+    try:
+        program = subprocess.Popen(
+            command, stdin=null, stdout=subprocess.PIPE, stderr=null, encoding="utf-8", errors="replace"
+        )
+    except OSError:
+        return ""
+    try:
+        written = program.communicate(timeout=_ASKING)[0]
+    except subprocess.TimeoutExpired:
+        program.kill()
+        assert program.stdout is not None
+        program.stdout.close()
+        reap_later(program.wait)  # it may be in uninterruptible sleep in a driver
+        return ""
+    return "" if program.returncode else written
+
+
+def _amd(root: str) -> int:
+    devices = 0
+    for path in _glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
+        try:
+            with open(path, encoding="utf-8") as file:
+                devices += bool(re.search(r"^simd_count [1-9]", file.read(), re.MULTILINE))
+        except OSError:
+            continue
+    return devices
+
+
+def _glob(pattern: str) -> list[str]:
+    from glob import glob  # most runs ask for no device
+
+    return glob(pattern)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from phalanx._logs.layout import checked_dest, name_nothing
+from phalanx._logs.layout import checked_dest
 from phalanx.cli._run_logs import BOUNDS, RunLogs
 from phalanx.multiprocessing import LogsDest, Std
 
@@ -61,7 +61,8 @@ class OwnLogs(RunLogs):
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Name no file: what the plugin's object would name, it would make as well."""
-        return name_nothing("(a plugin's)", envs, Std.NONE, Std.NONE, None)
+        own = dict.fromkeys(envs, "")
+        return LogsDest(own, own, error_files={rank: f"(a plugin's)/{rank}.json" for rank in envs})
 
     def tidy(self, logs: LogsDest) -> None:
         """See `LogsSpecs.tidy`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import click
 
 from phalanx._base.text import how_many
-from phalanx._placement import accelerators, topology
+from phalanx._placement import devices, topology
 from phalanx._placement.placement import divide
 from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, Option
 from phalanx.cli._options import Whole
@@ -129,9 +129,9 @@ def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:
 def _check_devices(nprocs: int, *, virtual: bool) -> None:
     """Refuse more ranks than devices, where these are counted. Where none can be, nobody may want any."""
     if virtual and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        devices = accelerators.count_gpus()
-        if 0 < devices < nprocs:
-            msg = f"virtual_local_rank: rank {devices} has no device: there are {devices} for {nprocs} ranks"
+        present = devices.count_gpus()
+        if 0 < present < nprocs:
+            msg = f"virtual_local_rank: rank {present} has no device: there are {present} for {nprocs} ranks"
             raise ValueError(msg)
 
 

@@ -17,7 +17,7 @@ from phalanx._base.text import parse_duration
 from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
-from phalanx._placement import accelerators
+from phalanx._placement import devices
 from phalanx._rendezvous.settings import MOST_LINE, MOST_RUN_ID
 from phalanx._timers.specs import read_steps
 from phalanx.cli._commands import meant
@@ -117,7 +117,7 @@ class WorkerOptions(Declared, section=WORKERS):
     """What is started, how often, and what it is called."""
 
     nproc_per_node = Option(
-        accelerators.count,
+        devices.count,
         default="1",
         metavar="N|auto|cpu|gpu",
         written=TEXT + WHOLE,

@@ -9,7 +9,7 @@ import copy
 import os
 import sys
 
-from phalanx._base.delivery import Guard
+from phalanx._base.handler_guard import Guard
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

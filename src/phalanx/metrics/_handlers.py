@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import namedtuple
 
 from phalanx._base import clock
-from phalanx._base.delivery import Guard
+from phalanx._base.handler_guard import Guard
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the timeline tells beyond growth: cuts, rotation, and clocks that come apart."""
+"""The timeline: growth, cuts, rotation, clocks that come apart, what is damaged, and files merged by it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from phalanx._logs.timeline import (
 )
 from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
-from tests.support.pump_tools import append, rig
+from tests.support.pump_tools import append, rig, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +88,70 @@ def merged(it: TimelineWriter, *logs: Path) -> list[tuple[float, int, bytes]]:
     finally:
         for follower in followers.values():
             follower.close()
+
+
+def test_a_timeline_is_read_as_it_was_written(time: FakeClock, times: TimelineWriter) -> None:
+    noted = [(0.0, 0, 10), (0.5, 3, 7), (0.0, 0, 12), (70.0, 0, 13), (0.001, 1, 1), (600.25, 3, 10 << 30)]
+    sizes: dict[int, int] = {}
+    expected = []
+    for pause, stream, size in noted:
+        time.advance(pause)
+        times.note(stream, size)
+        expected.append((round(time() - 100, 3), GREW, stream, size - sizes.get(stream, 0)))
+        sizes[stream] = size
+    times.note(3, 10 << 30)  # nothing new
+    assert times.unwritten
+    assert records(times) == expected
+    assert records(times) == expected
+
+
+def test_growths_close_together_are_one(time: FakeClock, times: TimelineWriter) -> None:
+    for size in range(1, 6):
+        times.note(0, size)
+        time.advance(0.003)
+    times.note(1, 1)
+    times.note(0, 6)
+    assert records(times) == [(0.0, GREW, 0, 4), (0.012, GREW, 0, 1), (0.015, GREW, 1, 1), (0.015, GREW, 0, 1)]
+
+
+def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "where", "/dev/full"):
+        it = TimelineWriter(str(path))
+        it.note(0, 10)
+        it.flush()
+        it.note(0, 20)
+        it.close()
+    assert list(timeline.read(str(tmp_path / "no" / "where"))) == []
+
+
+def test_a_damaged_timeline_yields_what_can_be_read(times: TimelineWriter) -> None:
+    path = Path(times.path)
+    times.note(0, 10)
+    times.note(1, 20)
+    times.close()
+    whole = path.read_bytes()
+    counts = []
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        counts.append(len(list(timeline.read(str(path)))))
+    assert counts == [0] * 19 + [1] * 3 + [2]
+    path.write_bytes(b"something else, and long enough for it\n")
+    assert list(timeline.read(str(path))) == []
+
+
+def test_without_a_timeline_file_follows_file(tmp_path: Path, times: TimelineWriter) -> None:
+    paths = [tmp_path / f"{stream}.log" for stream in range(4)]
+    for path, changed in zip(paths, (30, 10, 20), strict=False):
+        path.write_bytes(b"%d\n" % changed)
+        os.utime(path, (START + changed, START + changed))
+    assert merged(times, *paths) == [(10, 1, b"10\n"), (20, 2, b"20\n"), (30, 0, b"30\n")]
+
+
+def test_a_timeline_of_files_that_are_gone_or_shorter(tmp_path: Path, times: TimelineWriter) -> None:
+    for stream in (0, 1, 2):
+        times.note(stream, 100)
+    append(str(tmp_path / "0"), b"short\n")
+    assert [rest for _at, *rest in merged(times, tmp_path / "0", tmp_path / "1")] == [[0, b"short\n"]]
 
 
 def test_a_cut_is_told(time: FakeClock, times: TimelineWriter) -> None:
@@ -246,15 +310,6 @@ def test_a_long_pause_takes_one_record(time: FakeClock, times: TimelineWriter) -
     assert os.path.getsize(times.path) == HEAD.size + len(pack(0, 0, 10)) + len(pack(864_000_000, 0, 10))
 
 
-def test_a_record_that_was_cut_in_the_middle(times: TimelineWriter) -> None:
-    times.note(0, 10)
-    times.note(0, 10, 1)
-    times.close()
-    with open(times.path, "rb+") as file:
-        file.truncate(os.path.getsize(times.path) - 1)
-    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW]
-
-
 def test_half_a_write_is_the_last(time: FakeClock, times: TimelineWriter, small_disk: Path) -> None:
     times.path = str(small_disk / "timeline")
     for number in range(40_000):
@@ -355,6 +410,20 @@ def noted(path: str) -> list[list[int]]:
         else:
             found.append(rest)
     return found
+
+
+@pytest.mark.slow
+def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before\n")
+    times = TimelineWriter(str(tmp_path / "timeline"))
+    with rig([str(path)], str(tmp_path / "out"), timeline=times) as it:
+        append(str(path), b"while it runs\n")
+        it.catch_up()
+        until(it.loop, lambda: os.path.exists(times.path))  # within a second, not only at the end
+        append(str(path), b"at its end\n")
+        it.finish()
+    assert noted(times.path) == [[GREW, 0, path.stat().st_size]]
 
 
 def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
