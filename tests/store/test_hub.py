@@ -33,6 +33,7 @@ from phalanx._store.store import (
     Changed,
     Delete,
     Done,
+    Entry,
     Fetched,
     LeaseLost,
     Put,
@@ -134,7 +135,7 @@ def test_a_watch_that_ends_and_begins_again_begins_with_its_own_snapshot() -> No
         return messages.write(messages.Told("job/", revision, (), more=False))
 
     def changes(revision: int) -> bytes:
-        return messages.write(messages.Changes("job/", revision, (messages.Item("job/a", b"", 1, revision),), ()))
+        return messages.write(messages.Changes("job/", revision, (Entry("job/a", b"", 1, revision),), ()))
 
     with Impostor(b"secret") as store, client(store.settings) as one:
         store.let_in()
@@ -393,7 +394,7 @@ def test_nothing_can_be_put_into_a_connection(hub: Hub, how: str) -> None:
         one.watch("")
         agent.greet()
         agent.read()
-        put = messages.write(messages.Submit(1, (), (messages.ToPut("a", b"x" * 100, own=False),)))
+        put = messages.write(messages.Submit(1, (), (messages.Write("job", "a", b"x" * 100),)))
         frame, after = wire.frame(put, agent.seal), wire.frame(beat, agent.seal)
         if how == "repeated":
             said = frame + frame
