@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,19 +24,11 @@ pytestmark = pytest.mark.long
 SHOW = "import os; print('found', repr(os.environ['PHALANX_ETCD_PASSWORD']))"
 
 
-def has_users_that_hold(version: str) -> bool:
-    """Whether an etcd is none of those that the advisory GHSA-q8m4-xhhv-38mg is about."""
-    major, minor, patch = map(int, version.split("."))
-    return (major, minor) > (3, 6) or patch >= {4: 42, 5: 28, 6: 9}[minor]
-
-
 def test_agents_log_in_with_the_password_of_the_environment(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     with Etcd() as etcd:
         want_passwords(etcd)
-        with urllib.request.urlopen(f"http://{etcd.endpoints}/version", timeout=10) as answer:
-            version = json.load(answer)["etcdserver"]
         meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", "job"]
         command = [sys.executable, "-m", "phalanx", "run", "--nnodes", "2", *meeting, "--rdzv-conf", "user=root"]
         env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PHALANX_ETCD_PASSWORD": SECRET}
@@ -60,10 +50,7 @@ def test_agents_log_in_with_the_password_of_the_environment(tmp_path: Path) -> N
         )
     assert wrong.returncode == 1
     assert f"this node is not taken: etcd at {etcd.endpoints} refuses the user 'root': " in wrong.stderr
-    told = f"phalanx: etcd at {etcd.endpoints} is of version {version}, where whoever reaches its port gets round users"
-    for text in said:
-        assert "found ''" in text
-        assert text.count(told) == (not has_users_that_hold(version))
+    assert all("found ''" in text for text in said)
     kept = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     assert len(kept) > 4  # records, events and logs
     assert not any(SECRET[1:] in text for text in [*said, *kept, wrong.stdout, wrong.stderr])

@@ -46,7 +46,7 @@ from phalanx._store.store import (
 from tests.support import leaks
 from tests.support.disks import until
 from tests.support.etcd import Etcd
-from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
+from tests.support.stores import SOON, Client
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -116,14 +116,15 @@ def prefix(tmp_path: Path) -> str:
     return f"/phalanx/{tmp_path.name}/"
 
 
-def test_transactions_and_their_conditions(etcd: Etcd, prefix: str) -> None:
+def test_what_is_kept_outlives_the_job(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
-        check_transactions(one)
-
-
-def test_a_watch_tells_all_once_and_in_order(etcd: Etcd, prefix: str) -> None:
-    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
-        check_watch(one, other)
+        one.next(Back)
+        one.make(Put("kept/a", b"", JOB))
+        one.make(Put("kept/a", b"", KEPT))
+        one.store.close(5.0, ends_job=True)
+        with client(etcd.endpoints, prefix) as other:
+            assert [entry.key for entry in other.watch("").entries] == ["kept/a"]
+            assert other.make(Delete("", below=True)).made
 
 
 def test_watches_that_begin_while_keys_are_written(etcd: Etcd, prefix: str) -> None:
@@ -151,55 +152,6 @@ def test_watches_that_begin_while_keys_are_written(etcd: Etcd, prefix: str) -> N
             written = max((revision for revision in made if revision <= snapshot.revision), default=0)
             assert [entry.modified for entry in snapshot.entries] == [written] * bool(written)
             assert told[each] == [revision for revision in made if revision > snapshot.revision]
-
-
-def test_the_leases(etcd: Etcd, prefix: str) -> None:
-    with client(etcd.endpoints, prefix) as one:
-        with client(etcd.endpoints, prefix) as other:
-            other.next(Back)
-            other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB), Put("kept/a", b"", JOB))
-            other.make(Put("kept/a", b"", KEPT))
-            assert sorted(entry.key for entry in one.watch("").entries) == ["job/b", "kept/a", "nodes/b"]
-        assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
-        one.store.close(5.0, ends_job=True)
-        with client(etcd.endpoints, prefix) as third:
-            assert [entry.key for entry in third.watch("").entries] == ["kept/a"]
-            assert third.make(Delete("", below=True)).made
-
-
-def test_an_agent_that_is_stopped_for_longer_than_its_lease(etcd: Etcd, prefix: str) -> None:
-    script = (
-        "import sys\n"
-        "from phalanx._store.etcd.etcd_store import EtcdStore\n"
-        "from phalanx._store.etcd.settings import EtcdSettings\n"
-        "from phalanx._store.store import *\n"
-        "store = EtcdStore(EtcdSettings((sys.argv[1],), sys.argv[2], ttl=2))\n"
-        "def take(event):\n"
-        "    print(type(event).__name__, flush=True)\n"
-        "    if isinstance(event, (Back, LeaseLost)): store.submit(1, Transaction((), (Put('nodes/b', b'', OWN),)))\n"
-        "store.open(take)\n"
-        "sys.stdin.read()\n"
-        "store.close(5)\n"
-    )
-    with client(etcd.endpoints, prefix) as one:
-        one.watch("nodes/")
-        child = subprocess.Popen(
-            [sys.executable, "-c", script, etcd.endpoints, prefix],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
-        child.send_signal(signal.SIGSTOP)
-        assert one.next(Changed).deleted == ("nodes/b",)
-        child.send_signal(signal.SIGCONT)
-        assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
-        child.stdin.close()
-        assert "LeaseLost" in child.stdout.read()
-        child.stdout.close()
-        assert child.wait() == 0
 
 
 def test_an_etcd_that_is_killed_and_starts_again(prefix: str) -> None:
@@ -627,11 +579,6 @@ def test_an_etcd_without_space_says_so(prefix: str) -> None:
         assert "space exceeded" in one.next(Away).why
 
 
-def test_a_fork_of_the_process_has_no_part_in_it(etcd: Etcd, prefix: str) -> None:
-    with client(etcd.endpoints, prefix) as one:
-        check_fork(one)
-
-
 def test_an_answer_of_more_bytes_than_one_message_may_have(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,34 +630,6 @@ def test_one_store_after_another(etcd: Etcd, prefix: str) -> None:
     command = [sys.executable, "-c", script, etcd.endpoints, prefix]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_closing_twice_or_before_it_was_reached() -> None:
-    store = EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2))
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    store.open(told.put)
-    assert isinstance(told.get(timeout=SOON), Away)
-    store.close(1.0)
-    store.close(1.0)
-    store.submit(1, Transaction((), ()))
-    EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
-
-
-@pytest.mark.long
-def test_close_again_after_a_signal_between_its_lines(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
-        one.next(Back)
-        one.make(Put("mine", b"", OWN))
-        other.watch("")
-        with monkeypatch.context() as patch:
-            patch.setattr(one.store, "_call", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                one.store.close(5.0)
-        one.store.close(5.0)
-        assert other.next(Changed).deleted == ("mine",)
 
 
 @pytest.mark.long

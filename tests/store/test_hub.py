@@ -10,7 +10,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from phalanx._store.store import (
     Changed,
     Delete,
     Done,
+    Entry,
     Fetched,
     LeaseLost,
     Put,
@@ -41,7 +41,7 @@ from phalanx._store.store import (
     Transaction,
 )
 from tests.support.hub import Between, HubProcess, Impostor, Stranger
-from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
+from tests.support.stores import SOON, Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,33 +82,9 @@ def hub() -> Iterator[Hub]:
     it.server.close(0.0)
 
 
-def test_transactions_and_their_conditions(hub: Hub) -> None:
+def test_a_fork_closes_the_sockets_of_the_store(hub: Hub) -> None:
     with hub.client() as one:
-        check_transactions(one)
-
-
-def test_a_watch_tells_all_once_and_in_order(hub: Hub) -> None:
-    with hub.client() as one, hub.client() as other:
-        check_watch(one, other)
-
-
-def test_the_leases(hub: Hub) -> None:
-    with hub.client() as one:
-        with hub.client() as other:
-            other.next(Back)
-            other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB))
-            assert [entry.key for entry in one.watch("").entries] == ["job/b", "nodes/b"]
-        assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
-        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB),)))
-        one.store.close(5.0, ends_job=True)
-        assert one.next(Done).made  # what was submitted is made before
-        with hub.client() as third:
-            assert third.watch("").entries == ()
-
-
-def test_a_fork_of_the_process_has_no_part_in_it(hub: Hub) -> None:
-    with hub.client() as one:
-        check_fork(one)
+        one.next(Back)
         pid = os.fork()
         if pid == 0:
             hub.server.close(5.0)
@@ -134,7 +110,7 @@ def test_a_watch_that_ends_and_begins_again_begins_with_its_own_snapshot() -> No
         return messages.write(messages.Told("job/", revision, (), more=False))
 
     def changes(revision: int) -> bytes:
-        return messages.write(messages.Changes("job/", revision, (messages.Item("job/a", b"", 1, revision),), ()))
+        return messages.write(messages.Changes("job/", revision, (Entry("job/a", b"", 1, revision),), ()))
 
     with Impostor(b"secret") as store, client(store.settings) as one:
         store.let_in()
@@ -256,46 +232,6 @@ def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> No
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
-    script = (
-        "import sys\n"
-        "from phalanx._store.hub.hub_store import HubStore\n"
-        "from phalanx._store.hub.addresses import HubSettings\n"
-        "from phalanx._store.store import *\n"
-        "store = HubStore(HubSettings('127.0.0.1', int(sys.argv[1]), 'run', b'secret', 1))\n"
-        "def take(event):\n"
-        "    print(type(event).__name__, flush=True)\n"
-        "    if isinstance(event, Back): store.submit(1, Transaction((), (Put('nodes/b', b'', OWN),)))\n"
-        "store.open(take)\n"
-        "sys.stdin.read()\n"
-        "store.close(5)\n"
-    )
-    hub = Hub(ttl=1)
-    try:
-        with hub.client() as one:
-            one.watch("nodes/")
-            child = subprocess.Popen(
-                [sys.executable, "-c", script, str(hub.settings.port)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert child.stdin is not None
-            assert child.stdout is not None
-            assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
-            child.send_signal(signal.SIGSTOP)
-            assert one.next(Changed).deleted == ("nodes/b",)
-            child.send_signal(signal.SIGCONT)
-            assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
-            child.stdin.close()
-            assert child.stdout.read().split() == ["Back", "Done", "Away", "LeaseLost", "Back", "Done"]
-            child.stdout.close()
-            assert child.wait() == 0
-    finally:
-        hub.server.close(0.0)
-
-
-@pytest.mark.slow
 def test_an_agent_that_was_stopped_reads_what_has_come_before_it_judges() -> None:
     gate = threading.Event()
 
@@ -393,7 +329,7 @@ def test_nothing_can_be_put_into_a_connection(hub: Hub, how: str) -> None:
         one.watch("")
         agent.greet()
         agent.read()
-        put = messages.write(messages.Submit(1, (), (messages.ToPut("a", b"x" * 100, own=False),)))
+        put = messages.write(messages.Submit(1, (), (messages.Write("job", "a", b"x" * 100),)))
         frame, after = wire.frame(put, agent.seal), wire.frame(beat, agent.seal)
         if how == "repeated":
             said = frame + frame
@@ -581,18 +517,6 @@ def test_a_resolver_that_takes_its_time_holds_nobody_up(monkeypatch: pytest.Monk
         assert one.make(Put("a", b"", JOB)).made is None
         one.store.close(5.0)
         gate.set()
-
-
-def test_closing_twice_or_before_it_was_reached() -> None:
-    store = HubStore(HubSettings("127.0.0.1", 1, "run", b"", 2))
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    store.open(told.put)
-    assert isinstance(told.get(timeout=SOON), Away)
-    store.close(1.0)
-    store.close(1.0)
-    store.submit(1, Transaction((), ()))
-    assert told.empty()
-    HubStore(HubSettings("127.0.0.1", 1, "run", b"", 2)).close(1.0)
 
 
 def test_settings_do_not_show_the_secret() -> None:

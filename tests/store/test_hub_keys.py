@@ -152,10 +152,10 @@ def test_another_version_of_the_protocol() -> None:
     hello = messages.write(messages.Hello(7, wire.run_hash("run"), "run", bytes(32)))
     with pytest.raises(TurnedAwayError) as caught:
         store.challenge(hello)
-    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 3"
-    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", 3, "run")
+    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 4"
+    assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", messages.VERSION, "run")
     refusal = messages.write(messages.Refusal("version", 7, "run"))
-    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 3"):
+    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 4"):
         AgentSide(SETTINGS, b"").enter(refusal)
 
 

@@ -193,8 +193,7 @@ def _store(machines: Machines, run_id: str, warn: Callable[[str], None] | None =
         EtcdSettings(
             machines.endpoints, prefix_of(run_id), ttl=machines.lease_ttl, ca=machines.ca, cert=machines.cert,
             key=machines.key, user=machines.user, password=machines.password,
-        ),
-        warn,
+        )
     )  # fmt: skip
 
 

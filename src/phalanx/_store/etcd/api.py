@@ -68,8 +68,6 @@ LeaseKeepAliveRequest: int64 ID = 1
 LeaseKeepAliveResponse: ResponseHeader header = 1; int64 ID = 2; int64 TTL = 3
 AuthenticateRequest: string name = 1; string password = 2
 AuthenticateResponse: ResponseHeader header = 1; string token = 2
-StatusRequest:
-StatusResponse: ResponseHeader header = 1; string version = 2
 """
 """A message a line: its fields, with their types and numbers. ``oneof``: of these, one is set, even if it is 0."""
 
@@ -128,7 +126,6 @@ WATCH = Method("/etcdserverpb.Watch/Watch", "WatchRequest", "WatchResponse")
 GRANT = Method("/etcdserverpb.Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse")
 REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
 KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
-STATUS = Method("/etcdserverpb.Maintenance/Status", "StatusRequest", "StatusResponse")
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
 
 

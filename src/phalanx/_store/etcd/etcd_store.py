@@ -24,7 +24,7 @@ from typing import Any
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach, together
-from phalanx._store.etcd.settings import USERS_HOLD, EtcdSettings, users_hold
+from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.etcd.watches import History, Keys, Watched
 from phalanx._store.store import (
     JOB,
@@ -53,13 +53,10 @@ class EtcdStore(Store):
 
     Args:
         settings: How it is reached.
-        warn: Called with a line for the user, by the store's thread. It must not wait. None: nobody is told.
     """
 
-    def __init__(self, settings: EtcdSettings, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
-        # A certificate of ours shows who we are, whatever becomes of passwords.
-        self._warn = warn if settings.user and not settings.cert else None
         self._prefix = settings.prefix.encode()
         self._owner = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -160,7 +157,6 @@ class EtcdStore(Store):
                 await self._settle(session, revision)
                 self._session = session
                 self._deliver(Back())
-                await self._warn_of_users(session)
                 since = clock.now()
                 away = ""
                 await self._stay(session)
@@ -182,16 +178,6 @@ class EtcdStore(Store):
                     await session.close()
             await asyncio.sleep(pause * (1 + random.random()) / 2)  # noqa: S311 - it spreads retries
             pause = min(2 * pause, _PAUSE[1])
-
-    async def _warn_of_users(self, session: Session) -> None:
-        """Say once that a password does not protect an etcd of that version."""
-        warn, self._warn = self._warn, None
-        if warn is not None and not users_hold(version := await session.version()):
-            first = ", ".join(f"{major}.{minor}.{patch}" for (major, minor), patch in USERS_HOLD.items())
-            warn(
-                f"etcd at {session.endpoint} is of version {version}, where whoever reaches its port gets round users "
-                f"and passwords (not so: {first} and later, or certificates of clients: ca, cert, key)"
-            )
 
     async def _settle(self, session: Session, revision: int) -> None:
         """See that it is the etcd that it was, and see to the leases."""

@@ -157,10 +157,6 @@ class Session:
             raise
         return int(answer.header.revision)
 
-    async def version(self) -> str:
-        """Return the version of the member, like "3.5.30"."""
-        return str((await self._ask(api.STATUS)).version)
-
     async def grant(self, ttl: int, lease: int = 0) -> int:
         """Have a lease made, if it is not there. Returns its id."""
         try:

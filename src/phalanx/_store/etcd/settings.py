@@ -60,24 +60,6 @@ class EtcdSettings(NamedTuple):
         return Files(self.ca, self.cert, self.key)
 
 
-USERS_HOLD = {(3, 4): 42, (3, 5): 28, (3, 6): 9}
-"""The first versions of etcd whose users and passwords hold, see GHSA-q8m4-xhhv-38mg: before, whoever reaches the port
-raises an alarm without a password, and an etcd with an alarm has others turn its checks off."""
-
-
-def users_hold(version: str) -> bool:
-    """Whether an etcd of that version checks users and passwords in a way that cannot be got round. Unknown ones do.
-
-    >>> users_hold("3.5.1"), users_hold("3.5.30"), users_hold("3.4.23"), users_hold("3.7.0-rc.1"), users_hold("3.3.25")
-    (False, True, False, True, False)
-    """
-    try:
-        major, minor, patch = map(int, version.partition("-")[0].split("."))
-    except ValueError:
-        return True
-    return (major, minor) >= min(USERS_HOLD) and patch >= USERS_HOLD.get((major, minor), 0)
-
-
 _CODE = re.compile(r"OPENSSL_internal:(\w+)")
 
 _VALIDITY = re.compile(rb"\x30[\x1e-\x22](?:\x17\x0d|\x18\x0f)\d{12,14}Z(\x17\x0d|\x18\x0f)(\d{12,14}Z)")

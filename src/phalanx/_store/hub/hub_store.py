@@ -235,8 +235,7 @@ class HubStore(Store):
         news = messages.read_news(body)
         if isinstance(news, Changes):
             if news.prefix in self._watched and news.prefix not in self._awaited:
-                written = tuple(item.entry for item in news.written)
-                self._tell(Changed(news.prefix, news.revision, written, news.deleted))
+                self._tell(Changed(news.prefix, news.revision, news.written, news.deleted))
         elif isinstance(news, Made):
             self._hear_made(news)
         elif isinstance(news, Told):
@@ -256,7 +255,7 @@ class HubStore(Store):
 
     def _hear_read(self, news: Read) -> None:
         entries = self._read.setdefault(news.number, [])
-        entries += (item.entry for item in news.items)
+        entries += news.items
         if news.more:
             return
         self._connection.settle()
@@ -267,7 +266,7 @@ class HubStore(Store):
 
     def _hear_told(self, news: Told) -> None:
         entries = self._told.setdefault(news.prefix, [])
-        entries += (item.entry for item in news.items)
+        entries += news.items
         if news.more:
             return
         self._connection.settle()

@@ -11,7 +11,7 @@ This module loads msgspec, and is the only one here that does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
 
-VERSION = 3
+VERSION = 4
 """Of the protocol. Agents of another one are refused: `Hello` and `Refusal` begin the same in all versions."""
 
 MOST_BODY = 64 << 20
@@ -127,81 +127,60 @@ class Unwatch(_Message, frozen=True):
     prefix: _Key
 
 
-class IfAbsent(_Message, frozen=True):
-    """See `phalanx._store.store.Absent`."""
+class Condition(Struct, frozen=True, array_like=True):
+    """A condition of a transaction: what a key is to be; ``revision``: when it was made, or last written."""
 
+    kind: Literal["absent", "created", "unchanged"]
     key: _Key
+    revision: _Revision = 0
 
 
-class IfUnchanged(_Message, frozen=True):
-    """See `phalanx._store.store.Unchanged`."""
+class Write(Struct, frozen=True, array_like=True):
+    """A write of a transaction: a put with the lease `OWN` or `JOB`; or a deletion, of a key or of all below it."""
 
+    kind: Literal["own", "job", "delete", "delete below"]
     key: _Key
-    modified: _Revision
-
-
-class IfCreated(_Message, frozen=True):
-    """See `phalanx._store.store.Created`."""
-
-    key: _Key
-    created: _Revision
-
-
-class ToPut(_Message, frozen=True):
-    """See `phalanx._store.store.Put`. ``own``: whether the lease is `OWN`."""
-
-    key: _Key
-    value: _Value
-    own: bool
-
-
-class ToDelete(_Message, frozen=True):
-    """See `phalanx._store.store.Delete`."""
-
-    key: _Key
-    below: bool = False
+    value: _Value = b""
 
 
 class Submit(_Message, frozen=True):
     """A transaction; `Made` is the answer. ``number``: the agent counts its requests."""
 
     number: _Number
-    conditions: Annotated[tuple[IfAbsent | IfUnchanged | IfCreated, ...], _MANY]
-    writes: Annotated[tuple[ToPut | ToDelete, ...], _MANY]
+    conditions: Annotated[tuple[Condition, ...], _MANY]
+    writes: Annotated[tuple[Write, ...], _MANY]
 
     @classmethod
     def of(cls, number: int, transaction: Transaction) -> Submit:
         """Return the message for a transaction."""
-        conditions: list[IfAbsent | IfUnchanged | IfCreated] = []
-        for condition in transaction.conditions:
-            if isinstance(condition, Absent):
-                conditions.append(IfAbsent(condition.key))
-            elif isinstance(condition, Created):
-                conditions.append(IfCreated(condition.key, condition.created))
-            else:
-                conditions.append(IfUnchanged(condition.key, condition.modified))
+        conditions = (
+            Condition("absent", one.key)
+            if isinstance(one, Absent)
+            else Condition("created" if isinstance(one, Created) else "unchanged", *one)
+            for one in transaction.conditions
+        )
         writes = (
-            ToPut(write.key, write.value, write.lease == OWN) if isinstance(write, Put) else ToDelete(*write)
-            for write in transaction.writes
+            Write("own" if one.lease == OWN else "job", one.key, one.value)
+            if isinstance(one, Put)
+            else Write("delete below" if one.below else "delete", one.key)
+            for one in transaction.writes
         )
         return cls(number, tuple(conditions), tuple(writes))
 
     @property
     def transaction(self) -> Transaction:
         """The transaction."""
-        conditions: list[Absent | Unchanged | Created] = []
-        for condition in self.conditions:
-            if isinstance(condition, IfAbsent):
-                conditions.append(Absent(condition.key))
-            elif isinstance(condition, IfCreated):
-                conditions.append(Created(condition.key, condition.created))
-            else:
-                conditions.append(Unchanged(condition.key, condition.modified))
+        kinds: dict[str, type[Created | Unchanged]] = {"created": Created, "unchanged": Unchanged}
+        conditions = (
+            Absent(one.key) if one.kind == "absent" else kinds[one.kind](one.key, one.revision)
+            for one in self.conditions
+        )
+        leases = {"own": OWN, "job": JOB}
         writes = (
-            Put(write.key, write.value, OWN if write.own else JOB)
-            if isinstance(write, ToPut)
-            else Delete(write.key, write.below)
-            for write in self.writes
+            Put(one.key, one.value, leases[one.kind])
+            if one.kind in leases
+            else Delete(one.key, below=one.kind == "delete below")
+            for one in self.writes
         )
         return Transaction(tuple(conditions), tuple(writes))
 
@@ -221,21 +200,7 @@ class Fetch(_Message, frozen=True):
     prefix: _Key
 
 
-class Item(Struct, frozen=True, array_like=True):
-    """A key: see `phalanx._store.store.Entry`."""
-
-    key: _Key
-    value: _Value
-    created: _Revision
-    modified: _Revision
-
-    @property
-    def entry(self) -> Entry:
-        """The key, as the store's users have it."""
-        return Entry(self.key, self.value, self.created, self.modified)
-
-
-_Items = Annotated[tuple[Item, ...], Meta(max_length=1 << 20)]
+_Items = Annotated[tuple[Entry, ...], Meta(max_length=1 << 20)]
 
 
 class Read(_Message, frozen=True):
@@ -332,12 +297,7 @@ def read_news(body: bytes) -> _News:
     return _read(_news, body)
 
 
-def items(entries: Iterable[Entry]) -> tuple[Item, ...]:
-    """Return keys as messages have them."""
-    return tuple(Item(*entry) for entry in entries)
-
-
-def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Item, ...], bool]]:
+def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Entry, ...], bool]]:
     """Yield keys in parts that messages can have: the keys, and whether others follow. There is one part at least.
 
     >>> [(len(some), more) for some, more in parts((Entry("a", bytes(1 << 20), 1, 1), Entry("b", b"", 2, 2)))]
@@ -349,11 +309,11 @@ def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Item, ...], bool]]
     size = 0
     for entry in entries:
         if size >= _PART:
-            yield items(some), True
+            yield tuple(some), True
             some, size = [], 0
         some.append(entry)
         size += len(entry.key) + len(entry.value)
-    yield items(some), False
+    yield tuple(some), False
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

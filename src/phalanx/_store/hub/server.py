@@ -318,7 +318,7 @@ class Service:
         if change is None:
             return
         for prefix, part, links in self._watches.to_tell(change):
-            message = Changes(prefix, part.revision, messages.items(part.written), part.deleted)
+            message = Changes(prefix, part.revision, part.written, part.deleted)
             body = messages.write(message)
             for link in links:
                 link.send(body)
