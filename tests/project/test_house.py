@@ -64,13 +64,13 @@ KEPT_APART = {
             *(f"_rendezvous/{name}" for name in ("conclusion", "guest", "job_run", "leader")),
             *(f"_rendezvous/{name}" for name in ("effects", "job_ranks", "membership", "node", "roll_call", "rules")),
             *(f"_rendezvous/{name}" for name in ("candidates", "liveness", "store_view", "writes")),
-            *("_rendezvous/looks", "cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
+            *("_rendezvous/looks", "_run/job_stacks", "_run/node_team", "cli/_run_node"),
             *(
                 f"_store/etcd/{name}"
                 for name in ("auth", "etcd_store", "history", "reach", "session", "transactions", "watches")
             ),
             "_rendezvous/words",
-            *("_run/stack_door", "agent/_node"),
+            "agent/_node",
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },

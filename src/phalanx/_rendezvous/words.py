@@ -5,7 +5,7 @@ It knows no console: `phalanx run` says these words, and the errors of agents ha
 
 from __future__ import annotations
 
-from phalanx._agent.history import describe_restart
+from phalanx._agent.attempt_end import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.control_chars import sanitise
 from phalanx._base.host_names import is_loopback

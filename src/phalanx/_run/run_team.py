@@ -5,14 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import NamedTuple
 
-from phalanx._agent.common_stop import CommonStop
-from phalanx._agent.group_team import GroupTeam
+from phalanx._agent.group_team import CommonStop, GroupTeam
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds
-from phalanx._run.run_record import RunRecord
-from phalanx._run.status_events import StatusWorker
+from phalanx._run.run_events import RunRecord, StatusWorker
 from phalanx._runs.recorder import Recorder
 from phalanx.multiprocessing import PContext, SignalException
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
     from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.node_check import NodeCheck
-    from phalanx._run.run_record import Asked, Observers
+    from phalanx._run.run_events import Asked, Observers
     from phalanx.multiprocessing.errors import ChildFailedError
 
     T = TypeVar("T")

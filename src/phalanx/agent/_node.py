@@ -15,9 +15,8 @@ from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.guest import Owner
 from phalanx._rendezvous.job_run import JobRun
-from phalanx._run.node_looks import LastLook, NodeLooks
-from phalanx._run.preloading import Preloading
-from phalanx._run.stack_door import StackDoor
+from phalanx._run.attempt_groups import Preloading
+from phalanx._run.job_stacks import LastLook, NodeLooks, StackDoor
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx.multiprocessing import PreloadError
 from phalanx.rendezvous import ManyMachinesRendezvous

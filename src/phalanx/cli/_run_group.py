@@ -8,9 +8,8 @@ import signal
 import click
 
 from phalanx._agent import master_port
-from phalanx._agent.attempt_end import AttemptEnd, Ending
+from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_attempts
 from phalanx._agent.attempts import Attempts
-from phalanx._agent.history import describe_attempts
 from phalanx._agent.runner import NoAttemptError
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, say, tell
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
-    from phalanx._run.run_record import Observer
+    from phalanx._run.run_events import Observer
     from phalanx._run.services import Services
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan

@@ -25,10 +25,9 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
-from phalanx._run.node_team import MachineTeam
-from phalanx._run.other_machine import command_line
+from phalanx._run.job_stacks import StackDoor
+from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.run_team import see_through
-from phalanx._run.stack_door import StackDoor
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import child_failed, observers_of, reserve_port, show_report
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.evidence import JobEvidence
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
-    from phalanx._run.run_record import Asked
+    from phalanx._run.run_events import Asked
     from phalanx._run.services import Services
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan

@@ -35,7 +35,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
-    from phalanx._run.status_events import StatusEvents
+    from phalanx._run.run_events import StatusEvents
     from phalanx.cli._run_config import RunConfig
 
 PYTHON_EXEC_ENV = "PYTHON_EXEC"
@@ -109,7 +109,7 @@ class RunPlan:
         if config.logs_specs is None:
             self.specs = run_logs(config.log_dir, *streams, bounds, makes_folder=makes_folder)
         else:
-            from phalanx.cli._own_logs import own_logs
+            from phalanx.cli._run_logs import own_logs
 
             self.specs = own_logs(config.logs_specs, config.log_dir, *streams, all_bounds)
         self.specs.keeps_few = self.specs.keeps_few or config.keep_runs is not None
@@ -167,7 +167,7 @@ class RunPlan:
         """Return what posts the run's events; None: nobody wants them."""
         if config.event_log_handler in _SILENT:
             return None
-        from phalanx._run.status_events import StatusEvents
+        from phalanx._run.run_events import StatusEvents
 
         _check_destination(config.event_log_handler)
         return StatusEvents(
@@ -336,7 +336,7 @@ def _health_address() -> tuple[str, int] | None:
     """Return where the run is to answer how it is, by the environment; None: nowhere."""
     if "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ:
         return None
-    from phalanx._agent.health import address_of_environment
+    from phalanx._run.services import address_of_environment
 
     try:
         return address_of_environment()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from phalanx._rendezvous.settings import Machines
-    from phalanx._run.run_record import Asked
+    from phalanx._run.run_events import Asked
     from phalanx._run.services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
@@ -194,7 +194,7 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
     from phalanx._rendezvous.conf import secrets_of
-    from phalanx._run.run_record import Asked
+    from phalanx._run.run_events import Asked
     from phalanx.cli._print_config import as_job_file
 
     secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)

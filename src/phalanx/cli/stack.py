@@ -1,7 +1,7 @@
 """``phalanx stack``: where the ranks of a live run are, now.
 
 Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business; of the ranks of
-other machines, `_job_stacks`'.
+other machines, `phalanx._run.job_stacks`'.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
     last = run.attempts[-1]
     if last.nodes < 2 or (ranks and ranks.issubset(rank.rank for rank in last.ranks)):  # noqa: PLR2004 - machines
         return None
-    from phalanx.cli._job_stacks import NotToldError, ask
+    from phalanx._run.job_stacks import NotToldError, ask
 
     try:
         return ask(found.path, run, found.owner)

@@ -1,9 +1,6 @@
-"""The socket by which `phalanx stack` asks an agent where the ranks of the whole job are.
+"""Where the ranks of a job are, for ``phalanx stack``: the socket of its agent, who asks there, the looks at a node.
 
-It is ``stack.sock`` in the run's folder, and is there only where a run has a part in a job of many machines. Who
-connects has asked, and gets `SEEN` at once; then the answer, one message of JSON (`stack_report.tell`); then the
-connection is closed. It is the user's and root's: others cannot open it, and the kernel says who is at the other end.
-Owns the thread that serves it: the folder may be on a disk that does not answer.
+The socket is in the run's folder. What the agents of a job ask each other is `phalanx._rendezvous.looks`' business.
 """
 
 from __future__ import annotations
@@ -16,10 +13,23 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx._base import files, interrupts
+from phalanx._base import clock, files, interrupts
+from phalanx._base.background import SerialExecutor
+from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE, Loop
+from phalanx._base.one_line import one_line
+from phalanx._engine import host_signals
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous.looks import PATIENCE
+from phalanx._rendezvous.records import DamagedError
+from phalanx._rendezvous.stack_report import MOST_BYTES, JobStacks
+from phalanx._stacks.dump import EXITED, NO_STACK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._group.context import PContext
+    from phalanx._runs.record import Run
 
 NAME = "stack.sock"
 """Of the socket, in the run's folder."""
@@ -34,7 +44,7 @@ LONGEST = 30.0
 """Seconds after which the connection of somebody who does not read is closed."""
 
 _MODE = 0o600
-_AGAIN = 1.0  # seconds after which somebody is let in again, if no descriptor was left
+_NEXT_TRY = 1.0  # seconds after which somebody is let in again, if no descriptor was left
 _JOIN = 1.0  # seconds that the end waits for the thread: for its disk, nobody waits
 _CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
 
@@ -150,7 +160,7 @@ class StackDoor:
             return
         except OSError:  # no descriptor is left: who asks waits, and this thread, too
             loop.forget(self._listener.fileno())
-            loop.after(_AGAIN, lambda: self._await(loop))
+            loop.after(_NEXT_TRY, lambda: self._await(loop))
             return
         if len(self._callers) >= MOST_CALLERS or peer(connection)[1] not in (os.geteuid(), files.ROOT):
             connection.close()
@@ -226,3 +236,172 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+LOOK = 3.0
+"""Seconds by which the end of the workers is put off, at the most, as a rank of another node hangs."""
+
+_STACKS = 2.0  # seconds in which workers have to give their stacks
+_NOT_STARTED = f"{NO_STACK}it has not been started\n"
+
+
+class NodeLooks:
+    """Looks at the workers of a node, one time after another."""
+
+    def __init__(self) -> None:
+        self._thread = SerialExecutor("phalanx-look", 1)
+
+    def look(self, group: PContext | None, first: int, nproc: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """Have ``then`` called with where the workers are, for the others to read. Returns at once.
+
+        Args:
+            group: The workers; None: they have not been started.
+            first: The rank of the first one in the job.
+            nproc: How many they are.
+            nodes: How many nodes share the room for answers.
+            then: Called by a thread of ours, or by this one.
+        """
+
+        def take() -> None:
+            if group is None:
+                then(stack_report.write({}, 0, why="no worker of this attempt has been started there"))
+                return
+            try:
+                from phalanx._stacks import live
+
+                pids = group.pids()
+                texts = {rank: EXITED if rank in pids else _NOT_STARTED for rank in range(nproc)}
+                texts |= live.take(lambda: group.alive, group.error_files, _STACKS)
+                then(stack_report.write(texts, first, nodes))
+            except Exception as error:  # noqa: BLE001 - no descriptor is left, say: who asks is to know
+                then(stack_report.write({}, 0, why=one_line(f"its workers could not be looked at: {error}")))
+
+        if not self._thread.submit(take):
+            then(stack_report.write({}, 0, why="its agent has no thread left to look at its workers"))
+
+    def close(self) -> None:
+        """Wait for a look that is under way, but not for long."""
+        self._thread.drain(_STACKS)
+
+
+class LastLook:
+    """The last look at the workers of a node, as a rank of another node hangs; their end waits for it, but not long.
+
+    At most one look at a time. Used by one thread, which waits for nothing here.
+
+    Attributes:
+        end_at: When the end of the workers waits no longer (seconds, monotonic); None: it does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.end_at: float | None = None
+        self._taken: Latch | None = None  # opened when the stacks are there; None: nobody has asked for them
+
+    def begin(self, group: PContext, wake: Callable[[], None]) -> None:
+        """Have the stacks of a group's workers taken and written. ``wake`` is called when they are, on any thread."""
+        taken = self._taken = Latch()
+
+        def note() -> None:
+            taken.open()
+            wake()
+
+        group.take_stacks(_STACKS, note)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the stacks are asked for, and not there yet."""
+        return self._taken is not None and not self._taken
+
+    def puts_off(self, now: float) -> bool:
+        """Whether an end of the workers that is ordered now has to wait, until `is_over`."""
+        if not self.is_under_way:
+            return False
+        self.end_at = now + LOOK
+        return True
+
+    def is_over(self, now: float) -> bool:
+        """Whether an end that was put off has waited enough."""
+        return self.end_at is not None and (bool(self._taken) or now >= self.end_at)
+
+    def wait(self) -> None:
+        """Return when the stacks are there, after `LOOK` at the latest; a signal may interrupt it."""
+        if self._taken is not None:
+            with host_signals.delivering():
+                self._taken.wait(LOOK)
+
+    def drop(self) -> None:
+        """Wait no longer: the workers are being ended."""
+        self.end_at = self._taken = None
+
+
+WAIT = 2 * PATIENCE + 3.0
+"""Seconds that a person waits at the most: for the end of what somebody else has asked, and for our own."""
+
+SOON = 3.0
+"""Seconds of these after which an agent is taken for stopped that has not noticed that it is asked."""
+
+_CHUNK = 1 << 20
+
+
+class NotToldError(Exception):
+    """The agent has not told where the ranks of other machines are. ``str()`` is why."""
+
+
+def ask(folder: str, run: Run, owner: int) -> JobStacks:
+    """Return where the ranks are, of a run that goes on here. ``owner``: the uid that it belongs to.
+
+    Only the launcher that the record names is believed. Raises NotToldError, after `WAIT` at the latest.
+    """
+    until = clock.now() + WAIT
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(SOON)
+            _connect(connection, folder)
+            pid, uid = peer(connection)
+            if pid != run.pid or uid not in (owner, os.geteuid(), files.ROOT):
+                raise NotToldError(f"another process than its launcher answers at {NAME}")
+            data = connection.recv(_CHUNK)
+            data += _receive(connection, until) if data else b""
+    except FileNotFoundError:
+        raise NotToldError(f"its agent shows no others (there is no {NAME} in the run's folder)") from None
+    except TimeoutError:
+        msg = f"its agent has not answered within {WAIT if clock.now() >= until else SOON:g} s"
+        raise NotToldError(msg) from None
+    except BlockingIOError:
+        raise NotToldError("too many ask its agent at once") from None
+    except OSError as error:
+        raise NotToldError(f"its agent cannot be asked: {error.strerror or error}") from None
+    if not data.strip():
+        raise NotToldError("its agent has not answered: it ends, or too many ask at once")
+    try:
+        told = JobStacks(data)
+    except DamagedError as error:
+        raise NotToldError(f"what its agent has answered cannot be read: {error}") from None
+    if told.why:
+        raise NotToldError(told.why)
+    return told
+
+
+def _connect(connection: socket.socket, folder: str) -> None:
+    inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        connection.connect(f"/proc/self/fd/{inside}/{NAME}")  # a path of the folder may be too long, see unix(7)
+    finally:
+        os.close(inside)
+
+
+def _receive(connection: socket.socket, until: float) -> bytes:
+    """Return all that is sent. Raises OSError, TimeoutError."""
+    parts: list[bytes] = []
+    size = 0
+    while size <= MOST_BYTES:
+        left = until - clock.now()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(_CHUNK)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+    raise NotToldError(f"its answer is longer than {MOST_BYTES} bytes")
