@@ -32,7 +32,7 @@ from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd

@@ -5,7 +5,6 @@ Refuses what cannot be run, before anything starts.
 
 from __future__ import annotations
 
-import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
 from phalanx._base.one_line import SHORT, one_line
 from phalanx._base.rank_ranges import how_many
-from phalanx._group.arguments import is_sequence
+from phalanx._group.arguments import checked_filters, checked_whole, is_sequence
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._placement.placement import Placement
 from phalanx.rendezvous import OneMachineRendezvous, RendezvousHandler
@@ -107,26 +106,26 @@ class WorkerSpec(Value):
                 raise TypeError(msg)
         if numa_options is not None:
             check_type("numa_options", numa_options, Placement)
-        port = None if master_port is None else _whole("master_port", master_port, 0)
+        port = None if master_port is None else checked_whole("master_port", master_port, 0)
         if port is not None and port > _MOST_PORT:
             msg = f"master_port: expected a port, 0 to {_MOST_PORT}, got {master_port!r}"
             raise ValueError(msg)
         self._store(
             role=role,
-            local_world_size=_whole("local_world_size", local_world_size, 1),
+            local_world_size=checked_whole("local_world_size", local_world_size, 1),
             rdzv_handler=OneMachineRendezvous() if rdzv_handler is None else _checked_handler(rdzv_handler),
             fn=fn,
             entrypoint=_checked_entrypoint(fn, entrypoint),
             args=_checked_args(args),
-            max_restarts=_whole("max_restarts", max_restarts, 0),
+            max_restarts=checked_whole("max_restarts", max_restarts, 0),
             monitor_interval=seconds("monitor_interval", monitor_interval, zero=False, endless=False),
             master_port=port,
             master_addr=master_addr,
             local_addr=local_addr,
             event_log_handler=event_log_handler,
             numa_options=numa_options,
-            duplicate_stdout_filters=_checked_filters("duplicate_stdout_filters", duplicate_stdout_filters),
-            duplicate_stderr_filters=_checked_filters("duplicate_stderr_filters", duplicate_stderr_filters),
+            duplicate_stdout_filters=checked_filters("duplicate_stdout_filters", duplicate_stdout_filters),
+            duplicate_stderr_filters=checked_filters("duplicate_stderr_filters", duplicate_stderr_filters),
             virtual_local_rank=bool(virtual_local_rank),
         )
 
@@ -142,16 +141,6 @@ def check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         msg = f"{name}: expected a {kind.__name__}, got {value!r}"
         raise TypeError(msg)
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
-        raise TypeError(msg)
-    if (number := operator.index(value)) < least:
-        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
-        raise ValueError(msg)
-    return number
 
 
 def _checked_handler(handler: Any) -> Any:
@@ -182,18 +171,6 @@ def _checked_args(args: Any) -> tuple[Any, ...]:
         msg = f"args: expected a tuple of arguments, got {args!r}"
         raise TypeError(msg)
     return tuple(args)
-
-
-def _checked_filters(name: str, value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if not is_sequence(value) or not all(isinstance(part, str) for part in value):
-        msg = f"{name}: expected a list of strings, got {value!r}"
-        raise TypeError(msg)
-    if not all(value):
-        msg = f"{name}: an empty string is in every line, got {value!r}"
-        raise ValueError(msg)
-    return list(value)
 
 
 def name_of(spec: WorkerSpec) -> str:

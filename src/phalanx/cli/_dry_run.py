@@ -23,7 +23,7 @@ from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx.cli._commands import put
-from phalanx.cli._run_group import in_our_words, reserve_port
+from phalanx.cli._run_plan import in_our_words, reserve_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.run_team import see_through
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import child_failed, observers_of, reserve_port, show_report
+from phalanx.cli._run_plan import reserve_port
+from phalanx.cli.report import child_failed, show_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def run_node(
     typed = None if plan.meeting.is_scheduled else command_line(asked.argv, program, os.environ, vars(config))
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-        observers=observers_of(plan, services),
+        observers=plan.observers(services),
         where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
         typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
         signals=config.signals_to_handle, asked=asked, check=check,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 from phalanx import metrics
 from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._engine.host_signals import SIGNALS_ENV, SignalException
+from phalanx._group.arguments import checked_whole
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx._logs.std import Std
 from phalanx._placement.placement import Placement
@@ -171,8 +171,8 @@ def rendezvous_of(config: LaunchConfig) -> RendezvousHandler:
         if not isinstance(value, kind):
             msg = f"{name}: expected {what}, got {value!r}"
             raise TypeError(msg)
-    _whole("nproc_per_node", config.nproc_per_node)
-    least, most = _whole("min_nodes", config.min_nodes), _whole("max_nodes", config.max_nodes)
+    checked_whole("nproc_per_node", config.nproc_per_node, 1)
+    least, most = checked_whole("min_nodes", config.min_nodes, 1), checked_whole("max_nodes", config.max_nodes, 1)
     if most < least:
         msg = f"max_nodes: expected min_nodes ({least}) or more, got {most}"
         raise ValueError(msg)
@@ -213,16 +213,6 @@ def _meeting(config: LaunchConfig) -> RendezvousHandler:
         field = _FIELDS.get(name, f"rdzv_configs: {name}")
         msg = f"{field}{colon}{rest}"
         raise ValueError(msg) from None
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        msg = f"{name}: expected a whole number, 1 or more, got {value!r}"
-        raise TypeError(msg)
-    if (number := operator.index(value)) < 1:
-        msg = f"{name}: expected a whole number, 1 or more, got {value!r}"
-        raise ValueError(msg)
-    return number
 
 
 def _check_signals(names: str) -> None:
