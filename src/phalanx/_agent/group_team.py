@@ -100,7 +100,6 @@ class GroupTeam(Team):
     Args:
         make: Makes the group of an attempt: its number, and the group of the attempt before, to be given as
             ``follows``; None: there is none. It is not started.
-        speak: Shows a line while no group does; default: it is written to stderr. It must not wait.
         common: What tells workers that have failed from those that were stopped with this process; default: nothing
             does. With it, `stop` is called for signals to this process alone.
 
@@ -116,7 +115,6 @@ class GroupTeam(Team):
         self,
         make: Callable[[int, PContext | None], PContext],
         *,
-        speak: Callable[[str], None] = mention,
         common: CommonStop | None = None,
     ) -> None:
         self.group: PContext | None = None
@@ -124,7 +122,6 @@ class GroupTeam(Team):
         self.lost: KeeperLostError | None = None
         self.is_put_off = False
         self._make = make
-        self._speak = speak
         self.common = common or CommonStop()
         self._wake: Callable[[], None] = lambda: None
         self._wakes = False  # whether `wake` is called at the end of `group`
@@ -242,6 +239,10 @@ class GroupTeam(Team):
             group.when_shown(speak)
         except RuntimeError:  # it was never up
             self._speak(text)
+
+    def _speak(self, text: str) -> None:
+        """Show a line while no group does. Does not wait."""
+        mention(text)
 
     def close(self) -> None:
         """Close all groups: what has not ended is killed. Returns when their lines are shown, or after 10 s each."""

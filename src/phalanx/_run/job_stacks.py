@@ -329,6 +329,13 @@ class LastLook:
             with host_signals.delivering():
                 self._taken.wait(LOOK)
 
+    def hurry(self, group: PContext | None) -> None:
+        """Wait for no stacks any more: the workers are to be ended at once."""
+        report = None if group is None else group.hang_report
+        if self.is_under_way and report is not None:
+            report.hurry()
+        self.drop()
+
     def drop(self) -> None:
         """Wait no longer: the workers are being ended."""
         self.end_at = self._taken = None

@@ -319,9 +319,8 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `Team`. It waits for no stacks."""
         self._going_on = -1
         self._held.clear()
-        if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
-            self.group.hang_report.hurry()
-        self._wait_no_more()
+        self._look.hurry(self.group)
+        self.poll_seconds = None
         super().stop(death_signal, grace)
 
     def heard(self, what: Job | Stop) -> None:

@@ -138,10 +138,7 @@ class NodeWorkers(Owner):
 
     def hurry(self) -> None:
         """Wait for no stacks any more: the workers are being ended."""
-        group = self._groups.group
-        if self._last_look.is_under_way and group is not None and group.hang_report is not None:
-            group.hang_report.hurry()
-        self._last_look.drop()
+        self._last_look.hurry(self._groups.group)
 
     def wait_for_imports(self) -> Warm | None:
         """Return what has imported, once it has; None: there is nothing to import. Raises PreloadError."""

@@ -27,9 +27,8 @@ from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx._run.job_stacks import StackDoor
 from phalanx._run.node_team import MachineTeam, command_line
-from phalanx._run.run_team import see_through
+from phalanx._run.run_team import forwarding, see_through
 from phalanx._store.etcd import INSTALL
-from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_plan import reserve_port
 from phalanx.cli.report import child_failed, show_report
 

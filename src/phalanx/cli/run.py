@@ -22,11 +22,10 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
 from phalanx._outcomes.outcome import signal_name
 from phalanx._outcomes.result import verdict
-from phalanx._run.run_team import RunTeam, see_through
+from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
-from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import ELSEWHERE, RunConfig, notes_on_args, notes_on_variables
 from phalanx.cli._run_plan import RunPlan, in_our_words, reserve_port
 from phalanx.cli.report import child_failed, show_report
