@@ -4,7 +4,7 @@
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.life.TABLE`,
+The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.attempts.TABLE`,
 `phalanx._rendezvous.life.TABLE`), and the protocol's is made from the functions that build the messages
 (`phalanx._engine.protocol`, `fork_protocol`), so the page cannot tell another story. Only the standard library is
 needed, and no installation: the source tree is found beside this folder.
@@ -73,7 +73,7 @@ def render_protocol() -> str:
 
 def put(page: str) -> str:
     """Return the page with all as they are now. Raises ValueError when a marker is missing, or there twice."""
-    from phalanx._agent import life
+    from phalanx._agent import attempts as life
     from phalanx._engine import lifecycle
     from phalanx._rendezvous import life as node
 

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from phalanx.cli._args_parser import get_args_parser, run
 from phalanx.cli.run import main
+from phalanx.cli.torchrun_shim import get_args_parser, run
 
 __all__ = ["get_args_parser", "main", "run"]
 

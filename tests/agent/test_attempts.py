@@ -26,7 +26,7 @@ from phalanx._logs import pump
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
-from tests.support.attempt_groups import shells
+from tests.support.attempt_groups import Told, shells
 from tests.support.helpers import PYTHON, TIMEOUT, alive, let_a_request_pass, wait_gone
 from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
@@ -88,7 +88,7 @@ def test_it_gives_up_when_the_restarts_are_used_up() -> None:
         assert (ending.state, ending.why, len(ending.ends)) == ("failed", "2 restarts, and no more", 3)
         assert team.result is not None
         assert team.result.failures[0].exitcode == 3
-    said = team.said  # type: ignore[attr-defined]  # see `shells`
+    said = team.said
     assert [line.partition(" after ")[0] for line in said] == [f"phalanx: attempt {n} failed" for n in (0, 1, 2)]
     assert said[2].endswith(": rank 0, exited with code 3; no error was recorded; giving up: 2 restarts, and no more")
 
@@ -98,7 +98,7 @@ def missing_at(*attempts: int) -> GroupTeam:
         binary = "/no/such/program" if attempt in attempts else "/bin/false"
         return SubprocessContext("g", binary, {0: ()}, {0: {}}, DefaultLogsSpecs(), follows=before)
 
-    return GroupTeam(make, speak=lambda _text: None)
+    return Told(make)
 
 
 def test_the_first_start_fails() -> None:
@@ -146,7 +146,7 @@ def test_the_step_that_was_reached() -> None:
             "g", advance, {0: ()}, envs, "fork", DefaultLogsSpecs(), timers=TimerSpecs(), follows=before
         )
 
-    team = GroupTeam(make, speak=lambda _text: None)
+    team = Told(make)
     with attempted(team, 1) as attempts:
         ending = attempts.run()
         assert team.group is not None
@@ -339,7 +339,7 @@ def test_restarts_that_are_asked_for(ready: Ready, gate: Gate) -> None:
     assert [end.state for end in ending.ends] == ["stopped", "stopped", "succeeded"]
     assert ending.state == "succeeded"
     assert len(set(pids)) == 3
-    said = team.said  # type: ignore[attr-defined]  # see `shells`
+    said = team.said
     assert said == [f"phalanx: ending attempt {number}: a new machine is there" for number in (0, 1)]
 
 
@@ -385,8 +385,8 @@ def test_a_restart_does_not_wait_for_a_slow_console(
         ),
         folder=str(tmp_path / "logs"),
         specs={"redirects": Std.NONE, "tee": Std.OUT},
-        speak=mention,
     )
+    monkeypatch.setattr(team, "_speak", mention)
     texts: list[str] = []
     with capfd.disabled(), console() as out:
         reader = threading.Thread(target=lambda: texts.append(read_all(out)))

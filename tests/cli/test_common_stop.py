@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 LAUNCHER = """
 import sys
-from phalanx._agent import common_stop
-common_stop.WITHIN *= 1000  # a busy machine may take longer than is usual between the two signals
-common_stop._WITHIN_NS *= 1000
+from phalanx._agent import group_team
+group_team.COMMON_STOP_SECONDS *= 1000  # a busy machine may take longer than is usual between the two signals
+group_team._COMMON_STOP_NS *= 1000
 sys.argv[0] = "phalanx"
 from phalanx.cli import main
 main()

@@ -11,8 +11,7 @@ import click
 import pytest
 
 from phalanx.cli._declare import declarations
-from phalanx.cli._print_config import as_job_file
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import RunConfig, as_job_file
 from phalanx.cli.run import run
 from tests.cli.test_run import FLAGS, SETTINGS, refused
 

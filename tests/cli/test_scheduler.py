@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx._agent.worker_env import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
-from phalanx._run.hostlist import MOST_HOSTS, hosts
-from phalanx._run.scheduler import PORTS, Allocation, found
+from phalanx._run.scheduler import MOST_HOSTS, PORTS, Allocation, found, hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

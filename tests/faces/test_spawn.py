@@ -808,12 +808,12 @@ def test_an_interrupted_child_stops_those_that_nobody_joined(
 
 @pytest.mark.slow
 def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: Ready, gate: Gate) -> None:
-    from phalanx.spawn import _spawn_group
+    from phalanx.spawn import _context
 
     mp.spawn(spawned.wait, (ready.address, gate.address), 2, join=False)
     ready.wait(2)
-    assert len(_spawn_group._kept) == 1
-    pids = [worker.pid for group in _spawn_group._kept for worker in group._started().mirror.workers.values()]
+    assert len(_context._kept) == 1
+    pids = [worker.pid for group in _context._kept for worker in group._started().mirror.workers.values()]
     assert all(map(alive, pids))
     gate.open(2)
     assert wait_gone(pids) == set()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._run.node_looks import LOOK, LastLook
+from phalanx._run.job_stacks import LOOK, LastLook
 from phalanx._run.node_team import MachineTeam
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang_reporter import HangReporter

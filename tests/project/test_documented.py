@@ -21,7 +21,6 @@ from phalanx._runs.record import Attempt, Rank, Run
 from phalanx._runs.record import Leftover as Left
 from phalanx.cli import logs as cli_logs
 from phalanx.cli import report as cli_report
-from phalanx.cli import rerun as cli_rerun
 from phalanx.cli import run as cli_run
 from phalanx.cli import runs as cli_runs
 from phalanx.cli import stack as cli_stack
@@ -105,7 +104,7 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_console.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
-    "_args_parser.py: variable": set[str](),  # those of options, by torchrun's names
+    "torchrun_shim.py: variable": set[str](),  # those of options, by torchrun's names
     "_declare.py: name": set[str](),  # those of options
     "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below
     "placement.py: name": {
@@ -189,7 +188,7 @@ def set_by_environment(command: click.Command) -> set[str]:
 def test_the_page_names_options_of_other_commands_that_variables_set() -> None:
     text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
-    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_rerun.rerun, cli_stack.stack)
+    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_runs.rerun, cli_stack.stack)
     run, logs, *others = (set_by_environment(command) for command in commands)
     taken = {param.opts[0] for param in cli_logs.logs.params}
     assert logs == taken & run

@@ -72,9 +72,9 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "job_run", "life", "membership", "node")),
             *(f"_rendezvous/{name}" for name in ("node_thread", "stack_requests", "store_view")),
-            *("cli/_job_stacks", "_run/node_looks", "_run/node_team", "cli/_run_node"),
+            *("_run/job_stacks", "_run/node_team", "cli/_run_node"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
-            *("_run/stack_door", "agent/_node"),
+            "agent/_node",
             *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "server")),
         )
     },

@@ -14,18 +14,27 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing import PContext
 
 
-def shells(script: str | Callable[[int], str], nprocs: int = 1, folder: str = "", **options: Any) -> GroupTeam:
+class Told(GroupTeam):
+    """Keeps the lines that are shown while no group does."""
+
+    def __init__(self, make: Callable[[int, PContext | None], PContext]) -> None:
+        super().__init__(make)
+        self.said: list[str] = []
+
+    def _speak(self, text: str) -> None:
+        self.said.append(text)
+
+
+def shells(script: str | Callable[[int], str], nprocs: int = 1, folder: str = "", **options: Any) -> Told:
     """Return a team of shells.
 
     Args:
         script: What they run, with ``$ATTEMPT`` and ``$RANK``; or a function that returns it for an attempt.
         nprocs: How many there are.
         folder: Where their logs are, if that is not a temporary folder.
-        **options: Of `PContext`; ``speak`` of `GroupTeam`; with ``specs``, options of `DefaultLogsSpecs`.
+        **options: Of `PContext`; with ``specs``, options of `DefaultLogsSpecs`.
     """
     specs = {"run_id": "r", **options.pop("specs", {})} if folder else options.pop("specs", {})
-    speak: Callable[[str], None] | None = options.pop("speak", None)
-    said: list[str] = []
 
     def make(attempt: int, before: PContext | None) -> PContext:
         text = script if isinstance(script, str) else script(attempt)
@@ -39,6 +48,4 @@ def shells(script: str | Callable[[int], str], nprocs: int = 1, folder: str = ""
             **options,
         )
 
-    team = GroupTeam(make, speak=speak or said.append)
-    team.said = said  # type: ignore[attr-defined]  # for tests
-    return team
+    return Told(make)

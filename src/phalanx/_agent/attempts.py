@@ -1,7 +1,8 @@
 """The runner of one machine: starts a group, waits for its end, and starts it again as the restart policy allows.
 
-Carries out the table of `life`. Owns when an attempt begins, and the line that says why. Whether a failure is followed
-by another attempt is `restart_policy`'s business.
+Owns the life of an agent, as a table, and carries it out: when an attempt begins, and the line with the reason. Whether
+a failure is a RETRY or a GIVE_UP is decided by `restart_policy`. A pair that is absent from the table is a mistake in
+the agent: `step` raises.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import math
 import os
 from typing import Any
 
-from phalanx._agent import life
-from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.history import describe_failure
+from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_failure
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
 from phalanx._agent.runner import NoAttemptError, Runner, Step, Team
 from phalanx._base import clock, interrupts
@@ -20,6 +19,90 @@ from phalanx._base.text import one_line, seconds
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx._group.arguments import check_signal
+
+STATES = {
+    "NEW": "nothing has been started",
+    "STARTING": "a group is being started",
+    "RUNNING": "the group runs",
+    "WAITING": "the group has failed and is gone; the delay before the next attempt runs",
+    "RESTARTING": "the group is being stopped, for another attempt to follow",
+    "STOPPING": "the group is being stopped, and no other follows",
+    "SUCCEEDED": "every worker of the last attempt has succeeded",
+    "FAILED": "the last attempt has failed, and no other follows",
+    "STOPPED": "a stop was asked for, and no worker is left",
+}
+
+TERMINAL = ("SUCCEEDED", "FAILED", "STOPPED")
+"""The states in which no worker is left, and none is started any more."""
+
+EVENTS = {
+    "START": "the first attempt is asked for",
+    "STARTED": "every worker is up",
+    "ALL_SUCCEEDED": "the group is gone, and every worker has succeeded",
+    "RETRY": "the group has failed or could not be started, none of it is left, and the policy allows another attempt",
+    "GIVE_UP": "the group has failed or could not be started, and the policy allows no other attempt",
+    "GONE": "the group that was to be stopped is gone",
+    "DELAY_OVER": "the delay before the next attempt is over",
+    "RESTART": "another attempt is asked for, though the group has not failed",
+    "STOP": "an end is asked for",
+}
+
+ACTIONS = {
+    "START_GROUP": "start the workers of the next attempt",
+    "STOP_GROUP": "end the workers within the grace period that was asked for",
+    "ARM_DELAY": "start the delay before the next attempt",
+}
+
+_START = ("STARTING", ("START_GROUP",))
+_DELAY = ("WAITING", ("ARM_DELAY",))
+_STOP = ("STOPPING", ("STOP_GROUP",))
+_RESTART = ("RESTARTING", ("STOP_GROUP",))
+_SUCCEED: tuple[str, tuple[str, ...]] = ("SUCCEEDED", ())
+_FAIL: tuple[str, tuple[str, ...]] = ("FAILED", ())
+_END: tuple[str, tuple[str, ...]] = ("STOPPED", ())
+
+TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
+    ("NEW", "START"): _START,
+    ("NEW", "RESTART"): ("NEW", ()),
+    ("NEW", "STOP"): _END,
+    ("STARTING", "STARTED"): ("RUNNING", ()),
+    ("STARTING", "RETRY"): _DELAY,
+    ("STARTING", "GIVE_UP"): _FAIL,
+    ("STARTING", "RESTART"): _RESTART,
+    ("STARTING", "STOP"): _STOP,
+    ("RUNNING", "ALL_SUCCEEDED"): _SUCCEED,
+    ("RUNNING", "RETRY"): _DELAY,
+    ("RUNNING", "GIVE_UP"): _FAIL,
+    ("RUNNING", "GONE"): _END,
+    ("RUNNING", "RESTART"): _RESTART,
+    ("RUNNING", "STOP"): _STOP,
+    ("WAITING", "DELAY_OVER"): _START,
+    ("WAITING", "RESTART"): ("WAITING", ()),
+    ("WAITING", "STOP"): _END,
+    ("RESTARTING", "ALL_SUCCEEDED"): _SUCCEED,
+    ("RESTARTING", "GIVE_UP"): _FAIL,  # a worker has outlived SIGKILL
+    ("RESTARTING", "GONE"): _START,
+    ("RESTARTING", "RESTART"): ("RESTARTING", ()),
+    ("RESTARTING", "STOP"): _STOP,
+    ("STOPPING", "GIVE_UP"): _FAIL,  # it had failed before the stop, and no other attempt would have followed
+    ("STOPPING", "GONE"): _END,
+    ("STOPPING", "RESTART"): ("STOPPING", ()),
+    ("STOPPING", "STOP"): _STOP,
+    **{(state, request): (state, ()) for state in TERMINAL for request in ("RESTART", "STOP")},
+}
+
+
+def step(state: str, event: str) -> tuple[str, tuple[str, ...]]:
+    """What follows when ``event`` happens to an agent in ``state``. Raises LookupError for a pair that cannot be.
+
+    >>> step("RUNNING", "RETRY")
+    ('WAITING', ('ARM_DELAY',))
+    """
+    try:
+        return TABLE[state, event]
+    except KeyError:
+        msg = f"an agent that is {state} cannot see {event}"
+        raise LookupError(msg) from None
 
 
 class Attempts(Runner):
@@ -70,7 +153,7 @@ class Attempts(Runner):
 
     @property
     def state(self) -> str:
-        """The state, see `life.STATES`."""
+        """The state, see `STATES`."""
         return self._state
 
     @property
@@ -86,7 +169,7 @@ class Attempts(Runner):
     @property
     def ending(self) -> Ending | None:
         """How it all ended; None: it has not."""
-        over = self._state in life.TERMINAL
+        over = self._state in TERMINAL
         return Ending(self._state.lower(), tuple(self._ends), self._why) if over else None
 
     def ask_stop(self, death_signal: int, grace: float) -> None:
@@ -122,7 +205,7 @@ class Attempts(Runner):
     @property
     def is_over(self) -> bool:
         """See `Runner`."""
-        return self._state in life.TERMINAL
+        return self._state in TERMINAL
 
     def _begin(self) -> None:
         while self._told:  # it may have been stopped before
@@ -144,7 +227,7 @@ class Attempts(Runner):
 
     def _take_request(self, event: str, number: int, grace: float, why: str) -> None:
         # Of two orders that nobody has carried out, the one with less time holds.
-        if "STOP_GROUP" in life.step(self._state, event)[1] and (not self._ends_soon() or grace <= self._order[1]):
+        if "STOP_GROUP" in step(self._state, event)[1] and (not self._ends_soon() or grace <= self._order[1]):
             self._order = number, grace
         if event == "RESTART" and self._state == "RUNNING":
             self._say(f"ending attempt {self._number}: {why}")
@@ -156,7 +239,7 @@ class Attempts(Runner):
     def _see(self, event: str) -> None:
         """Take the step of the table that ``event`` leads to."""
         with interrupts.deferred():
-            self._state, actions = life.step(self._state, event)
+            self._state, actions = step(self._state, event)
             if "START_GROUP" in actions:
                 self._number += 1
             self._emit(agent_kinds.AgentState, state=self._state)
@@ -204,7 +287,7 @@ class Attempts(Runner):
         )  # fmt: skip
         if self._state == "STARTING" and end.state != "not started":  # a signal came while it was being started
             self._see("STARTED")
-        if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
+        if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in TABLE:
             self._see("ALL_SUCCEEDED")
         elif end.survivors if self._state == "RESTARTING" else end.failed:
             self._follow(end, now, is_last=is_last)

@@ -1,11 +1,16 @@
-"""A team of `attempts` whose every attempt is a group of processes."""
+"""A team of `attempts` whose every attempt is a group of processes.
+
+Owns which ends of workers are failures. A scheduler, an init system or a user may send a signal to the launcher and to
+its workers at once. Which of them gets it first is chance: a worker may have died of it, and its end may have been
+observed, before the launcher knows that the job is to stop. So the launcher waits a moment before it calls such a death
+a failure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.runner import Team
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import mention
@@ -15,6 +20,71 @@ from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.context import PContext
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, verdict
+
+COMMON_STOP_SECONDS = 0.5
+"""Seconds between a worker's end by a common signal and that of the launcher, at most.
+
+Who sends a signal to many processes does so in some milliseconds."""
+
+_COMMON_STOP_NS = int(COMMON_STOP_SECONDS * clock.NS)
+_SHELL = 128  # a shell's exit code for a signal is this much more
+
+
+class CommonStop:
+    """Whether a signal has stopped this process, and what that explains. Moments: nanoseconds, monotonic.
+
+    Several signals may be sent at once (systemd's ``SendSIGHUP=yes``): a worker may die of another one of them than the
+    one that this process has acted on.
+
+    Args:
+        signals: Those that stop this process. By default there are none, and nothing is explained.
+
+    >>> stop = CommonStop([15])
+    >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_100_000_000), stop.seconds_left(1, 1_000_000_000, now_ns=0)
+    (0.4, 0.0)
+    >>> stop.note(1_200_000_000)
+    >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_200_000_000), stop.explains(-15, 1_000_000_000)
+    (0.0, True)
+    >>> stop.explains(1, 1_000_000_000), stop.explains(-1, 1_000_000_000), stop.explains(-15, 100_000_000)
+    (False, False, False)
+    """
+
+    def __init__(self, signals: Iterable[int] = ()) -> None:
+        self._signals = frozenset(signals)
+        self._got: int | None = None
+
+    def note(self, now_ns: int) -> None:
+        """Note that this process was sent one of the signals. Those after the first say nothing new."""
+        if self._got is None:
+            self._got = now_ns
+
+    @property
+    def has_come(self) -> bool:
+        """Whether this process was sent one of the signals."""
+        return self._got is not None
+
+    def may_explain(self, exitcode: int) -> bool:
+        """Whether an exit (negative: by a signal) may come from a signal that this process has not got yet."""
+        return self._got is None and self._is_by_one(exitcode)
+
+    def seconds_left(self, exitcode: int, moment_ns: int, now_ns: int) -> float:
+        """Return for how long it is not known whether an exit is a failure; 0: it is known.
+
+        Args:
+            exitcode: Negative: by a signal.
+            moment_ns: When it came.
+            now_ns: The present moment.
+        """
+        left_ns = moment_ns + _COMMON_STOP_NS - now_ns if self.may_explain(exitcode) else 0
+        return max(0, left_ns) / clock.NS
+
+    def explains(self, exitcode: int, moment_ns: int) -> bool:
+        """Whether an exit is the effect of what was sent to this process, too."""
+        return self._got is not None and self._is_by_one(exitcode) and moment_ns >= self._got - _COMMON_STOP_NS
+
+    def _is_by_one(self, exitcode: int) -> bool:
+        return -exitcode in self._signals or exitcode - _SHELL in self._signals
+
 
 MOST_SHOWN = 3
 """How many groups may have ended whose lines a slow console has not taken, when another is started.
@@ -30,7 +100,6 @@ class GroupTeam(Team):
     Args:
         make: Makes the group of an attempt: its number, and the group of the attempt before, to be given as
             ``follows``; None: there is none. It is not started.
-        speak: Shows a line while no group does; default: it is written to stderr. It must not wait.
         common: What tells workers that have failed from those that were stopped with this process; default: nothing
             does. With it, `stop` is called for signals to this process alone.
 
@@ -46,7 +115,6 @@ class GroupTeam(Team):
         self,
         make: Callable[[int, PContext | None], PContext],
         *,
-        speak: Callable[[str], None] = mention,
         common: CommonStop | None = None,
     ) -> None:
         self.group: PContext | None = None
@@ -54,7 +122,6 @@ class GroupTeam(Team):
         self.lost: KeeperLostError | None = None
         self.is_put_off = False
         self._make = make
-        self._speak = speak
         self.common = common or CommonStop()
         self._wake: Callable[[], None] = lambda: None
         self._wakes = False  # whether `wake` is called at the end of `group`
@@ -172,6 +239,10 @@ class GroupTeam(Team):
             group.when_shown(speak)
         except RuntimeError:  # it was never up
             self._speak(text)
+
+    def _speak(self, text: str) -> None:
+        """Show a line while no group does. Does not wait."""
+        mention(text)
 
     def close(self) -> None:
         """Close all groups: what has not ended is killed. Returns when their lines are shown, or after 10 s each."""

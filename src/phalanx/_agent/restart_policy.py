@@ -7,6 +7,7 @@ from typing import NamedTuple
 from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many, seconds
+from phalanx._group.arguments import checked_whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -90,16 +91,18 @@ class RestartPolicy(Value):
             msg = f"never_on, always_on: exit code {both[0]} is in both"
             raise ValueError(msg)
         self._store(
-            max_restarts=_whole("max_restarts", max_restarts, 0),
+            max_restarts=checked_whole("max_restarts", max_restarts, 0),
             window=None if window is None else seconds("window", window, zero=False, endless=False),
             backoff=backoff,
             backoff_cap=max(backoff, seconds("backoff_cap", backoff_cap, endless=False)),
             jitter=_part("jitter", jitter),
             min_uptime=seconds("min_uptime", min_uptime, endless=False),
-            failing_starts=_whole("failing_starts", failing_starts, 1),
+            failing_starts=checked_whole("failing_starts", failing_starts, 1),
             never_on=never,
             always_on=always,
-            without_progress=None if without_progress is None else _whole("without_progress", without_progress, 1),
+            without_progress=None
+            if without_progress is None
+            else checked_whole("without_progress", without_progress, 1),
         )
 
     def describe_count(self, ages: Sequence[float], *, counted: bool) -> str:
@@ -248,17 +251,6 @@ def _name(code: int) -> str:
     from phalanx._outcomes.outcome import signal_name
 
     return f"signal {signal_name(-code)}"
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
-        raise TypeError(msg)
-    number = int(value.__index__())
-    if number < least:
-        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
-        raise ValueError(msg)
-    return number
 
 
 def _part(name: str, value: object) -> float:

@@ -15,8 +15,7 @@ from signal import SIGKILL, Signals
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.history import describe_restart
+from phalanx._agent.attempt_end import AttemptEnd, describe_restart
 from phalanx._base import clock, interrupts
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals

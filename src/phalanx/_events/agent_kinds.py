@@ -9,7 +9,7 @@ from phalanx._events.kinds import Event
 
 
 class AgentState(Event):
-    """The agent has entered a state of `phalanx._agent.life`."""
+    """The agent has entered a state of `phalanx._agent.attempts`."""
 
     __slots__ = ("state",)
     name = "agent.state"

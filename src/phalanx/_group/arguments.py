@@ -174,6 +174,33 @@ def is_sequence(values: object) -> bool:
     return hasattr(values, "__iter__") and not is_other
 
 
+def checked_filters(name: str, value: Any) -> list[str] | None:
+    """Check the texts by which lines are selected for one file of all ranks. Raises TypeError, ValueError."""
+    if value is None:
+        return None
+    if not is_sequence(value) or not all(isinstance(part, str) for part in value):
+        msg = f"{name}: expected a list of strings, got {value!r}"
+        raise TypeError(msg)
+    if not all(value):
+        msg = f"{name}: an empty string is in every line, got {value!r}"
+        raise ValueError(msg)
+    return list(value)
+
+
+def checked_whole(name: str, value: Any, least: int) -> int:
+    """Check a whole number, ``least`` or more; NumPy has types of its own. Raises TypeError, ValueError.
+
+    >>> checked_whole("max_restarts", 3, 0)
+    3
+    """
+    msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(msg)
+    if (number := operator.index(value)) < least:
+        raise ValueError(msg)
+    return number
+
+
 def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
     """Return the arguments as tuples. Ranks with the same object get the same tuple, which is then pickled once."""
     for rank, values in args.items():

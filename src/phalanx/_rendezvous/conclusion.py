@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from phalanx._agent.history import describe_restart
+from phalanx._agent.attempt_end import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.host_names import is_loopback
 from phalanx._base.text import one_line

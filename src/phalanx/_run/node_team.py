@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import signal
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from phalanx._agent.common_stop import WITHIN
+from phalanx._agent.group_team import COMMON_STOP_SECONDS
 from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
@@ -21,25 +22,96 @@ from phalanx._rendezvous.conclusion import follows, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, first_rank
-from phalanx._run.failure_watch import FailureWatch, WorkerFailure
-from phalanx._run.node_looks import LOOK, LastLook, NodeLooks
-from phalanx._run.preloading import Preloading
+from phalanx._run.attempt_groups import Preloading
+from phalanx._run.job_stacks import LOOK, LastLook, NodeLooks
+from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.run_team import Place, RunTeam
 from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.master_port import ReservedPort
     from phalanx._rendezvous.life import Missing
     from phalanx._rendezvous.records import Job, Node
-    from phalanx._run.other_machine import CommandLine
-    from phalanx._run.stack_door import StackDoor
+    from phalanx._run.job_stacks import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
+
+_NODE_RANK, _LOCAL_ADDR, _CONF = "--node-rank", "--local-addr", "--rdzv-conf"
+_CONF_OF_ONE_MACHINE = ("is_host", "bind")
+_PREFIXES = ("PHALANX", "PET")
+
+
+class CommandLine(NamedTuple):
+    """What was typed here.
+
+    Attributes:
+        head: The command and its options.
+        program: The script and its arguments; empty: they are in a job file.
+        variables: Names of variables that are options, too.
+    """
+
+    head: list[str]
+    program: list[str]
+    variables: list[str]
+
+    def on_other(self, rank: int) -> str:
+        """Return what is to be typed on a machine of that node rank; -1: the ranks are not given.
+
+        >>> here = CommandLine(["phalanx", "run", "--nnodes=2", "--node-rank", "0"], ["x.py", "--node-rank", "7"], [])
+        >>> here.on_other(1)
+        'phalanx run --nnodes=2 --node-rank 1 x.py --node-rank 7'
+        >>> CommandLine(["phalanx", "run", "--rdzv-conf=is_host=yes", "--local-addr", "a"], ["x"], []).on_other(1)
+        'phalanx run --node-rank=1 x'
+        """
+        head: list[str] = []
+        words = iter(self.head)
+        for word in words:
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")
+            if name not in (_NODE_RANK, _LOCAL_ADDR, _CONF):
+                head.append(word)
+                continue
+            value = _value_there(name, value if equals else next(words, ""), rank)
+            if value:
+                head += [f"{name}={value}"] if equals else [name, value]
+        if rank >= 0 and not any(word.partition("=")[0] == _NODE_RANK for word in head):
+            head.insert(2 if head[1:2] == ["run"] else 1, f"{_NODE_RANK}={rank}")
+        return shlex.join([*head, *self.program])
+
+
+def _value_there(name: str, value: str, rank: int) -> str:
+    """Return the value of an option on a machine of that node rank; "": it is left out."""
+    if name == _LOCAL_ADDR:
+        return ""
+    if name == _NODE_RANK:
+        return str(rank) if rank >= 0 else value
+    return ",".join(part for part in value.split(",") if part.partition("=")[0].strip() not in _CONF_OF_ONE_MACHINE)
+
+
+def command_line(
+    argv: list[str], program: list[str], environ: Mapping[str, str], options: Iterable[str]
+) -> CommandLine:
+    """Return what was typed, in its parts.
+
+    Args:
+        argv: The whole command line.
+        program: The script and its arguments, as they are run.
+        environ: The environment.
+        options: The names of all options, with underscores.
+
+    >>> command_line(["phalanx", "run", "x", "1"], ["x", "1"], {"PET_NNODES": "2", "PET_HOME": "/"}, ["nnodes"])
+    CommandLine(head=['phalanx', 'run'], program=['x', '1'], variables=['PET_NNODES'])
+    """
+    is_typed = argv[len(argv) - len(program) :] == program
+    known = {f"{prefix}_{name.upper()}" for prefix in _PREFIXES for name in options}
+    head = argv[: len(argv) - len(program)] if is_typed else argv
+    return CommandLine(head, program if is_typed else [], sorted(known.intersection(environ)))
+
 
 PLANNED = ("grow", "left", "signal")
 """Ends of a generation of which workers are given notice: nobody has failed."""
@@ -151,7 +223,7 @@ class MachineTeam(RunTeam, NodeTeam):
         return is_up
 
     def tell_state(self, state: str) -> None:
-        """Emit how far the agent is, see `phalanx._agent.life`, if it has taken part."""
+        """Emit how far the agent is, see `phalanx._agent.attempts`, if it has taken part."""
         if self._job is not None:
             self.emit(agent_kinds.AgentState, self._job.generation, state=state)
 
@@ -245,9 +317,8 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `Team`. It waits for no stacks."""
         self._going_on = -1
         self._held.clear()
-        if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
-            self.group.hang_report.hurry()
-        self._wait_no_more()
+        self._look.hurry(self.group)
+        self.poll_seconds = None
         super().stop(death_signal, grace)
 
     def heard(self, what: Job | Stop) -> None:
@@ -366,7 +437,7 @@ class MachineTeam(RunTeam, NodeTeam):
         """
         may_stop = stop.kind == "failure" and stop.exitcode is not None and self.common.may_explain(stop.exitcode)
         if may_stop or self._held:
-            self._held.append(_Held(attempt, stop, clock.now() + WITHIN))
+            self._held.append(_Held(attempt, stop, clock.now() + COMMON_STOP_SECONDS))
             self._wake()
         else:
             self._call(attempt, stop)

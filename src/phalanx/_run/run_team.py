@@ -1,25 +1,26 @@
-"""The workers of a run on this machine, their events and the record of these; and what holds for the end of a run."""
+"""The workers of a run on this machine: their events, the record of these, the signals passed on to them, their end."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import atexit
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from phalanx._agent.common_stop import CommonStop
-from phalanx._agent.group_team import GroupTeam
+from phalanx._agent.group_team import CommonStop, GroupTeam
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds
-from phalanx._run.run_record import RunRecord
-from phalanx._run.status_events import StatusWorker
+from phalanx._run.run_events import RunRecord, StatusWorker
 from phalanx._runs.recorder import Recorder
 from phalanx.multiprocessing import PContext, SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from typing import Any, TypeVar
 
     from phalanx._agent.attempt_end import AttemptEnd
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
     from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.node_check import NodeCheck
-    from phalanx._run.run_record import Asked, Observers
+    from phalanx._run.run_events import Asked, Observers
     from phalanx.multiprocessing.errors import ChildFailedError
 
     T = TypeVar("T")
@@ -253,3 +254,68 @@ def _undisturbed(step: Callable[[], T]) -> T:
         with suppress(SignalException), interrupts.deferred():
             done.append(step())
     return done[0]
+
+
+def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:
+    """Return a handler that calls ``call`` with the number of the signal, and is not interrupted by itself.
+
+    Of the signals that come meanwhile, however many, each is passed on once, afterwards: so the kernel does with
+    signals that are pending (signal(7)).
+    """
+    due: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if due:  # the call that this has interrupted goes on with it
+            if number not in due[1:]:
+                due.append(number)
+            return
+        try:
+            due.append(number)
+            while due:
+                call(due[0])
+                del due[0]
+        finally:
+            due.clear()  # a signal that stops the run has raised
+
+    return handle
+
+
+@contextmanager
+def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
+    """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
+
+    One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does
+    nothing after the end, either: it would take the place of the exit code. See `restoring`.
+    """
+    forward = _one_by_one(team.signal)
+
+    def ignore(number: int) -> None:
+        if signal.getsignal(number) is forward:
+            signal.signal(number, signal.SIG_IGN)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is not threading.main_thread():
+        chosen = []
+    try:
+        for number in chosen:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, forward)
+        yield
+    finally:
+        for taken, handler in before.items():
+            if handler != signal.SIG_DFL:
+                signal.signal(taken, handler)
+            else:  # the interpreter's end would restore it, for the time that it takes
+                atexit.register(ignore, taken)
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Have the handlers of all signals as before, afterwards: for a program that goes on when a run has ended."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)

@@ -1,25 +1,96 @@
 """What a scheduler tells of the machines of a job, in the environment of what it starts. Reads it; connects to nothing.
 
-Slurm tells all that is needed in each step of several nodes. Open MPI's mpirun, and Hydra's, tell how many processes
-there are and which one this is, and not where rank 0 is. Kubernetes tells an Indexed Job's pod its index, but not how
-many there are: its manifest sets the options' variables (``PHALANX_NNODES``).
+Slurm tells all that is needed in each step of several nodes, the nodes by a hostlist expression: ``gpu-[001-004,7]``.
+Open MPI's mpirun, and Hydra's, tell how many processes there are and which one this is, and not where rank 0 is.
+Kubernetes tells an Indexed Job's pod its index, but not how many there are: its manifest sets the options' variables
+(``PHALANX_NNODES``).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx._agent.worker_env import STEP, step_of
 from phalanx._base.text import how_many
-from phalanx._run.hostlist import hosts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST_HOSTS = 65536
+"""Of an expression: Slurm has no more nodes."""
+
+_MOST_TEXT = 1 << 17
+_MOST_DIGITS = 18
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")  # a name, with brackets in it
+_RANGE = re.compile(rf"([0-9]{{1,{_MOST_DIGITS}}})(?:-([0-9]{{1,{_MOST_DIGITS}}}))?")
+
+
+def hosts(text: str) -> list[str]:
+    """Return the names of an expression, in its order: 1 to `MOST_HOSTS`.
+
+    Brackets hold numbers and ranges of numbers, with the first one's leading zeros. Of several brackets in a name, the
+    last one counts fastest. Raises ValueError: it is none, or has more names.
+
+    >>> hosts("n[1-3,07],gpu-[09-10]x[1-2]")
+    ['n1', 'n2', 'n3', 'n07', 'gpu-09x1', 'gpu-09x2', 'gpu-10x1', 'gpu-10x2']
+    """
+    if len(text) > _MOST_TEXT:
+        msg = f"expected a list of hosts of at most {_MOST_TEXT} characters, got {len(text)}"
+        raise ValueError(msg)
+    found: list[str] = []
+    at = 0
+    while True:
+        item = _ITEM.match(text, at)
+        if item is None or text[item.end() : item.end() + 1] not in ("", ","):
+            raise _unreadable(text)
+        found.extend(itertools.islice(_names(item[0], text), MOST_HOSTS + 1 - len(found)))
+        if len(found) > MOST_HOSTS:
+            raise _too_many(text)
+        if item.end() == len(text):
+            return found
+        at = item.end() + 1
+
+
+def _names(item: str, text: str) -> Iterator[str]:
+    """Yield the names of what stands between two commas."""
+    parts = re.split(r"\[([^\[\]]*)\]", item)  # every second one was in brackets
+    groups: list[list[str]] = []
+    count = 1
+    for part in parts[1::2]:
+        groups.append(list(itertools.islice(_numbers(part, text), MOST_HOSTS + 1)))
+        count *= len(groups[-1])
+        if count > MOST_HOSTS:
+            raise _too_many(text)
+    for numbers in itertools.product(*groups):
+        yield parts[0] + "".join(itertools.chain.from_iterable(zip(numbers, parts[2::2], strict=True)))
+
+
+def _numbers(group: str, text: str) -> Iterator[str]:
+    """Yield the numbers of a bracket."""
+    for part in group.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise _unreadable(text)
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield f"{number:0{len(found[1])}d}"
+
+
+def _too_many(text: str) -> ValueError:
+    return ValueError(f"expected at most {MOST_HOSTS} hosts, and {text[:60]!r} has more")
+
+
+def _unreadable(text: str) -> ValueError:
+    return ValueError(f"expected a list of hosts, like n[1-3,07],gpu-[001-004], got {text[:60]!r}")
+
 
 PORTS = range(63002, 65535, 2)
 """Where rank 0 of a job listens; its agent does one port further. They are above those that Linux hands out by itself
 (32768 to 60999), and above the ports that sites often give to srun (60001 to 63000)."""
 
-_MOST_NODES = 65536
 _MOST_NUMBER = 1 << 32
 _STEP_STRIDE, _RESTART_STRIDE = 314, 1009
 """How far apart the ports of a job's steps, and of its restarts, are. Both have no factor in common with the number of
@@ -98,7 +169,7 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
     """Return what Slurm tells in a step. Raises ValueError."""
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES"} <= environ.keys():
         return None
-    nodes = _number(environ, "SLURM_STEP_NUM_NODES", _MOST_NODES)
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", MOST_HOSTS)
     if nodes <= 1 or environ.get("SLURM_JOB_NUM_NODES") == "1":
         return None
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
@@ -117,13 +188,13 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
     if len(names) != nodes or rank >= nodes:
         msg = (
             f"SLURM_STEP_NODELIST={_short(text)} has {how_many(len(names), 'node')}, SLURM_STEP_NUM_NODES is {nodes}, "
-            f"and SLURM_NODEID is {rank}: they are not of one step; {_AGAIN}"
+            f"and SLURM_NODEID is {rank}: they are not of one step; {_REMEDY}"
         )
         raise ValueError(msg)
     if (here := environ.get("SLURMD_NODENAME", names[rank])) != names[rank]:
         msg = (
             f"this is node {here} (SLURMD_NODENAME), and node {rank} of SLURM_STEP_NODELIST={_short(text)} is "
-            f"{names[rank]}: they are not of one step; {_AGAIN}"
+            f"{names[rank]}: they are not of one step; {_REMEDY}"
         )
         raise ValueError(msg)
     restarts = _number(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0
@@ -138,16 +209,16 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
-_AGAIN = "start it with srun, or say --standalone for a run of this machine alone"
+_REMEDY = "start it with srun, or say --standalone for a run of this machine alone"
 
 
 def _check_not_stale(environ: Mapping[str, str], name: str, nodes: int) -> None:
     """Refuse a step's variables in a job with another number of nodes than it can have. Raises ValueError."""
-    count = _number(environ, name, _MOST_NODES)
+    count = _number(environ, name, MOST_HOSTS)
     if count < nodes or (name == "SLURM_NNODES" and count != nodes):
         msg = (
             f"SLURM_STEP_NUM_NODES is {nodes}, and {name} is {count}: they are not of one step (sbatch in a step hands "
-            f"on that step's variables); {_AGAIN}"
+            f"on that step's variables); {_REMEDY}"
         )
         raise ValueError(msg)
 
@@ -181,8 +252,8 @@ def _ranks(environ: Mapping[str, str], size: str, rank: str, local: str, once: s
         return None
     if here != 1:
         raise ValueError(_several(once.partition(" ")[0], nodes, None, once))
-    if own >= nodes or nodes > _MOST_NODES:
-        msg = f"{rank} is {own}, and {size} is {nodes}: expected less than that, and {_MOST_NODES} at most"
+    if own >= nodes or nodes > MOST_HOSTS:
+        msg = f"{rank} is {own}, and {size} is {nodes}: expected less than that, and {MOST_HOSTS} at most"
         raise ValueError(msg)
     return nodes, own, f"{size}={nodes}, {rank}={own}"
 
@@ -204,7 +275,7 @@ def _several(who: str, tasks: int, nodes: int | None, once: str) -> str:
 def _needed(environ: Mapping[str, str], name: str) -> str:
     """Return a variable that belongs to others which are there. Raises ValueError."""
     if not environ.get(name):
-        msg = f"{name} is not set, and variables beside it are; {_AGAIN}"
+        msg = f"{name} is not set, and variables beside it are; {_REMEDY}"
         raise ValueError(msg)
     return environ[name]
 

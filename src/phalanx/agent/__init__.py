@@ -17,8 +17,7 @@ from phalanx._run.services import ENABLE_FILE_TIMER_ENV as TORCHELASTIC_ENABLE_F
 from phalanx._run.services import TIMER_FILE_ENV as TORCHELASTIC_TIMER_FILE
 from phalanx.agent._local import LocalElasticAgent
 from phalanx.agent._simple import ElasticAgent, SimpleElasticAgent
-from phalanx.agent._spec import WorkerSpec
-from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
+from phalanx.agent._spec import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",

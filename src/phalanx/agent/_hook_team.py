@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.history import describe_restart
+from phalanx._agent.attempt_end import AttemptEnd, describe_restart
 from phalanx._agent.runner import Team
 from phalanx._base.stderr import mention
 from phalanx._base.text import one_line
-from phalanx.agent._spec import check_type
-from phalanx.agent._types import RunResult, WorkerState
+from phalanx.agent._spec import RunResult, WorkerState, check_type
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousError
 
 TYPE_CHECKING = False
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
-    from phalanx.agent._types import WorkerGroup
+    from phalanx.agent._spec import WorkerGroup
 
     class Hooks(Protocol):
         """What a `SimpleElasticAgent` has for this."""

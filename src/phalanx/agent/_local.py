@@ -8,10 +8,8 @@ import signal
 import sys
 from contextlib import ExitStack, suppress
 
-from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempt_end import AttemptEnd, describe_attempts
 from phalanx._agent.group_team import GroupTeam
-from phalanx._agent.health import address_of_environment
-from phalanx._agent.history import describe_attempts
 from phalanx._agent.worker_env import OF_PART, with_local_rank, worker_env
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
@@ -31,12 +29,11 @@ from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.settings import ETCD, NO_FORK
-from phalanx._run.failure_watch import FailureWatch, WorkerFailure
-from phalanx._run.services import Services
+from phalanx._run.run_events import FailureWatch, WorkerFailure
+from phalanx._run.services import Services, address_of_environment
 from phalanx._runs.recorder import Recorder, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
-from phalanx.agent._spec import check_type, name_of
-from phalanx.agent._types import RunResult, WorkerState
+from phalanx.agent._spec import RunResult, WorkerState, check_type, name_of
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous import RendezvousClosedError
 
@@ -53,8 +50,7 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.node_thread import Owner
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._node import NodeWorkers
-    from phalanx.agent._spec import WorkerSpec
-    from phalanx.agent._types import WorkerGroup
+    from phalanx.agent._spec import WorkerGroup, WorkerSpec
 
 
 class LocalElasticAgent(SimpleElasticAgent):

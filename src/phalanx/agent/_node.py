@@ -15,9 +15,8 @@ from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node_thread import Owner
-from phalanx._run.node_looks import LastLook, NodeLooks
-from phalanx._run.preloading import Preloading
-from phalanx._run.stack_door import StackDoor
+from phalanx._run.attempt_groups import Preloading
+from phalanx._run.job_stacks import LastLook, NodeLooks, StackDoor
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx.multiprocessing import PreloadError
 from phalanx.rendezvous import ManyMachinesRendezvous
@@ -139,10 +138,7 @@ class NodeWorkers(Owner):
 
     def hurry(self) -> None:
         """Wait for no stacks any more: the workers are being ended."""
-        group = self._groups.group
-        if self._last_look.is_under_way and group is not None and group.hang_report is not None:
-            group.hang_report.hurry()
-        self._last_look.drop()
+        self._last_look.hurry(self._groups.group)
 
     def wait_for_imports(self) -> Warm | None:
         """Return what has imported, once it has; None: there is nothing to import. Raises PreloadError."""

@@ -20,10 +20,9 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._group.arguments import check_signal
-from phalanx._run.status_events import StatusEvents, StatusMetrics
+from phalanx._run.run_events import StatusEvents, StatusMetrics
 from phalanx.agent._hook_team import HookTeam
-from phalanx.agent._spec import WorkerSpec, check_type
-from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
+from phalanx.agent._spec import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState, check_type
 from phalanx.rendezvous import (
     ManyMachinesRendezvous,
     OneMachineRendezvous,

@@ -258,8 +258,9 @@ class _Commands(Group):
             return help_
         if cmd_name not in _COMMANDS:
             return None
-        module = cmd_name.replace("-", "_")
-        command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{module}"), module)
+        name = cmd_name.replace("-", "_")
+        module = "runs" if cmd_name == "rerun" else name
+        command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{module}"), name)
         return command
 
     def not_there(self, ctx: click.Context, name: str) -> str:

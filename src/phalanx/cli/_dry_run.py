@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 import click
 
-from phalanx._agent.health import PORT_ENV
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
@@ -19,12 +18,12 @@ from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._logs.layout import SYS_STREAM
 from phalanx._placement import topology
-from phalanx._run.services import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
+from phalanx._run.services import ENABLE_FILE_TIMER_ENV, PORT_ENV, TIMER_FILE_ENV
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx.cli._commands import put
-from phalanx.cli._run_group import in_our_words, reserve_port
+from phalanx.cli._run_plan import in_our_words, reserve_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
 from phalanx.cli._commands import meant
 from phalanx.cli._declare import Declared, Option, declarations
-from phalanx.cli._print_config import LEFT_OUT
+from phalanx.cli._run_config import LEFT_OUT
 
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""

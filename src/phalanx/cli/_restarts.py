@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import NamedTuple
 
 import click
 
-from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import parse_duration
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
@@ -251,68 +248,3 @@ def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> li
         if number in handled:
             raise click.UsageError(f"--signals-forward: {number.name} stops the run, see --signals-to-handle")
     return chosen
-
-
-def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:
-    """Return a handler that calls ``call`` with the number of the signal, and is not interrupted by itself.
-
-    Of the signals that come meanwhile, however many, each is passed on once, afterwards: so the kernel does with
-    signals that are pending (signal(7)).
-    """
-    due: list[int] = []
-
-    def handle(number: int, _frame: object) -> None:
-        if due:  # the call that this has interrupted goes on with it
-            if number not in due[1:]:
-                due.append(number)
-            return
-        try:
-            due.append(number)
-            while due:
-                call(due[0])
-                del due[0]
-        finally:
-            due.clear()  # a signal that stops the run has raised
-
-    return handle
-
-
-@contextmanager
-def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
-    """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
-
-    One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does
-    nothing after the end, either: it would take the place of the exit code. See `restoring`.
-    """
-    forward = _one_by_one(team.signal)
-
-    def ignore(number: int) -> None:
-        if signal.getsignal(number) is forward:
-            signal.signal(number, signal.SIG_IGN)
-
-    before: dict[int, Any] = {}
-    if threading.current_thread() is not threading.main_thread():
-        chosen = []
-    try:
-        for number in chosen:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, forward)
-        yield
-    finally:
-        for taken, handler in before.items():
-            if handler != signal.SIG_DFL:
-                signal.signal(taken, handler)
-            else:  # the interpreter's end would restore it, for the time that it takes
-                atexit.register(ignore, taken)
-
-
-@contextmanager
-def restoring() -> Iterator[None]:
-    """Have the handlers of all signals as before, afterwards: for a program that goes on when a run has ended."""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) != handler:
-                signal.signal(number, handler)

@@ -22,13 +22,12 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
-from phalanx._run.node_team import MachineTeam
-from phalanx._run.other_machine import command_line
-from phalanx._run.run_team import see_through
-from phalanx._run.stack_door import StackDoor
+from phalanx._run.job_stacks import StackDoor
+from phalanx._run.node_team import MachineTeam, command_line
+from phalanx._run.run_team import forwarding, see_through
 from phalanx._store.etcd import INSTALL
-from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import child_failed, observers_of, reserve_port, show_report
+from phalanx.cli._run_plan import reserve_port
+from phalanx.cli.report import child_failed, show_report
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.life import Finish
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
-    from phalanx._run.run_record import Asked
+    from phalanx._run.run_events import Asked
     from phalanx._run.services import Services
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
@@ -101,7 +100,7 @@ def run_node(
     typed = None if plan.meeting.is_scheduled else command_line(asked.argv, program, os.environ, vars(config))
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-        observers=observers_of(plan, services),
+        observers=plan.observers(services),
         where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
         typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
         signals=config.signals_to_handle, asked=asked, check=check,

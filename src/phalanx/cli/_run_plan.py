@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from phalanx._agent import master_port
 from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._base.stderr import say
 from phalanx._base.text import name_ranks
@@ -22,20 +23,20 @@ from phalanx._group.warm import shared
 from phalanx._rendezvous.rdzv_conf import exposed
 from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._timers.specs import TimerSpecs
-from phalanx.cli._console import colours_of_workers, console_specs
 from phalanx.cli._meet import meet
-from phalanx.cli._options import GONE, is_here_gone
+from phalanx.cli._options import GONE, colours_of_workers, console_specs, is_here_gone
 from phalanx.cli._placement import place
 from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
 from phalanx.cli._run_logs import BOUNDS, run_logs, umask_notes
 from phalanx.cli._stdin import Stdin
-from phalanx.multiprocessing import ConsoleSpecs, Std, to_map
+from phalanx.multiprocessing import ConsoleSpecs, PContext, ScriptContext, Std, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
-    from phalanx._run.status_events import StatusEvents
+    from phalanx._run.run_events import Observer, StatusEvents
+    from phalanx._run.services import Services
     from phalanx.cli._run_config import RunConfig
 
 PYTHON_EXEC_ENV = "PYTHON_EXEC"
@@ -109,7 +110,7 @@ class RunPlan:
         if config.logs_specs is None:
             self.specs = run_logs(config.log_dir, *streams, bounds, makes_folder=makes_folder)
         else:
-            from phalanx.cli._own_logs import own_logs
+            from phalanx.cli._run_logs import own_logs
 
             self.specs = own_logs(config.logs_specs, config.log_dir, *streams, all_bounds)
         self.specs.keeps_few = self.specs.keeps_few or config.keep_runs is not None
@@ -167,13 +168,22 @@ class RunPlan:
         """Return what posts the run's events; None: nobody wants them."""
         if config.event_log_handler in _SILENT:
             return None
-        from phalanx._run.status_events import StatusEvents
+        from phalanx._run.run_events import StatusEvents
 
         _check_destination(config.event_log_handler)
         return StatusEvents(
             config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
             entry_point=config.script, is_job=True,
         )  # fmt: skip
+
+    def observers(self, services: Services | None) -> dict[str, Observer]:
+        """Return who takes the events of the run, beside its record."""
+        observers: dict[str, Observer] = {}
+        if services is not None and self.health_address is not None:
+            observers["phalanx-health"] = services.observe
+        if self.events is not None:
+            observers["phalanx-status"] = self.events
+        return observers
 
     def node_check(self) -> NodeCheck | None:
         """Return what this machine has to pass before each attempt; None: nothing."""
@@ -231,6 +241,24 @@ class RunPlan:
             ) | same | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
         }  # fmt: skip
+
+
+def reserve_port() -> ReservedPort:
+    """Reserve a port for rank 0, see `master_port.reserve`. Raises ClickException."""
+    try:
+        return master_port.reserve()
+    except OSError as error:
+        msg = f"no port for MASTER_PORT: {error.strerror}; --master-port takes the number of one"
+        raise click.ClickException(msg) from None
+
+
+def in_our_words(error: Exception, group: PContext | None) -> str:
+    """What the library says of the program, said of what the user has given."""
+    head, text = "entrypoint: ", str(error)
+    if not text.startswith(head):
+        return text
+    chosen = isinstance(group, ScriptContext) and os.environ.get(PYTHON_EXEC_ENV)
+    return f"{PYTHON_EXEC_ENV if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
 def _check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str) -> None:
@@ -336,7 +364,7 @@ def _health_address() -> tuple[str, int] | None:
     """Return where the run is to answer how it is, by the environment; None: nowhere."""
     if "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ:
         return None
-    from phalanx._agent.health import address_of_environment
+    from phalanx._run.services import address_of_environment
 
     try:
         return address_of_environment()

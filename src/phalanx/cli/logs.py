@@ -20,9 +20,8 @@ import click
 
 from phalanx._base.text import parse_duration
 from phalanx.cli._commands import SETTINGS, Command
-from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._options import Whole, refusal, resolved, run_argument
+from phalanx.cli._options import ConsoleOptions, Whole, console_specs, refusal, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process

@@ -12,18 +12,24 @@ from contextlib import ExitStack
 
 import click
 
-from phalanx._base.stderr import say
+from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_attempts
+from phalanx._agent.attempts import Attempts
+from phalanx._agent.runner import NoAttemptError
+from phalanx._base.clock import format_duration
+from phalanx._base.stderr import mention, say
 from phalanx._base.tty import use_colour
+from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
-from phalanx._run.run_team import RunTeam
+from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.result import verdict
+from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
-from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import ELSEWHERE, RunConfig, notes_on_args, notes_on_variables
-from phalanx.cli._run_group import observers_of, reserve_port, see_attempts_through
-from phalanx.cli._run_plan import RunPlan
-from phalanx.multiprocessing import SignalException
+from phalanx.cli._run_plan import RunPlan, in_our_words, reserve_port
+from phalanx.cli.report import child_failed, show_report
+from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, RunProcsResult, SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,14 +39,16 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from phalanx._rendezvous.settings import Machines
-    from phalanx._run.run_record import Asked
+    from phalanx._run.run_events import Asked
     from phalanx._run.services import Services
+    from phalanx.cli._run_logs import RunLogs
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
 _ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
 _SHELL = ("The shell", ["--print-completion"])
 _SHELLS = ("bash", "zsh", "fish")
+_GONE = "the workers have ended by such a signal, too"
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
@@ -158,14 +166,132 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
     team = RunTeam(
         groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-        observers=observers_of(plan, services),
+        observers=plan.observers(services),
         signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-        code = see_attempts_through(team, plan.specs, config.grace, colour=colour)
+        code = see_through(
+            team,
+            lambda: _run_all(team, config.grace),
+            lambda ending, stopped: _conclude(ending, stopped, team, plan.specs, colour=colour),
+        )
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
     return code
+
+
+def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
+    """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
+
+    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException; and SystemExit where
+    what could not be started has been reported.
+    """
+
+    def stop(death: signal.Signals) -> None:
+        seconds = 0.0 if death == signal.SIGKILL else grace
+        if death == signal.SIGKILL:
+            host_signals.ignore()  # beyond, there is nothing to be asked for, and a worker may send them without end
+        _say_stop(attempts, team, death, seconds)
+        attempts.ask_stop(death, seconds)
+
+    try:
+        with Attempts(team, team.policy, events=team.record.stream) as attempts:
+            first = attempts.carry_to_end(stop, team)
+            return attempts.run(), None if first is None else first.sigval
+    except (PreloadError, NoAttemptError, KeeperLostError) as error:
+        say(f"Error: {error}")
+        team.record_end("failed", 1, str(error))
+        raise SystemExit(1) from error
+    except OSError as error:
+        team.record_end("failed", 1, text := in_our_words(error, team.group))
+        raise click.ClickException(text) from None
+    except ValueError as error:
+        team.record_end("failed", 2, text := in_our_words(error, team.group))
+        raise click.UsageError(text) from None
+
+
+def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, specs: RunLogs, *, colour: bool) -> int:
+    """Record how the run ended, and report what went wrong. Returns the exit code."""
+    result = team.result or RunProcsResult()
+    last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
+    attempt = f"attempt {last.number}"
+    error = None
+    if result.failures:
+        error = child_failed(team.name, result, specs, describe_attempts(ending.ends[:-1]), ending.why)
+    report = "" if error is None else error.format_msg()
+    if stopped is not None and ending.state == "stopped":
+        code = 128 + stopped
+        cause = f"{stopped.name}, after {attempt}: {last.describe()}" if last.failed else stopped.name
+        team.record_end("stopped", code, cause, report)
+        _report_stop(error, ending, cause, colour=colour)
+        return code
+    team.error = error
+    code, cause = verdict(result)
+    if team.lost is not None:
+        say(f"Error: {team.lost}")
+        code, cause = code or 1, str(team.lost)
+    elif last.state == "not started":
+        why = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
+        say(f"Error: {why}")
+        code, cause = 1, last.error
+    if len(ending.ends) > 1:
+        cause = cause and f"{attempt}: {cause}"
+        if not code:
+            say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
+    team.record_end("failed" if code else "succeeded", code, cause, report)
+    _report(error, result, ending, colour=colour)
+    return code
+
+
+def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
+    """Say what a signal has brought about, above the live lines of a terminal."""
+    if attempts.state == "WAITING":
+        mention(f"phalanx: {death.name}: no other attempt is started")
+    elif team.group is not None and team.group.is_open:
+        text = f"phalanx: {death.name}: {_announced(team.group, death, seconds)}"
+        if not team.group.say(text):
+            mention(text)
+    elif team.check is not None and team.check.is_under_way:
+        mention(f"phalanx: {death.name}: ending --node-check; no attempt is started")
+    elif team.is_put_off:
+        mention(f"phalanx: {death.name}: the run is stopped; {_GONE}")
+
+
+def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
+    """Return what is said of a stop of the workers."""
+    if death == signal.SIGKILL:
+        return "killing the workers"
+    if group.notice is None:
+        return f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+    number, span = group.notice
+    spans = f"{span:g} s from now, SIGKILL at most {seconds:g} s later; once more to kill them"
+    return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
+
+
+def _report_stop(error: ChildFailedError | None, ending: Ending, cause: str, *, colour: bool) -> None:
+    """Say which attempts had failed before the run was stopped: the latest in full, if no other had begun after it."""
+    failed = [end for end in ending.ends if end.failed]
+    if not failed:
+        return
+    if error is not None and failed[-1] is ending.ends[-1]:
+        show_report(error, colour=colour)
+    else:
+        for line in describe_attempts(failed):
+            say(line)
+    say(f"stopped by {cause}")
+
+
+def _report(error: ChildFailedError | None, result: RunProcsResult, ending: Ending, *, colour: bool) -> None:
+    """Say what went wrong, if anything did."""
+    if error is not None:
+        show_report(error, colour=colour)
+        return
+    for rank, outcome in result.outcomes.items():
+        if outcome.state != "succeeded" or outcome.early:
+            say(f"rank {rank}: {outcome.describe()}")
+    if ending.state == "failed":
+        for line in describe_attempts(ending.ends[:-1]):
+            say(line)
 
 
 def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
@@ -194,8 +320,8 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
     from phalanx._rendezvous.rdzv_conf import secrets_of
-    from phalanx._run.run_record import Asked
-    from phalanx.cli._print_config import as_job_file
+    from phalanx._run.run_events import Asked
+    from phalanx.cli._run_config import as_job_file
 
     secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)
     try:
@@ -207,7 +333,7 @@ def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:
     from phalanx.cli._dry_run import rehearse
-    from phalanx.cli._print_config import as_job_file
+    from phalanx.cli._run_config import as_job_file
 
     rehearse(plan)
     put(as_job_file(ctx, plan.config))

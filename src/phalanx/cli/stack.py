@@ -1,7 +1,7 @@
 """``phalanx stack``: where the ranks of a live run are, now.
 
 Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business; of the ranks of
-other machines, `_job_stacks`'.
+other machines, `phalanx._run.job_stacks`'.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool,
     owner = None if found.is_ours else found.owner
     told = None if local or native else _ask(found, set(ranks))
     if told is None:
-        texts = _collect(found.path, _ranks(found.run, set(ranks)), native=native, owner=owner)
+        folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
+        texts = _collect(folder, _ranks(found.run, set(ranks)), native=native, owner=owner)
     else:
         _check_known(set(ranks), told.texts, "run")
         texts = {rank: text for rank, text in told.texts.items() if not ranks or rank in ranks}
@@ -112,7 +113,7 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
     last = run.attempts[-1]
     if last.nodes < 2 or (ranks and ranks.issubset(rank.rank for rank in last.ranks)):  # noqa: PLR2004 - machines
         return None
-    from phalanx.cli._job_stacks import NotToldError, ask
+    from phalanx._run.job_stacks import NotToldError, ask
 
     try:
         return ask(found.path, run, found.owner)
@@ -166,27 +167,30 @@ def _latest(where: tuple[str, ...]) -> RunDir:
     return found
 
 
-def _ranks(run: Run, wanted: set[int]) -> list[tuple[int, Rank]]:
-    """The ranks that are meant, each with the number of its latest attempt. Raises UsageError."""
+def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
+    """Return the ranks that are meant, of the latest attempt. Raises UsageError."""
     attempt = run.attempts[-1]
-    known = {rank.rank: (attempt.number, rank) for rank in attempt.ranks}
+    known = {rank.rank: rank for rank in attempt.ranks}
     _check_known(wanted, known, "machine" if attempt.nodes > 1 else "run")
     return [known[rank] for rank in sorted(known) if not wanted or rank in wanted]
 
 
-def _collect(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int | None) -> dict[int, str]:
-    """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
+def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
+    """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user.
+
+    ``folder``: that of the attempt.
+    """
     from phalanx._stacks.live import AT_ONCE
     from phalanx._stacks.py_spy import preload
 
     preload()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), AT_ONCE):
-        texts |= _look(path, ranks[first : first + AT_ONCE], native=native, owner=owner)
+        texts |= _look(folder, ranks[first : first + AT_ONCE], native=native, owner=owner)
     return texts
 
 
-def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int | None) -> dict[int, str]:
+def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
     """A process is looked at only while it is held by a pidfd, and is the one.
 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
@@ -198,7 +202,7 @@ def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int 
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         targets = []
-        for attempt, rank in ranks:
+        for rank in ranks:
             try:
                 process = _hold(rank, held, owner)
             except ProcessLookupError:
@@ -206,7 +210,7 @@ def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int 
             except OSError as error:
                 texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
             else:
-                beside = os.path.join(path, f"attempt_{attempt}", str(rank.local_rank), "error.json")
+                beside = os.path.join(folder, str(rank.local_rank), "error.json")
                 error_file = "" if owner is not None else beside
                 pid = working_process(rank.pid)
                 known = process if pid == rank.pid else None
@@ -219,7 +223,7 @@ def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int 
             raise click.ClickException(str(error.strerror)) from None
         collection.wait()
         found = collection.finish()
-        return texts | {rank.rank: found[rank.rank] for _attempt, rank in ranks if rank.rank in found}
+        return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
 
 
 def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> Process:

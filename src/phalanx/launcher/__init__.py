@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from phalanx.launcher._config import LaunchConfig
-from phalanx.launcher._launch import elastic_launch, launch_agent
+from phalanx.launcher._launch import LaunchConfig, elastic_launch, launch_agent
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx._engine.host_signals import SignalException
-from phalanx._group.arguments import GRACE, IMPORT, SETTLE, UNSET, check_options, is_sequence, per_rank, recorded
+from phalanx._group.arguments import GRACE, IMPORT, SETTLE, UNSET, check_options, checked_filters, per_rank, recorded
 from phalanx._group.command_group import SubprocessContext
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._logs.layout import Std
@@ -188,8 +188,8 @@ def start_processes(
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
     options |= {"notice": notice, "console": console, "placement": placement, "timers": timers, "record": record}
     options["on_event"] = on_event
-    options["duplicate_stdout_filters"] = _strings("duplicate_stdout_filters", duplicate_stdout_filters)
-    options["duplicate_stderr_filters"] = _strings("duplicate_stderr_filters", duplicate_stderr_filters)
+    options["duplicate_stdout_filters"] = checked_filters("duplicate_stdout_filters", duplicate_stdout_filters)
+    options["duplicate_stderr_filters"] = checked_filters("duplicate_stderr_filters", duplicate_stderr_filters)
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
@@ -205,16 +205,6 @@ def start_processes(
         context.close(timeout=grace)
         raise
     return context
-
-
-def _strings(name: str, value: Any) -> list[str] | None:
-    if value is not None and (not is_sequence(value) or not all(isinstance(part, str) for part in value)):
-        msg = f"{name}: expected a list of strings, got {value!r}"
-        raise TypeError(msg)
-    if value is not None and not all(value):
-        msg = f"{name}: an empty string is in every line, got {value!r}"
-        raise ValueError(msg)
-    return None if value is None else list(value)
 
 
 def _logs_specs(logs_specs: Any, log_dir: Any, redirects: Any, tee: Any) -> LogsSpecs:

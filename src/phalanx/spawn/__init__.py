@@ -26,9 +26,8 @@ from types import NoneType
 
 from phalanx._group.arguments import GRACE, IMPORT, SETTLE, check_options, is_sequence, per_rank, recorded
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsSpecs
-from phalanx.spawn._context import ProcessContext, SpawnContext, SpawnedProcess
+from phalanx.spawn._context import ProcessContext, SpawnContext, SpawnedProcess, SpawnGroup
 from phalanx.spawn._exceptions import ProcessException, ProcessExitedException, ProcessRaisedException
-from phalanx.spawn._spawn_group import SpawnGroup
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

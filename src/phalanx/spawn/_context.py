@@ -1,12 +1,178 @@
-"""The objects that `spawn` returns with ``join=False``: the context, and a handle on each process."""
+"""What `spawn` starts, and returns with ``join=False``: the group, a handle on each process, and the context of both.
+
+The group leaves signals to the host, and runs on without a reference. Owns the end of such groups at the interpreter's
+exit, and the sentinels of their processes.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
+from contextlib import suppress
 
+from phalanx._base.loaded_modules import loaded
 from phalanx._base.text import seconds
 from phalanx._engine.start_errors import KeeperLostError
-from phalanx.spawn._spawn_group import Sentinel, SpawnGroup
+from phalanx._group.arguments import GRACE
+from phalanx.multiprocessing import MultiprocessContext
+from phalanx.spawn._exceptions import ProcessException, exited, failed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from multiprocessing.util import Finalize
+    from typing import Any
+
+    from phalanx._base.threads import Latch
+    from phalanx._engine.mirror import WorkerRecord
+
+_kept: set[SpawnGroup] = set()
+"""The groups that were started without a join, and have neither been joined since nor succeeded."""
+
+_FIRST = 20
+"""The priority of our finalizer in a child of `multiprocessing`: it runs before all others. The processes may need what
+those end: pools (15), the threads that feed queues (10), managers and named semaphores (0)."""
+
+_at_end: Finalize[None] | None = None
+"""Our finalizer, in a child of `multiprocessing`."""
+
+
+class SpawnGroup(MultiprocessContext):
+    """A group of function workers that leaves signals to the host, and may run on without a reference."""
+
+    _prints_failures = False  # `ProcessContext.join` raises them, with their tracebacks
+
+    def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
+        super().__init__(*args, signals=False, numbered=True, daemon=daemon, **options)
+        self._grace: float = options.get("grace", GRACE)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was killed with its keeper."""
+        return self._started().keeper_error is not None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and not a process of which this is a fork."""
+        return self._started().owner == os.getpid()
+
+    def worker(self, rank: int) -> WorkerRecord:
+        """The record of a process, which is updated as it runs."""
+        return self._started().mirror.workers[rank]
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to one process, if it runs."""
+        self._started().send(rank, number)
+
+    def set_grace(self, grace: float) -> None:
+        """Set the grace period."""
+        self._grace = grace
+        self._started().set_grace(grace)
+
+    def stop(self, number: int) -> None:
+        """Begin to stop the processes: a signal, the grace period, SIGKILL."""
+        self._started().stop(number, self._grace)
+
+    def end(self, number: int) -> None:
+        """Stop the processes, and return when they have ended. Their error files are read before they are removed."""
+        if self._supervisor is None:
+            return
+        self.stop(number)
+        with suppress(RuntimeError):  # KeeperLostError; or the start had failed
+            self.wait()
+        self.close()
+
+    def interrupt(self) -> None:
+        """Stop the processes by SIGINT; kill them if another SIGINT comes meanwhile."""
+        try:
+            self.end(signal.SIGINT)
+        except KeyboardInterrupt:
+            self.close(signal.SIGKILL)
+
+    def close(self, death_sig: int | None = None, timeout: float = GRACE) -> None:
+        """See `PContext.close`. The exit reports no failure of the group afterwards."""
+        super().close(death_sig, timeout)
+        _kept.discard(self)
+
+    def keep(self) -> None:
+        """Hold a reference until the group succeeds or is closed, and end it at the interpreter's exit."""
+        _kept.add(self)
+        self._started().done.then(self._on_done)
+        atexit.unregister(_at_exit)  # it must run once
+        atexit.register(_at_exit)
+        _register_finalizer()
+
+    def _on_done(self) -> None:
+        workers = self._started().mirror.workers.values()
+        if all(worker.exit is not None and worker.exit.ok for worker in workers):
+            _kept.discard(self)
+
+    def error(self, *, own: bool = False) -> ProcessException | None:
+        """Make the exception of a group that has ended, or None. With ``own``, only for a failure of its own."""
+        result = self.wait(0)
+        assert result is not None
+        if result.root_cause is not None:
+            return failed(result)
+        for outcome in () if own else result.outcomes.values():
+            if outcome.state == "abandoned":
+                msg = f"process {outcome.local_rank} {outcome.describe()}"
+                return ProcessException(msg, outcome.local_rank, outcome.pid)
+            if outcome.exitcode:
+                return exited(outcome.local_rank, outcome.pid, outcome.exitcode)
+        return None
+
+
+class Sentinel:
+    """A descriptor that becomes readable when a latch opens. Closed when the latch and all others have dropped it."""
+
+    def __init__(self, latch: Latch) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        latch.then(self._ring)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):  # else there was no descriptor left
+            os.close(self.fd)
+
+
+def _register_finalizer() -> None:
+    """Register `_at_exit` in a child of `multiprocessing` too, which may end by os._exit without atexit."""
+    global _at_end  # noqa: PLW0603 - as atexit's own list is one for the process
+    processes = loaded("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return
+    from multiprocessing.util import Finalize
+
+    if _at_end is not None:
+        _at_end.cancel()
+    _at_end = Finalize(None, _at_exit, exitpriority=_FIRST)
+
+
+def _at_exit() -> None:
+    """Do what `multiprocessing` does at the exit: stop the daemons, wait for the others; after a Ctrl-C, stop all."""
+    groups = [group for group in list(_kept) if group.is_ours]  # a copy: other threads remove groups that end
+    # An interpreter has printed its exception by now, and stored it. That of a child of multiprocessing is still being
+    # handled; from Python 3.13 on nothing of it is left here: such a child waits, until another Ctrl-C.
+    interrupted = issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt)
+    interrupted = interrupted or isinstance(sys.exception(), KeyboardInterrupt)
+    for group in groups:
+        if group.daemon or interrupted:
+            group.stop(signal.SIGINT if interrupted else signal.SIGTERM)
+    for group in groups:
+        try:
+            group.wait()
+            error = group.error(own=True)
+        except KeyboardInterrupt:
+            group.interrupt()
+        except KeeperLostError as lost:
+            sys.excepthook(type(lost), lost, None)
+        else:
+            if error is not None:
+                sys.excepthook(type(error), error, None)
+        group.close()
 
 
 class SpawnedProcess:

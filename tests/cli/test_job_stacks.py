@@ -13,10 +13,9 @@ import pytest
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import Job, Member
-from phalanx._run.stack_door import MOST_CALLERS, NAME, SEEN, StackDoor
+from phalanx._run import job_stacks
+from phalanx._run.job_stacks import MOST_CALLERS, NAME, SEEN, NotToldError, StackDoor, ask
 from phalanx._runs import record
-from phalanx.cli import _job_stacks
-from phalanx.cli._job_stacks import NotToldError, ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +51,7 @@ class Agent:
     def connect(self) -> socket.socket:
         one = socket.socket(socket.AF_UNIX)
         one.settimeout(SOON)
-        _job_stacks._connect(one, str(self.folder))
+        job_stacks._connect(one, str(self.folder))
         return one
 
     def run(self, **wrong: int) -> Run:
@@ -97,7 +96,7 @@ def test_nobody_is_told_what_is_not_known(made: Callable[..., Agent], monkeypatc
         ask(str(agent.folder), agent.run(pid=1), os.geteuid())
     with pytest.raises(NotToldError, match=rf"there is no {NAME}"):
         ask(str(agent.folder.parent), agent.run(), os.geteuid())
-    monkeypatch.setattr(_job_stacks, "peer", lambda _: (os.getpid(), NOBODY))
+    monkeypatch.setattr(job_stacks, "peer", lambda _: (os.getpid(), NOBODY))
     with pytest.raises(NotToldError, match="another process than its launcher answers"):
         ask(str(agent.folder), agent.run(), os.geteuid())
 
@@ -105,7 +104,7 @@ def test_nobody_is_told_what_is_not_known(made: Callable[..., Agent], monkeypatc
 def test_an_agent_that_is_stopped_or_sends_nonsense(
     made: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_job_stacks, "SOON", 0.1)
+    monkeypatch.setattr(job_stacks, "SOON", 0.1)
     agent = made()
     run = agent.run()
     agent.door.close()
@@ -121,9 +120,10 @@ def test_an_agent_that_is_stopped_or_sends_nonsense(
         listener.listen(1)
         with pytest.raises(NotToldError, match=r"has not answered within 0.1 s"):
             ask(str(agent.folder), run, os.geteuid())
-        monkeypatch.setattr(_job_stacks, "peer", lambda one: _say(one, listener))
+        monkeypatch.setattr(job_stacks, "peer", lambda one: _say(one, listener))
         with pytest.raises(NotToldError, match="what its agent has answered cannot be read: Expected `object`"):
             ask(str(agent.folder), run, os.geteuid())
+    monkeypatch.undo()
     with made().connect() as one:  # what is left there is nobody's
         assert one.recv(1) == SEEN
 
