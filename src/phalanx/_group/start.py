@@ -337,9 +337,9 @@ class GroupStart(ABC):
         """Make the report of hangs and the table of timers, if timers are to be watched."""
         if self._timers is None:
             return None
-        from phalanx._timers import group_timers
+        from phalanx._timers import hang_reporter
 
-        report, self._watched = group_timers.watch(
+        report, self._watched = hang_reporter.watch(
             self._timers, self.logs, self.envs, supervisor.say,
             stacks=getattr(self._logs_specs, "is_kept", True), speak=self._speak,
         )  # fmt: skip

@@ -192,8 +192,8 @@ def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
     """
     from phalanx._stacks.collect import Collection
+    from phalanx._stacks.processes import working_process
     from phalanx._stacks.request import Target
-    from phalanx._stacks.wrappers import working_process
 
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
