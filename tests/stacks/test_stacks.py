@@ -463,7 +463,7 @@ def test_the_environment_moves_the_signal(tmp_path: Path, ready: Ready, setting:
 @without_py_spy
 def test_user_code_moves_the_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     code = f"""
-        from phalanx.timer._stack_signal import move_stack_signal
+        from phalanx.timer import move_stack_signal
         move_stack_signal(signal.SIGUSR2)
         assert signal.getsignal({ONE}) == signal.SIG_DFL
         signal.signal({ONE}, lambda *_: None)
@@ -491,7 +491,7 @@ def _read(path: str) -> bytes:
 
 @without_py_spy
 def test_user_code_shows_none(tmp_path: Path, ready: Ready) -> None:
-    code = "from phalanx.timer._stack_signal import move_stack_signal; move_stack_signal(0); " + SLEEP
+    code = "from phalanx.timer import move_stack_signal; move_stack_signal(0); " + SLEEP
     with Worker(tmp_path, ready, code) as worker:
         worker.refuses("it offers none")
         assert not stack_workers.catches(worker.process.pid)

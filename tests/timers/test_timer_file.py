@@ -32,7 +32,6 @@ from phalanx.timer import (
     FileTimerServer,
     TimerRequest,
     _file_client,
-    _pipe,
     debug_info_logging,
 )
 from phalanx.timer._processes import ExitedError, RefusedError, Victim, hang_of
@@ -805,7 +804,7 @@ def test_a_full_pipe_is_waited_for_and_then_an_error(
     path: str, client: FileTimerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_file_client, "_FULL_PATIENCE", 0.02)
-    pipe, _ = _pipe.create(path)  # a server that does not read
+    pipe, _ = _file_client.create_pipe(path)  # a server that does not read
     try:
         with pytest.raises(TimeoutError, match="FileTimerServer is stopped"):
             any(map(client.release, ["s" * 3000] * 100_000))
@@ -852,7 +851,7 @@ def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_
 
 _WITHOUT_INOTIFY = """
 import ctypes
-from phalanx.timer import _pipe
+from phalanx.timer import _file_client
 if what == "none":  # really: in a user namespace of its own, whose limit is its own, too (user_namespaces(7))
     CLONE_NEWUSER = 0x10000000
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
@@ -863,14 +862,14 @@ if what == "none":  # really: in a user namespace of its own, whose limit is its
 elif what == "no watches":
     def none_left(*_):
         raise OSError(28, "no inotify watch to be had")
-    _pipe.linux.inotify_add = none_left
-attempt = _pipe._attempt
+    _file_client.linux.inotify_add = none_left
+attempt = _file_client._attempt
 def tell(path):
     fd = attempt(path)
     if fd is None:
         print("not yet", flush=True)
     return fd
-_pipe._attempt = tell
+_file_client._attempt = tell
 """
 
 
@@ -988,7 +987,7 @@ def test_a_client_can_be_pickled(path: str) -> None:
 
 _SERVER = """
 import os, sys
-from phalanx.timer._file import FileTimerServer
+from phalanx.timer._servers import FileTimerServer
 server = FileTimerServer(sys.argv[1], "run", 60)
 server.start()
 if len(sys.argv) > 2 and os.fork() == 0:
@@ -1146,10 +1145,10 @@ def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     got = []
     for chunk in chunks:
         got += lines.feed(chunk)
-        assert len(lines._rest) < _pipe.LINE_LIMIT
+        assert len(lines._rest) < _file_client.LINE_LIMIT
     whole = b"".join(chunks).split(b"\n")
-    assert got == [line for line in whole[:-1] if len(line) < _pipe.LINE_LIMIT]
-    assert lines.oversized == sum(len(line) >= _pipe.LINE_LIMIT for line in whole)
+    assert got == [line for line in whole[:-1] if len(line) < _file_client.LINE_LIMIT]
+    assert lines.oversized == sum(len(line) >= _file_client.LINE_LIMIT for line in whole)
 
 
 @pytest.fixture(scope="module")
