@@ -777,51 +777,6 @@ def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_
             assert held(server) == [(child.pid, "s")]
 
 
-_WITHOUT_INOTIFY = """
-import ctypes
-from phalanx.timer import _file_client
-if what == "none":  # really: in a user namespace of its own, whose limit is its own, too (user_namespaces(7))
-    CLONE_NEWUSER = 0x10000000
-    if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
-        print("no user namespace")
-    else:
-        with open("/proc/sys/user/max_inotify_instances", "w") as file:
-            file.write("0")
-elif what == "no watches":
-    def none_left(*_):
-        raise OSError(28, "no inotify watch to be had")
-    _file_client.linux.inotify_add = none_left
-attempt = _file_client._attempt
-def tell(path):
-    fd = attempt(path)
-    if fd is None:
-        print("not yet", flush=True)
-    return fd
-_file_client._attempt = tell
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["none", "no watches"])
-@pytest.mark.parametrize("left_over", [False, True])
-def test_a_server_that_comes_late_is_waited_for_without_inotify(
-    path: str, events: Events, what: str, left_over: bool
-) -> None:
-    if left_over:
-        os.mkfifo(path, 0o600)
-    with Child(path) as child:
-        if child.do(f"what = {what!r}" + _WITHOUT_INOTIFY):
-            pytest.skip("this process may make no user namespace")
-        child.begin("client.acquire('s', time.time() + 3600)")
-        assert child._process.stdout is not None
-        for _ in range(3):  # so it has begun to wait, and looks again
-            assert child._process.stdout.readline() == "not yet\n"
-        with FileTimerServer(path, "run", log_event=events) as server:
-            child.end()
-            settle(server)
-            assert held(server) == [(child.pid, "s")]
-
-
 def test_a_client_finds_the_next_server(child: Child, server: FileTimerServer) -> None:
     child.do("client.acquire('first', time.time() + 3600)")
     server.stop()

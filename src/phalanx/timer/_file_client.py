@@ -20,7 +20,6 @@ process with the same pid.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -30,7 +29,7 @@ import select
 import signal as signals
 import stat
 
-from phalanx._base import clock, linux, procfs, sigpipe
+from phalanx._base import clock, procfs, sigpipe
 from phalanx.timer._requests import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
@@ -44,8 +43,7 @@ LINE_LIMIT = select.PIPE_BUF
 
 _SIZE = 1 << 20  # the default of fs.pipe-max-size
 _MODE = 0o600
-_IN_OPEN = 0x20
-_RETRY = 0.05  # seconds
+_RETRY = 0.05  # seconds from one attempt to open a pipe to the next, while its server is waited for
 
 _FULL_PATIENCE = 10.0
 _ABSENT_PATIENCE = 5.0
@@ -393,50 +391,18 @@ def open_for_writing(path: str, patience: float) -> int:
         OSError: The FIFO cannot be opened for another reason.
     """
     deadline = clock.now() + patience
-    fd = _attempt(path)
-    if fd is not None:
-        return fd
-    poll = select.poll()
-    with contextlib.ExitStack() as stack:
-        notify = -1
-        with contextlib.suppress(OSError):  # a server creates the FIFO, or opens the one that is there: both are events
-            notify = linux.inotify()
-            stack.callback(os.close, notify)
-            poll.register(notify, select.POLLIN)
-        while True:
-            notified = _listen(notify, path)
-            fd = _attempt(path)  # after the watch was set, so what happens from now on is an event
-            if fd is not None:
-                return fd
-            left = deadline - clock.now()
-            if left <= 0:
-                break
-            # Inotify instances are few (fs.inotify.max_user_instances: 128 for all processes of a user), and another
-            # program may have taken them all. Nothing else reports that a FIFO is created: then, and only then, the
-            # path is polled, for as long as a server is waited for.
-            if poll.poll((left if notified else min(left, _RETRY)) * 1000):
-                os.read(notify, 65536)
-    raise BrokenPipeError(
-        errno.EPIPE,
-        f"no timer server has served this pipe for {patience:g} s: start FileTimerServer with this path before the"
-        " workers, and keep it running (or start it again) as long as they take timers",
-        path,
-    )
-
-
-def _listen(notify: int, path: str) -> bool:
-    """Have ``notify`` (-1: none) report a server. Returns whether it will; False if no watch is left."""
-    try:
-        linux.inotify_add(notify, os.path.dirname(path) or os.curdir, linux.IN_CREATE | linux.IN_MOVED_TO)
-    except OSError:  # or its folder is not there yet
-        return False
-    try:
-        linux.inotify_add(notify, path, _IN_OPEN)
-    except FileNotFoundError:  # the folder's watch reports when it is created
-        return True
-    except OSError:
-        return False
-    return True
+    while (fd := _attempt(path)) is None:
+        left = deadline - clock.now()
+        if left <= 0:
+            raise BrokenPipeError(
+                errno.EPIPE,
+                f"no timer server has served this pipe for {patience:g} s: start FileTimerServer with this path before"
+                " the workers, and keep it running (or start it again) as long as they take timers",
+                path,
+            )
+        # Only inotify(7) reports that a server opens a FIFO, and a user's inotify instances are few.
+        select.poll().poll(min(left, _RETRY) * 1000)
+    return fd
 
 
 def _attempt(path: str) -> int | None:

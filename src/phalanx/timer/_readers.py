@@ -294,7 +294,11 @@ class FifoRequestQueue(PipeRequestQueue):
     def _open(self) -> None:
         self._fd, taken_over = create_pipe(self._path)
         self._start_anew(mid_line=taken_over)
-        self._reader = PipeReader(self._fd)
+        try:
+            self._reader = PipeReader(self._fd)
+        except BaseException:  # no descriptor is left
+            os.unlink(self._path)
+            raise
 
     def _close(self) -> None:
         if self._reader is not None:

@@ -302,7 +302,7 @@ class Watchdog:
             self._try(None, wake)
         if self._thread is None or unpatched.is_current(self._thread):
             return
-        self._thread.join(self._interval + _OVERTIME)
+        self._thread.join(_OVERTIME if self._punctual else self._interval + _OVERTIME)
         if self._thread.is_alive():
             logger().error("the timer server has not stopped: %r still runs; it will end then", self._queue)
 
