@@ -274,7 +274,7 @@ def test_events_of_the_file_timer_that_are_other() -> None:
     """Each name that torch's server tells and ours does not is in the row."""
     sources = [
         inspect.getsource(importlib.import_module(name).FileTimerServer)
-        for name in (f"{ELASTIC}.timer.file_based_local_timer", "phalanx.timer._file")
+        for name in (f"{ELASTIC}.timer.file_based_local_timer", "phalanx.timer._servers")
     ]
     told = set(re.findall(r'_log_event\(\s*"([^"]+)"', sources[0]))
     text = tables()[f"{ELASTIC}.timer"]["FileTimerServer(log_event)"].text

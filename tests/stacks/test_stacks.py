@@ -22,7 +22,7 @@ from phalanx._base import clock, procfs
 from phalanx._evidence.cleanup import remove_empty, remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.stack_signals import last_offer, stacks_path
-from phalanx._stacks import collect, dump, proc_status, py_spy, request, stack_files
+from phalanx._stacks import collect, dump, processes, py_spy, request, snapshot
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import move_stack_signal
 from tests.support import stack_workers
@@ -118,7 +118,7 @@ SLEEP = "ready(); time.sleep(1000)"
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    while not proc_status.facts(pid).partition("State: ")[2].startswith(state):
+    while not processes.facts(pid).partition("State: ")[2].startswith(state):
         time.sleep(0.001)
 
 
@@ -463,7 +463,7 @@ def test_the_environment_moves_the_signal(tmp_path: Path, ready: Ready, setting:
 @without_py_spy
 def test_user_code_moves_the_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     code = f"""
-        from phalanx.timer._stack_signal import move_stack_signal
+        from phalanx.timer import move_stack_signal
         move_stack_signal(signal.SIGUSR2)
         assert signal.getsignal({ONE}) == signal.SIG_DFL
         signal.signal({ONE}, lambda *_: None)
@@ -491,7 +491,7 @@ def _read(path: str) -> bytes:
 
 @without_py_spy
 def test_user_code_shows_none(tmp_path: Path, ready: Ready) -> None:
-    code = "from phalanx.timer._stack_signal import move_stack_signal; move_stack_signal(0); " + SLEEP
+    code = "from phalanx.timer import move_stack_signal; move_stack_signal(0); " + SLEEP
     with Worker(tmp_path, ready, code) as worker:
         worker.refuses("it offers none")
         assert not stack_workers.catches(worker.process.pid)
@@ -986,18 +986,18 @@ def test_summing_up_many_places_names_the_hung_rank() -> None:
 
 
 def test_files_of_stacks_are_numbered_and_kept(tmp_path: Path) -> None:
-    assert stack_files.write(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
-    assert stack_files.write(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
+    assert snapshot.write_stacks(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
+    assert snapshot.write_stacks(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
     (tmp_path / "stacks-3.txt").symlink_to("/nowhere")
-    assert stack_files.write(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
+    assert snapshot.write_stacks(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
     assert [(tmp_path / f"stacks-{n}.txt").read_text() for n in (1, 2)] == ["one\n", "two \\udc80\n"]
 
 
 def test_facts_of_a_process() -> None:
-    text = proc_status.facts(os.getpid())
+    text = processes.facts(os.getpid())
     assert f"thread {os.getpid()} " in text
     assert "State: R (running)" in text
-    assert proc_status.facts(2**22 + 1) == ""
+    assert processes.facts(2**22 + 1) == ""
 
 
 @pytest.mark.slow

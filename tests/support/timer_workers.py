@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import timer
 from phalanx.timer import LocalTimerClient, TimerRequest
 from phalanx.timer._readers import MultiprocessingRequestQueue
 from tests.support.helpers import pass_gate, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def trainer_func(mp_queue: Any, address: str, after: float) -> None:
@@ -24,28 +28,6 @@ def trainer_func(mp_queue: Any, address: str, after: float) -> None:
     tell(address, str(child.pid))
     with timer.expires(after=after, scope="forward pass"):
         threading.Event().wait()
-
-
-def hold(mp_queue: Any, address: str, gate: str, *timers: tuple[str, float]) -> None:
-    """Take timers, say so, and go on when the gate opens, without giving one back."""
-    client = LocalTimerClient(mp_queue)
-    for scope, after in timers:
-        client.acquire(scope, time.time() + after)
-    tell(address, str(os.getpid()))
-    pass_gate(gate)
-
-
-def flood(mp_queue: Any, address: str, pairs: int) -> None:
-    """Take a timer and give it back, many times; say how many of them raised."""
-    client = LocalTimerClient(mp_queue)
-    errors = 0
-    for number in range(pairs):
-        try:
-            client.acquire(f"scope {number % 7}", time.time() + 60)
-            client.release(f"scope {number % 7}")
-        except OSError:
-            errors += 1
-    tell(address, str(errors))
 
 
 def hang(client: Any) -> None:
@@ -151,21 +133,61 @@ class Named(timer.TimerServer):
         return True
 
 
-class Telling(timer.LocalTimerServer):
-    """One that says which requests it has taken."""
+class Telling:
+    """Says which requests it has taken: mixed into a server."""
 
     address = ""
 
-    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        super().register_timers(timer_requests)
-        for request in timer_requests:
+    def register_timers(self, timer_requests: Iterable[TimerRequest]) -> None:
+        requests = list(timer_requests)
+        super().register_timers(requests)  # type: ignore[misc]  # of the server that this is mixed into
+        for request in requests:
             tell(self.address, f"{request.worker_id} {request.expiration_time >= 0}")
 
 
-def serve(local: Any, named: Any, address: str, gate: str) -> None:
-    """Run both kinds of servers until the gate opens."""
-    server = Telling(local, max_interval=60)
-    server.address = address
-    with server, Named(named, address):
+class TellingLocal(Telling, timer.LocalTimerServer):
+    pass
+
+
+class TellingFile(Telling, timer.FileTimerServer):
+    pass
+
+
+def serve(kind: str, where: Any, address: str, gate: str) -> None:
+    """Run a server until the gate opens; say first which two workers it has."""
+    with contextlib.ExitStack() as stack:
+        server: Any
+        if kind == "named":
+            server = Named(where, address)
+            workers: list[Any] = ["prompt", "late"]
+        else:
+            server = TellingLocal(where) if kind == "local" else TellingFile(where)
+            server.address = address
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            processes = [stack.enter_context(subprocess.Popen(["cat"], **pipes)) for _ in range(2)]  # type: ignore[call-overload]  # as it takes them
+            workers = [process.pid for process in processes]
+            for process in processes:
+                stack.callback(process.kill)
+        stack.enter_context(server)
+        for worker in workers:
+            tell(address, str(worker))
         tell(address, "up")
         pass_gate(gate)
+
+
+def serve_itself(kind: str, where: Any, address: str, gate: str) -> None:
+    """Run a server of a fork, which takes a timer when the gate opens, and hangs; until it is killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client = LocalTimerClient(where) if kind == "local" else timer.FileTimerClient(where)
+            pass_gate(gate)
+            client.acquire("s", time.time() + 1)
+            tell(address, "taken")
+            signal.pause()
+        finally:
+            os._exit(70)
+    with timer.LocalTimerServer(where) if kind == "local" else timer.FileTimerServer(where):
+        tell(address, str(pid))
+        tell(address, "up")
+        os.waitpid(pid, 0)

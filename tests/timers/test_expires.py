@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from phalanx._timers.timer import Timer
+    from phalanx._timers.hang import Timer
 
 pytestmark = pytest.mark.each_python
 

@@ -32,12 +32,10 @@ from phalanx._base.loop import Pauses
 from phalanx._timers import client, escalation, layout
 from phalanx._timers import table as table_module
 from phalanx._timers.client import Seat
-from phalanx._timers.escalation import Escalation
-from phalanx._timers.hang import Hang
+from phalanx._timers.escalation import AT_ONCE, Escalation, TimerScheduler
+from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, decode, encode
-from phalanx._timers.scheduler import MOST, TimerScheduler
 from phalanx._timers.table import TimerTable
-from phalanx._timers.timer import Timer
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 from tests.support.workers import run_script
 
@@ -1298,7 +1296,7 @@ def test_many_that_expire_are_handed_over_a_few_in_a_turn_and_read_once(
         scheduler.open()
         assert len(lots) == 1, "others have their turn"
         loop.serve(clock.now_ns())
-        assert {len(lot) for lot in lots} == {MOST}
+        assert {len(lot) for lot in lots} == {AT_ONCE}
         timers = [timer for lot in lots for timer in lot]
         assert [timer.deadline for timer in timers] == list(range(now - SLOTS + 1, now + 1)), "the oldest first"
         assert asked.count("read") == 2 * SLOTS, "as new, and as expired"
@@ -1322,7 +1320,7 @@ def test_whose_timers_are_is_found_out_once_for_many(table: TimerTable, monkeypa
 
     def work(child: Child) -> None:
         with seat_at(table) as seat:
-            for number in range(MOST):
+            for number in range(AT_ONCE):
                 seat.arm(number + 1, 1, TEXT)
             child.say()
             child.wait()
@@ -1339,11 +1337,11 @@ def test_whose_timers_are_is_found_out_once_for_many(table: TimerTable, monkeypa
         )
         it.open()
         assert [message[0] for message in told] == ["armed", "expired", "hang"]
-        assert [len(message[-1]) for message in told] == [MOST] * 3  # type: ignore[arg-type]  # these are timers
+        assert [len(message[-1]) for message in told] == [AT_ONCE] * 3  # type: ignore[arg-type]  # these are timers
         assert asked.count("ancestors") == 2
         assert asked.count("holder") == asked.count("pids") == 3
         it.evidence_taken(1)
-        assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
+        assert struck == [(os.getpid(), signal.SIGTERM)] * AT_ONCE
         assert wait_gone([child.pid]) == set()
 
 

@@ -18,14 +18,13 @@ import pytest
 
 from phalanx._base import clock, procfs
 from phalanx._evidence.error_file import read_error_file, timer_detail, write_error_file, written_at
-from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
+from phalanx._stacks import collect, dump, processes, py_spy, request, snapshot
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, layout
 from phalanx._timers.client import Seat
-from phalanx._timers.hang import Hang
+from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from phalanx._timers.timer import Timer
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import hang_workers
@@ -380,9 +379,9 @@ def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> N
 
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     for number in range(1, 51):
-        assert stack_files.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
+        assert snapshot.write_stacks(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
     kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
-    assert kept == list(range(51 - stack_files.KEPT, 51))
+    assert kept == list(range(51 - snapshot.KEPT, 51))
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
 
 
@@ -789,7 +788,7 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
 
     # Before the start: rank 0 hangs at once, and it is this process that writes of it.
     monkeypatch.setattr("phalanx._evidence.error_file.write_error_file", full)
-    monkeypatch.setattr(stack_files, "write", full)
+    monkeypatch.setattr(snapshot, "write_stacks", full)
     group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
     failure = result_of(group).root_cause
     assert failure is not None
@@ -920,7 +919,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
             return {pid: texts[pid] for pid in self._pids}
 
     monkeypatch.setattr(collect, "Collection", Collection)
-    monkeypatch.setattr(wrappers, "working_process", lambda pid: pid)
+    monkeypatch.setattr(processes, "working_process", lambda pid: pid)
     monkeypatch.setattr(procfs, "descendants", lambda _pids, _limit: [])
     return texts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
 import logging
 import math
@@ -25,10 +24,6 @@ import pytest
 
 from phalanx._base import clock
 from phalanx.timer import (
-    FileTimerClient,
-    FileTimerServer,
-    LocalTimerClient,
-    LocalTimerServer,
     RequestQueue,
     TimerClient,
     TimerRequest,
@@ -36,13 +31,11 @@ from phalanx.timer import (
     expires,
 )
 from phalanx.timer._server import Agenda, Watchdog, received
-from tests.support import timer_workers
 from tests.support.helpers import TIMEOUT, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.each_python
 
@@ -457,55 +450,3 @@ def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
             assert not wait_gone([worker.pid])
             assert clock.now() - start >= 0.2
             assert worker.wait() == -signal.SIGKILL
-
-
-# --- all pairs
-
-
-@pytest.fixture(params=["local", "file"])
-def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """A client of a server that runs in this process."""
-    path = str(tmp_path / "timers")
-    if request.param == "local":
-        queue: Any = SPAWN.SimpleQueue()
-        with LocalTimerServer(queue):
-            yield LocalTimerClient(queue)
-        queue._reader.close()
-        queue._writer.close()
-    else:
-        with FileTimerServer(path):
-            yield FileTimerClient(path)
-
-
-@pytest.mark.slow
-def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
-    worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
-    worker.start()
-    assert ready.wait(4) == ["-9", "-9", "-9", "well"]
-    worker.join()
-    assert worker.exitcode == 0
-    worker.close()
-
-
-@pytest.mark.slow
-def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither when it hears of the timer, nor when that expires, but a second later there is one."""
-    asked: list[int] = []
-    open_it = os.pidfd_open
-
-    def pidfd_open(pid: int) -> int:
-        asked.append(pid)
-        if len(asked) < 3:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return open_it(pid)
-
-    monkeypatch.setattr("posix.pidfd_open", pidfd_open)  # which `Process` calls
-    worker = SPAWN.Process(target=timer_workers.hang, args=(client,))
-    worker.start()
-    worker.join(TIMEOUT)
-    code = worker.exitcode
-    worker.kill()
-    worker.join()
-    worker.close()
-    assert code == -signal.SIGKILL
-    assert len(set(asked[:3])) == 1

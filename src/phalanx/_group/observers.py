@@ -97,9 +97,9 @@ def watch_timers(
     """Make the report of hangs and the table of timers, if timers are to be watched, and each rank's variables."""
     if options.timers is None:
         return None, {}
-    from phalanx._timers import group_timers
+    from phalanx._timers import hang_reporter
 
-    report, variables = group_timers.watch(
+    report, variables = hang_reporter.watch(
         options.timers, logs, envs, supervisor.say,
         stacks=getattr(options.logs_specs, "is_kept", True), speak=options.speak,
     )  # fmt: skip

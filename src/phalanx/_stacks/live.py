@@ -8,8 +8,8 @@ from phalanx._base import clock
 from phalanx._base.process import Process
 from phalanx._stacks.collect import BOUND, Collection
 from phalanx._stacks.dump import EXITED, Frame, Halted, is_starter, location
+from phalanx._stacks.processes import working_process
 from phalanx._stacks.request import Target
-from phalanx._stacks.wrappers import working_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

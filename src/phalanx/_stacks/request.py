@@ -25,8 +25,7 @@ from phalanx._base.process import Process
 from phalanx._evidence.describe import decode_dump
 from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV, last_offer, stacks_path
 from phalanx._stacks.dump import GONE, MAIN_ALONE, NO_STACK
-from phalanx._stacks.proc_status import facts
-from phalanx._stacks.py_spy import NO_PYTHON
+from phalanx._stacks.processes import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ _FEW = 64  # threads: to look at more of them takes longer than to read them fro
 _QUIET = 0.005  # seconds
 _CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
 _OFFERS_NONE = "it offers none"
+_NO_PYTHON = "py-spy: Failed to find python version"  # how `PySpy.why` begins when the process is no Python
 _MOST_ENVIRONMENT = 1 << 20  # bytes of an environment in which a variable is looked for
 _COMMON = (signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
 STATES = {
@@ -296,7 +296,7 @@ class StackRequest:
                 text = f"# {self.why}\n{text}"
         if text is None:
             why = self.why if self.why == GONE else self.state() or self.why or "there was no time to ask it"
-            if why == _OFFERS_NONE and self.unread.startswith(NO_PYTHON):
+            if why == _OFFERS_NONE and self.unread.startswith(_NO_PYTHON):
                 why = "it is no Python program"
             elif self.unread and why != GONE:
                 why = f"{why}; {self.unread}"

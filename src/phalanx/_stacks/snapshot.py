@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, files, procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 WAIT = 0.3
 """Seconds in which the ranks have to give their stacks: as `collect.BOUND`, whose import may fail."""
+
+KEPT = 20
+"""How many files of stacks are kept in a folder, the newest ones."""
 
 _FRESH = 1.0  # seconds for which stacks serve for what hangs next, too
 _NATIVE = 8  # processes that hang of which frames of C code are read: that takes some 50 ms each
@@ -78,10 +81,10 @@ class Snapshot:
     def preload(self) -> None:
         """Import what `take` needs: once something hangs, there is no time."""
         with contextlib.suppress(Exception):  # no descriptor is left, perhaps; see the top
-            from phalanx._stacks import collect, dump, py_spy, stack_files, wrappers
+            from phalanx._stacks import collect, dump, processes, py_spy
 
             py_spy.preload()
-            del collect, dump, stack_files, wrappers
+            del collect, dump, processes
 
     def take(
         self,
@@ -116,9 +119,9 @@ class Snapshot:
         main, texts = dict(alive), {}
         below = _others(alive, hangs)
         try:
-            from phalanx._stacks import collect, request, wrappers
+            from phalanx._stacks import collect, processes, request
 
-            main = {rank: wrappers.working_process(pid) for rank, pid in alive.items()}
+            main = {rank: processes.working_process(pid) for rank, pid in alive.items()}
             main |= {hang.rank: hang.pid for hang in reversed(hangs)}  # the first one stands for its rank
             struck = {hang.pid for hang in hangs} | {alive.get(hang.rank, 0) for hang in hangs} if doomed else set()
             native = [hang.pid for hang in hangs][:_NATIVE]
@@ -158,9 +161,7 @@ class Snapshot:
                     if _has_stack(text):
                         parts.append(f"# process {pid} of the same rank\n{text}")
                 with contextlib.suppress(Exception):  # the disk is full, perhaps, or no descriptor is left
-                    from phalanx._stacks import stack_files
-
-                    self.files[rank] = stack_files.write(os.path.dirname(self._error_files[rank]), "\n".join(parts))
+                    self.files[rank] = write_stacks(os.path.dirname(self._error_files[rank]), "\n".join(parts))
 
     def sum_up(self, hang: Hang) -> str:
         """Describe where what hangs stands, where the other ranks do, and where the processes below it."""
@@ -257,3 +258,26 @@ def _has_stack(text: str) -> bool:
     from phalanx._stacks.dump import NO_STACK
 
     return bool(text) and not text.startswith(NO_STACK)
+
+
+def write_stacks(folder: str, text: str) -> str:
+    """Write to ``stacks-<n>.txt`` in a folder, n being one more than the highest there. Returns the path.
+
+    Of such files the newest `KEPT` are kept. Raises OSError.
+    """
+    numbers = sorted(int(name[7:-4]) for name in os.listdir(folder) if _is_ours(name))
+    number = numbers[-1] + 1 if numbers else 1
+    path = os.path.join(folder, f"stacks-{number}.txt")
+    fd = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        files.write_all(fd, text.encode("utf-8", "backslashreplace"))
+    finally:
+        os.close(fd)
+    for old in numbers[: len(numbers) + 1 - KEPT] if len(numbers) >= KEPT else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, f"stacks-{old}.txt"))
+    return path
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("stacks-") and name.endswith(".txt") and name[7:-4].isdecimal() and name.isascii()

@@ -42,7 +42,7 @@ def line(
         sent: Whether that could be sent.
 
     >>> from phalanx._timers.hang import Hang
-    >>> from phalanx._timers.timer import Timer
+    >>> from phalanx._timers.hang import Timer
     >>> hang = Hang(0, 42, True, Timer(0, 1, 5_000_000_000, 2_000_000_000, 0, "load", "train.py:7"))
     >>> line("rank 0", [hang], 5_002_500_000, ["it is in fetch (train.py:9)"], 9)
     "rank 0: 'load' (train.py:7) was not left within 2 s; 2ms over; it is in fetch (train.py:9); SIGKILL"

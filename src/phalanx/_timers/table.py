@@ -23,6 +23,7 @@ import struct
 import sys
 
 from phalanx._base import clock
+from phalanx._timers.hang import Timer
 from phalanx._timers.layout import (
     FIRST,
     HEAD_CLOSED,
@@ -50,14 +51,13 @@ from phalanx._timers.layout import (
     head_size,
     is_alive,
 )
-from phalanx._timers.timer import Timer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
-    from phalanx._timers.timer import Key
+    from phalanx._timers.hang import Key
 
 _AT_A_TIME = 1 << 16  # timers that one look returns, shared among the seats: any worker can fill the whole table
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid

@@ -12,22 +12,20 @@ if TYPE_CHECKING:
 
     from phalanx._timers.specs import TimerSpecs
     from phalanx.timer import debug_info_logging
-    from phalanx.timer._beats import NobodyWatchesError, beat, progress, rest
+    from phalanx.timer._beats import NobodyWatchesError, beat, move_stack_signal, progress, rest
     from phalanx.timer._expires import configure, expires
-    from phalanx.timer._file import FileTimerServer
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
-    from phalanx.timer._local import LocalTimerServer
     from phalanx.timer._local_client import LocalTimerClient
     from phalanx.timer._requests import RequestQueue, TimerClient, TimerRequest
     from phalanx.timer._server import TimerServer
-    from phalanx.timer._stack_signal import move_stack_signal
+    from phalanx.timer._servers import FileTimerServer, LocalTimerServer
 
 _HOMES = {
     "FileTimerClient": "._file_client",
     "FileTimerRequest": "._file_client",
-    "FileTimerServer": "._file",
+    "FileTimerServer": "._servers",
     "LocalTimerClient": "._local_client",
-    "LocalTimerServer": "._local",
+    "LocalTimerServer": "._servers",
     "NobodyWatchesError": "._beats",
     "RequestQueue": "._requests",
     "TimerClient": "._requests",
@@ -38,7 +36,7 @@ _HOMES = {
     "configure": "._expires",
     "debug_info_logging": ".debug_info_logging",
     "expires": "._expires",
-    "move_stack_signal": "._stack_signal",
+    "move_stack_signal": "._beats",
     "progress": "._beats",
     "rest": "._beats",
 }

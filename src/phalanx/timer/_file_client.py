@@ -1,4 +1,9 @@
-r"""`FileTimerClient`, which sends timer requests through a named pipe, and the format of a request.
+r"""`FileTimerClient`, which sends timer requests through a named pipe; the pipe, and the format of a request.
+
+A write of up to PIPE_BUF (4096) bytes to a pipe is atomic (pipe(7)): lines of that length never mix, however many
+workers write. A server holds the FIFO open for reading and writing, so it never sees the end of file when the last
+client closes it. Its lock is flock(2)'s, which the kernel releases when the process ends. A FIFO that a killed server
+left is taken over as it is, so clients that hold it open continue, and what they had written is still read.
 
 A request is one line of JSON. A client in another language writes it in one piece, newline included, at most 4096
 bytes, to the FIFO::
@@ -15,14 +20,16 @@ process with the same pid.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
 import select
 import signal as signals
+import stat
 
 from phalanx._base import clock, linux, procfs
-from phalanx.timer import _pipe
 from phalanx.timer._requests import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
@@ -30,6 +37,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 VERSION = 1
+
+LINE_LIMIT = select.PIPE_BUF
+"""The most bytes of a line, its newline included."""
+
+_SIZE = 1 << 20  # the default of fs.pipe-max-size
+_MODE = 0o600
+_RETRY = 0.05  # seconds from one attempt to open a pipe to the next, while its server is waited for
 
 _FULL_PATIENCE = 10.0
 _ABSENT_PATIENCE = 5.0
@@ -221,8 +235,8 @@ class FileTimerClient(TimerClient):
 
     def _send_request(self, request: FileTimerRequest) -> None:
         line = (request.to_json() + "\n").encode("ascii")
-        if len(line) > _pipe.LINE_LIMIT:  # never from `acquire`, which shortens
-            raise ValueError(f"a request takes at most {_pipe.LINE_LIMIT} bytes, this one has {len(line)}")
+        if len(line) > LINE_LIMIT:  # never from `acquire`, which shortens
+            raise ValueError(f"a request takes at most {LINE_LIMIT} bytes, this one has {len(line)}")
         fd = self._fds.get(os.getpid(), _NO_FILE)
         if fd == _NO_FILE:
             fd = self._open()
@@ -244,7 +258,7 @@ class FileTimerClient(TimerClient):
                 poll.register(fd, select.POLLOUT)
                 poll.poll((deadline - now) * 1000)
             except BrokenPipeError:  # the server has ended; perhaps another one runs, or will
-                fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
+                fresh = open_for_writing(self._file_path, _ABSENT_PATIENCE)
                 # dup2 replaces the file in one step: other threads write to one or the other.
                 os.dup2(fresh, fd, inheritable=False)
                 os.close(fresh)
@@ -252,7 +266,7 @@ class FileTimerClient(TimerClient):
                 return
 
     def _open(self) -> int:
-        fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
+        fresh = open_for_writing(self._file_path, _ABSENT_PATIENCE)
         fd = self._fds.setdefault(os.getpid(), fresh)
         if fd != fresh:  # another thread was faster
             os.close(fresh)
@@ -276,3 +290,130 @@ def _whole(fields: dict[str, Any], name: str, least: int, most: int) -> int | No
     if value is None or (type(value) is int and least <= value <= most):
         return value
     raise ValueError(f"{name} is not a whole number from {least} to {most}")
+
+
+# --- the pipe
+
+
+class PipeRefusedError(OSError):
+    """The pipe cannot be at this path: what is there is not ours, or another server serves it (``is_served``)."""
+
+    is_served = False
+
+
+def create_pipe(path: str) -> tuple[int, bool]:
+    """Create the FIFO, or take over the one that a server before left there.
+
+    Returns:
+        A locked descriptor that reads and writes without blocking, and whether the FIFO was taken over: the first line
+        may lack its beginning then, which the server before had read. The lock lasts as long as it is open.
+
+    Raises:
+        PipeRefusedError: There is another kind of file, or another user's, or a live server has it.
+        OSError: The FIFO cannot be created.
+    """
+    while True:
+        found = False
+        try:
+            os.mkfifo(path, _MODE)
+        except FileExistsError:
+            found = True
+        fd = _take_over(path)
+        if fd is not None:
+            return fd, found
+
+
+def _take_over(path: str) -> int | None:
+    """Open and lock what is there; None if it was removed or replaced meanwhile."""
+    try:
+        # Checked before it is opened: to open a device can have effects.
+        _examine(path, os.lstat(path))
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    try:
+        mine = os.fstat(fd)
+        _examine(path, mine)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = "another timer server serves this pipe: stop it, or choose another path"
+            refused = PipeRefusedError(message, path)
+            refused.is_served = True
+            raise refused from None
+        if not is_at(path, mine):  # its server removed it between our opening and our locking
+            os.close(fd)
+            return None
+        _enlarge(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _examine(path: str, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise PipeRefusedError("it is a symbolic link: anyone who can write there could lead the pipe elsewhere", path)
+    if not stat.S_ISFIFO(found.st_mode):
+        raise PipeRefusedError("it exists and is not a named pipe: remove it, or choose another path", path)
+    if found.st_uid != os.geteuid():
+        raise PipeRefusedError(f"it belongs to another user (uid {found.st_uid})", path)
+    if stat.S_IMODE(found.st_mode) & ~_MODE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PipeRefusedError(f"others may use it (mode {mode:04o}, expected 0600): remove it", path)
+
+
+def is_at(path: str, mine: os.stat_result) -> bool:
+    """Whether ``path`` still leads to the file that ``mine`` describes."""
+    try:
+        there = os.lstat(path)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _enlarge(fd: int) -> None:
+    size = _SIZE
+    while size > LINE_LIMIT:  # EPERM beyond fs.pipe-max-size, or when the user's pipes hold too much already
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+        except OSError:
+            size //= 2
+        else:
+            return
+
+
+def open_for_writing(path: str, patience: float) -> int:
+    """Open a server's FIFO, and wait up to ``patience`` seconds for a server to be there.
+
+    Raises:
+        BrokenPipeError: There was none all that time.
+        OSError: The FIFO cannot be opened for another reason.
+    """
+    deadline = clock.now() + patience
+    while (fd := _attempt(path)) is None:
+        left = deadline - clock.now()
+        if left <= 0:
+            raise BrokenPipeError(
+                errno.EPIPE,
+                f"no timer server has served this pipe for {patience:g} s: start FileTimerServer with this path before"
+                " the workers, and keep it running (or start it again) as long as they take timers",
+                path,
+            )
+        # Only inotify(7) reports that a server opens a FIFO, and a user's inotify instances are few.
+        select.poll().poll(min(left, _RETRY) * 1000)
+    return fd
+
+
+def _attempt(path: str) -> int | None:
+    """Open the FIFO if a server is at its other end; None if not."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ENXIO):  # ENXIO: nobody has it open for reading
+            return None
+        raise
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise PipeRefusedError("it is not a named pipe", path)

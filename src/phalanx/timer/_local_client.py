@@ -24,87 +24,6 @@ _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message
 _LONGEST_SCOPE = 900  # characters; with four bytes each a request fits into one write
 
 
-class Outbox:
-    """The end of a queue that sends requests. Threads, and forks, may use one at the same time.
-
-    Args:
-        queue: A queue of `multiprocessing`, or any with ``put(item, block, timeout)``.
-        patience: Seconds to wait for a full queue.
-    """
-
-    def __init__(self, queue: Any, patience: float) -> None:
-        self._queue = queue
-        self._patience = patience
-        self._semaphore: Any = getattr(queue, "_sem", None)
-        # One; more only if threads have opened it at the same time. A lock could be held for ever in a child that was
-        # forked at that moment.
-        self._fds: list[int] = []
-
-    def __del__(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-
-    def send(self, request: TimerRequest) -> None:
-        """Write a request to the pipe.
-
-        Raises:
-            TimeoutError: The queue was full for ``patience`` seconds.
-            ValueError: The request is too long.
-        """
-        if not self._fds and not self._open():
-            self._put(request)
-            return
-        data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        if len(data) + _HEAD.size > select.PIPE_BUF:
-            msg = f"a timer request of {len(data)} bytes is too long: use a shorter scope"
-            raise ValueError(msg)
-        # The queue counts its messages by this semaphore: so its own `get` and `qsize` work.
-        semaphore = self._semaphore
-        if semaphore is not None and not semaphore.acquire(False) and not semaphore.acquire(True, self._patience):
-            raise self._full()
-        try:
-            self._write(_HEAD.pack(len(data)) + data)
-        except BaseException:
-            if semaphore is not None:
-                semaphore.release()
-            raise
-
-    def _write(self, message: bytes) -> None:
-        end = 0.0
-        while True:
-            try:
-                linux.write_to_pipe(self._fds[0], message)
-            except BlockingIOError:
-                end = end or clock.now() + self._patience
-                poll = select.poll()
-                poll.register(self._fds[0], select.POLLOUT)
-                if not poll.poll(max(0.0, end - clock.now()) * 1000):
-                    raise self._full() from None
-            else:
-                return
-
-    def _open(self) -> bool:
-        writer = getattr(self._queue, "_writer", None)
-        if writer is None:  # another kind: a manager's proxy, a queue of threads
-            return False
-        self._fds.append(os.open(f"/proc/self/fd/{int(writer.fileno())}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        return True
-
-    def _put(self, request: TimerRequest) -> None:
-        from queue import Full
-
-        try:
-            self._queue.put(request, True, self._patience)
-        except Full:
-            raise self._full() from None
-
-    def _full(self) -> TimeoutError:
-        return TimeoutError(
-            f"the timer server has taken nothing out of its queue, which is full, for {self._patience:g} s: was it "
-            "started (LocalTimerServer.start), on this very queue, and is its process still running?"
-        )
-
-
 class LocalTimerClient(TimerClient):
     """Sets timers at the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
 
@@ -122,16 +41,20 @@ class LocalTimerClient(TimerClient):
     def __init__(self, mp_queue: Any, *, patience: float = 10.0) -> None:
         self._mp_queue = mp_queue
         self._patience = patience
-        self._outbox = Outbox(mp_queue, patience)
+        # The pipe: one; more only if threads have opened it at the same time. A lock could be held for ever in a child
+        # that was forked at that moment.
+        self._fds: list[int] = []
         self._me = 0, 0  # pid, start time
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_outbox", "_me")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fds", "_me")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
-        self.__dict__.update(state)
-        self._outbox = Outbox(self._mp_queue, self._patience)
-        self._me = 0, 0
+        self.__dict__.update(state, _fds=[], _me=(0, 0))
+
+    def __del__(self) -> None:
+        for fd in self.__dict__.get("_fds", ()):
+            os.close(fd)
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """See `TimerClient.acquire`. A negative time releases."""
@@ -156,4 +79,59 @@ class LocalTimerClient(TimerClient):
         request._deadline = deadline  # noqa: SLF001 - what only our own clients know
         request._born = self._me[1]  # noqa: SLF001 - as above
         request._taken = clock.now()  # noqa: SLF001 - as above
-        self._outbox.send(request)
+        self._send_request(request)
+
+    def _send_request(self, request: TimerRequest) -> None:
+        """Write a request to the pipe."""
+        if not self._fds and not self._open():
+            self._put(request)
+            return
+        data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        if len(data) + _HEAD.size > select.PIPE_BUF:
+            msg = f"a timer request of {len(data)} bytes is too long: use a shorter scope"
+            raise ValueError(msg)
+        # The queue counts its messages by this semaphore: so its own `get` and `qsize` work.
+        semaphore = getattr(self._mp_queue, "_sem", None)
+        if semaphore is not None and not semaphore.acquire(False) and not semaphore.acquire(True, self._patience):
+            raise self._full()
+        try:
+            self._write(_HEAD.pack(len(data)) + data)
+        except BaseException:
+            if semaphore is not None:
+                semaphore.release()
+            raise
+
+    def _write(self, message: bytes) -> None:
+        end = 0.0
+        while True:
+            try:
+                linux.write_to_pipe(self._fds[0], message)
+            except BlockingIOError:
+                end = end or clock.now() + self._patience
+                poll = select.poll()
+                poll.register(self._fds[0], select.POLLOUT)
+                if not poll.poll(max(0.0, end - clock.now()) * 1000):
+                    raise self._full() from None
+            else:
+                return
+
+    def _open(self) -> bool:
+        writer = getattr(self._mp_queue, "_writer", None)
+        if writer is None:  # another kind: a manager's proxy, a queue of threads
+            return False
+        self._fds.append(os.open(f"/proc/self/fd/{int(writer.fileno())}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return True
+
+    def _put(self, request: TimerRequest) -> None:
+        from queue import Full
+
+        try:
+            self._mp_queue.put(request, True, self._patience)
+        except Full:
+            raise self._full() from None
+
+    def _full(self) -> TimeoutError:
+        return TimeoutError(
+            f"the timer server has taken nothing out of its queue, which is full, for {self._patience:g} s: was it "
+            "started (LocalTimerServer.start), on this very queue, and is its process still running?"
+        )

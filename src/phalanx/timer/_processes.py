@@ -25,8 +25,7 @@ from phalanx._evidence.stack_signals import error_file_of
 from phalanx._stacks import collect, dump
 from phalanx._stacks.request import Target
 from phalanx._timers import hang_report
-from phalanx._timers.hang import Hang
-from phalanx._timers.timer import Timer
+from phalanx._timers.hang import Hang, Timer
 from phalanx.timer._requests import TimerRequest
 from phalanx.timer._server import Complaints, TimerServer
 

@@ -16,8 +16,7 @@ from struct import Struct
 
 from phalanx._base import clock, unpatched
 from phalanx._base.loop import wait_promptly
-from phalanx.timer import _pipe
-from phalanx.timer._file_client import FileTimerRequest
+from phalanx.timer._file_client import LINE_LIMIT, FileTimerRequest, create_pipe, is_at
 from phalanx.timer._requests import RequestQueue
 from phalanx.timer._server import Complaints
 from phalanx.timer.debug_info_logging import logger
@@ -293,13 +292,17 @@ class FifoRequestQueue(PipeRequestQueue):
         self._lines, self._mid_line, self._complaints = Lines(), mid_line, Complaints()
 
     def _open(self) -> None:
-        self._fd, taken_over = _pipe.create(self._path)
+        self._fd, taken_over = create_pipe(self._path)
         self._start_anew(mid_line=taken_over)
-        self._reader = PipeReader(self._fd)
+        try:
+            self._reader = PipeReader(self._fd)
+        except BaseException:  # no descriptor is left
+            os.unlink(self._path)
+            raise
 
     def _close(self) -> None:
         if self._reader is not None:
-            if _pipe.is_at(self._path, os.fstat(self._fd)):
+            if is_at(self._path, os.fstat(self._fd)):
                 os.unlink(self._path)
             # Closing is not enough: a child that C code forked may hold the descriptor, and the lock with it.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -311,7 +314,7 @@ class FifoRequestQueue(PipeRequestQueue):
         oversized = self._lines.oversized
         requests = [request for line in self._lines.feed(data) if (request := self._read_line(line)) is not None]
         if self._lines.oversized > oversized:
-            self._complaints.say("timer pipe: a line of more than %d bytes was skipped", _pipe.LINE_LIMIT)
+            self._complaints.say("timer pipe: a line of more than %d bytes was skipped", LINE_LIMIT)
         return requests
 
     def _read_line(self, line: bytes) -> FileTimerRequest | None:
@@ -348,9 +351,9 @@ class Lines:
         if whole and self._skipping:
             del whole[0]
             self._skipping = False
-        lines = [line for line in whole if len(line) < _pipe.LINE_LIMIT]
+        lines = [line for line in whole if len(line) < LINE_LIMIT]
         self.oversized += len(whole) - len(lines)
-        if len(self._rest) >= _pipe.LINE_LIMIT:
+        if len(self._rest) >= LINE_LIMIT:
             self.oversized += not self._skipping
             self._skipping, self._rest = True, b""
         elif self._skipping:

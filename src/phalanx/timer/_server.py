@@ -226,10 +226,11 @@ class Agenda:
         return moment - came
 
 
-def received(request: TimerRequest) -> TimerRequest | None:
-    """Convert a request from Unix time to CLOCK_MONOTONIC, in a copy; log what is no request, and return None.
+def received(request: TimerRequest, *, shared: bool = True) -> TimerRequest | None:
+    """Convert a request from Unix time to CLOCK_MONOTONIC; log what is no request, and return None.
 
-    Of the copy, ``_deadline`` is that moment as well: so it shows that the request was converted.
+    It is converted in a copy, unless nobody else has it (``shared``). Its ``_deadline`` is that moment as well, which
+    shows that it was converted.
     """
     try:
         hash((request.worker_id, request.scope_id))
@@ -241,7 +242,7 @@ def received(request: TimerRequest) -> TimerRequest | None:
         moment = getattr(request, "_deadline", None)
         if moment is None:
             moment = clock.from_wall(expiration)
-        own = copy(request)
+        own = copy(request) if shared else request
         own.expiration_time = max(0.0, moment)  # long over; a negative one would be a release
         if isinstance(own, TimerRequest):
             own._deadline = own.expiration_time  # noqa: SLF001 - a field of this package's own
@@ -302,7 +303,7 @@ class Watchdog:
             self._try(None, wake)
         if self._thread is None or unpatched.is_current(self._thread):
             return
-        self._thread.join(self._interval + _OVERTIME)
+        self._thread.join(_OVERTIME if self._punctual else self._interval + _OVERTIME)
         if self._thread.is_alive():
             logger().error("the timer server has not stopped: %r still runs; it will end then", self._queue)
 
@@ -406,7 +407,8 @@ class Watchdog:
         if now - began > loop.SLACK:
             self._waited = began, now
         requests: list[TimerRequest] = []
-        for request in filter(None, map(received, came)):
+        shared = not self._punctual  # what came through a pipe was just made of bytes
+        for request in filter(None, (received(each, shared=shared) for each in came)):
             taken = getattr(request, "_taken", None)
             if taken is not None and request.expiration_time >= 0 and self._punctual:
                 request._deadline = request.expiration_time = (  # noqa: SLF001 - a field of this package's own

@@ -1,4 +1,7 @@
-"""Describes a process that shows no stack by what the kernel tells of it and of its threads (/proc/PID)."""
+"""What the kernel tells of a process: facts, for one that shows no stack; and which one does the work of a worker.
+
+A worker may only wait for a process below it: ``sh run.sh``, ``numactl``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from phalanx._base.text import how_many
 MOST_THREADS = 64
 """Threads of a process that are looked at."""
 
+_DEEPEST = 4  # wrappers, one in another
 _STATUS = ("Name", "State", "PPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
 
 
@@ -44,3 +48,29 @@ def facts(pid: int) -> str:
 
 def _text(folder: str, name: str) -> str:
     return procfs.read(f"/proc/{folder}/{name}").decode("utf-8", "replace")
+
+
+def working_process(pid: int) -> int:
+    """Find the process whose stacks tell of the worker ``pid``: itself, or the one below it. Never raises.
+
+    It is one below where the worker is no Python program, has a single child, and that child is the same user's (it is
+    not below ``sudo``).
+    """
+    for _ in range(_DEEPEST):
+        try:
+            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
+                break
+            below = procfs.children(pid)
+        except OSError:
+            break
+        if len(below) != 1 or not _have_one_owner(pid, below[0]):
+            break
+        (pid,) = below
+    return pid
+
+
+def _have_one_owner(*pids: int) -> bool:
+    try:
+        return len({os.stat(f"/proc/{pid}").st_uid for pid in pids}) == 1
+    except OSError:
+        return False
