@@ -23,7 +23,7 @@ from phalanx._base.one_line import one_line
 from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._logs.rotated import last_bytes, rotated_files
-from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 

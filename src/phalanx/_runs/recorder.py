@@ -16,7 +16,7 @@ from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import how_many
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
-from phalanx._outcomes.outcome import Outcome
+from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._runs import record_writer
 

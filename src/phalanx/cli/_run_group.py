@@ -15,7 +15,7 @@ from phalanx._agent.runner import NoAttemptError
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, say, tell
 from phalanx._engine import host_signals
-from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
+from phalanx._outcomes.failure import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._run.run_team import RunTeam, see_through
 from phalanx.cli._run_plan import PYTHON_EXEC_ENV

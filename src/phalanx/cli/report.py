@@ -128,7 +128,7 @@ def _folder_of(folder: str, attempt: int, facts: dict[str, Any]) -> str:
 def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> None:
     """Note the exits of which the events tell, and not the record. Anybody may have written these files."""
     from phalanx._events.event_file import EVENTS
-    from phalanx._outcomes.outcome import STATES
+    from phalanx._outcomes.failure import STATES
 
     latest = {(attempt, facts["local_rank"]): facts for attempt, facts in ranks.values()}
     for name in (f"{EVENTS}.1", f"{EVENTS}.2", EVENTS):
@@ -151,8 +151,7 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
 def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
     """Return what the workers that have failed have left, by global rank."""
     from phalanx._logs.tail import TAIL_LINES, last_lines
-    from phalanx._outcomes.failure import ProcessFailure
-    from phalanx._outcomes.outcome import NOT_AVAILABLE
+    from phalanx._outcomes.failure import NOT_AVAILABLE, ProcessFailure
 
     failures = {}
     for rank, (attempt, facts) in ranks.items():

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from phalanx._engine.forkserver import PreloadError
 from phalanx._engine.host_signals import SignalException
-from phalanx._engine.leftovers import Leftover
 from phalanx._engine.main_module import UnguardedMainError
+from phalanx._engine.mirror import Leftover
 from phalanx._engine.pickling.unpicklable import UnpicklableError
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import RanksError
@@ -27,8 +27,7 @@ from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx._logs.std import Std, to_map
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.outcome import Outcome
+from phalanx._outcomes.failure import Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._placement.placement import Placement
 from phalanx.multiprocessing._start import start_processes

@@ -9,7 +9,7 @@ import copyreg
 
 from phalanx._base.control_chars import plain, sanitise
 from phalanx._base.one_line import SHORT, one_line
-from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.failure import signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
