@@ -6,7 +6,7 @@
 
 The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.attempts.TABLE`,
 `phalanx._rendezvous.life.TABLE`), and the protocol's is made from the functions that build the messages
-(`phalanx._engine.protocol`, `fork_protocol`), so the page cannot tell another story. Only the standard library is
+(`phalanx._engine.protocol`), so the page cannot tell another story. Only the standard library is
 needed, and no installation: the source tree is found beside this folder.
 """
 
@@ -53,14 +53,14 @@ def render(table: ModuleType) -> str:
 
 def render_protocol() -> str:
     """Return the messages as Markdown: for each direction, the verbs with their fields and meanings."""
-    from phalanx._engine import fork_protocol, protocol
+    from phalanx._engine import protocol
 
     lines = []
     for direction, verbs in (
         ("launcher to keeper", protocol.TO_KEEPER),
         ("keeper to launcher", protocol.TO_LAUNCHER),
-        ("launcher to fork server", fork_protocol.TO_FORK_SERVER),
-        ("fork server to launcher", fork_protocol.FROM_FORK_SERVER),
+        ("launcher to fork server", protocol.TO_FORK_SERVER),
+        ("fork server to launcher", protocol.FROM_FORK_SERVER),
     ):
         lines += [f"**From {direction}**", "", "| verb | fields | meaning |", "| --- | --- | --- |"]
         for verb in verbs:

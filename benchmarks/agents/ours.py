@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks.agents.say import CALLED, ERROR, FAILED, GONE, IN, RANK, TOLD, say
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.outcome import NOT_AVAILABLE, Outcome
+from phalanx._outcomes.failure import NOT_AVAILABLE, Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_run import JobRun, NodeTeam

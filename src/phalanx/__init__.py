@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from phalanx import run as run
     from phalanx import spawn as spawn
     from phalanx import timer as timer
-    from phalanx._engine.worker.stop_flag import should_stop
+    from phalanx._engine.stop_flag import should_stop
     from phalanx.multiprocessing import warm
 
 __all__ = [
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> "Any":
 
         return warm
     if name == "should_stop":
-        from phalanx._engine.worker.stop_flag import should_stop
+        from phalanx._engine.stop_flag import should_stop
 
         globals()[name] = should_stop  # from now on it is found without this function
         return should_stop

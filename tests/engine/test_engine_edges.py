@@ -19,7 +19,7 @@ from phalanx._base.loop import Loop
 from phalanx._base.threads import Latch
 from phalanx._engine.host_signals import acquire, release
 from phalanx._engine.mirror import Mirror
-from phalanx._engine.pickling.pack import pack
+from phalanx._engine.pickling.call_pickler import pack
 from phalanx._engine.pickling.payload import Payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from tests.support import workers

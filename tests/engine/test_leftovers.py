@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._engine.keeper import keeper, waits
+from phalanx._engine.keeper import keeper
 from phalanx._engine.keeper.proc_memory import COMMAND, MemoryReader
-from phalanx._engine.leftovers import line_of_waiting, lines_of_ended
+from phalanx._engine.mirror import line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import Leftover, start_processes
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.families import fork_daemon, fork_plain, fork_session, leaves
@@ -64,7 +64,7 @@ def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: R
 def test_it_is_ended_when_its_time_is_over(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell_keepers(waits, "PATIENCE", TIMEOUT, monkeypatch.setattr)  # for its end, once it has been asked
+    tell_keepers(keeper, "PATIENCE", TIMEOUT, monkeypatch.setattr)  # for its end, once it has been asked
     done = tmp_path / "done"
     script = f"{uploader(done, gate, ready)} & read line <{tmp_path}/go"
     os.mkfifo(tmp_path / "go")

@@ -195,11 +195,11 @@ def ready_now(ready: Ready) -> list[str]:
 
 HIDDEN = """
 import os, sys
-from phalanx._engine.keeper import waits
+from phalanx._engine.keeper import keeper
 from phalanx.multiprocessing import start_processes
 from tests.support.waits import tell_keepers
 
-tell_keepers(waits, "PATIENCE", 20.0)  # for their end, once they have been asked
+tell_keepers(keeper, "PATIENCE", 20.0)  # for their end, once they have been asked
 child = sys.argv[1]
 code = f"import os, subprocess; child = subprocess.Popen([{child!r}, '600'], start_new_session=True)\\n"
 code += "while os.path.exists('/proc/%d' % child.pid): pass"  # Popen returns when it is about to be another user's

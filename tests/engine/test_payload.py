@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from phalanx._engine.pickling.call_pickler import LARGE
-from phalanx._engine.pickling.pack import pack
+from phalanx._engine.pickling.call_pickler import LARGE, pack
 from phalanx.multiprocessing import start_processes
 from tests.support import payload_workers as does
 from tests.support.helpers import TIMEOUT, Gate, Ready

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._engine import fork_protocol, keeper_link, protocol
+from phalanx._engine import keeper_link, protocol
 from phalanx._engine.forked import main as fork_server
 from phalanx._engine.keeper import keeper
 from phalanx._timers import hang_reporter
@@ -16,7 +16,7 @@ from phalanx._timers import hang_reporter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VERBS = (*protocol.TO_KEEPER, *protocol.TO_LAUNCHER, *fork_protocol.TO_FORK_SERVER, *fork_protocol.FROM_FORK_SERVER)
+VERBS = (*protocol.TO_KEEPER, *protocol.TO_LAUNCHER, *protocol.TO_FORK_SERVER, *protocol.FROM_FORK_SERVER)
 RECEIVERS = {
     "keeper": (protocol.TO_KEEPER, keeper._ON_MESSAGE),
     "launcher": (protocol.TO_LAUNCHER, keeper_link._ON_MESSAGE),
@@ -54,8 +54,8 @@ def test_an_order_to_start_has_the_fields_of_its_verb() -> None:
 
 
 def test_the_fork_server_has_the_fields_of_its_verbs() -> None:
-    assert fields_of(fork_server._on_preload)[2:] == fields_of(fork_protocol.preload)
-    assert fields_of(fork_server._on_fork)[3:] == fields_of(fork_protocol.fork)
+    assert fields_of(fork_server._on_preload)[2:] == fields_of(protocol.preload)
+    assert fields_of(fork_server._on_fork)[3:] == fields_of(protocol.fork)
 
 
 def test_the_launcher_passes_on_what_the_hang_report_takes() -> None:

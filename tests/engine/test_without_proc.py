@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import linux, procfs
-from phalanx._engine.keeper.child_scan import PID_LIMIT, ChildScan
+from phalanx._engine.keeper.sweep import PID_LIMIT, ChildScan
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.workers import ROOT
 

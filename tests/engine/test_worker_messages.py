@@ -18,7 +18,7 @@ import pytest
 from phalanx._base import channels, linux
 from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
-from phalanx._engine.pickling.passed_fds import ReceivedFds
+from phalanx._engine.pickling.payload import ReceivedFds
 from phalanx._engine.worker import mp_child
 from phalanx._evidence.sent import pack
 from phalanx.multiprocessing import start_processes

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from phalanx._base.tty import plain
 from phalanx._evidence import recording
-from phalanx._evidence.describe import describe, without_own_frames
+from phalanx._evidence.describe import KEPT_LIMIT, describe, truncate_data, without_own_frames
 from phalanx._evidence.error_file import READ_LIMIT, message_of, read_error_file, write_error_file
-from phalanx._evidence.truncate import KEPT_LIMIT, truncate_data
 from phalanx._outcomes import report as report_module
 from phalanx._stacks.dump import location
 from phalanx.errors import ProcessFailure, format_report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx._base import files
 from phalanx._base.loop import Loop
-from phalanx._engine.rotation.rotator import Rotator
+from phalanx._engine.rotation.log_writer import Rotator
 from phalanx._logs.follower import Follower
 from phalanx._logs.lines import Source
 from phalanx._logs.pump import Pump

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx._base import interpreter
 from phalanx._base.threads import Latch
-from phalanx._engine import group_lines, keeper_client, keeper_link, keeper_watchdog, result_receiver, supervisor
+from phalanx._engine import group_lines, keeper_client, keeper_link, result_receiver, supervisor
 from phalanx._stacks import collect, snapshot
 from phalanx._timers import escalation, hang_reporter
 from tests.support.helpers import TIMEOUT
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def shorten(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Set ``ANSWER_WAIT``, ``KILL_WAIT`` and others, wherever they are used."""
-    for module in (supervisor, keeper_link, keeper_watchdog, keeper_client, group_lines, result_receiver):
+    for module in (supervisor, keeper_link, keeper_client, group_lines, result_receiver):
         for name, value in seconds.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)

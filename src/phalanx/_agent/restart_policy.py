@@ -248,7 +248,7 @@ def _used_up(policy: RestartPolicy) -> str:
 def _name(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    from phalanx._outcomes.outcome import signal_name
+    from phalanx._outcomes.failure import signal_name
 
     return f"signal {signal_name(-code)}"
 

@@ -14,8 +14,8 @@ import threading
 from phalanx._base import channels, clock, interpreter, linux, procfs, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._base.process import reap_later
-from phalanx._engine import fork_protocol
-from phalanx._engine.fork_protocol import FORK_WAIT
+from phalanx._engine import protocol
+from phalanx._engine.protocol import FORK_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ForkServer:
             # A process that an import has started may hold the socket, and keep EOF from coming.
             self._pidfd = _pidfd(self._popen.pid)
             arguments = [str(argument) for argument in getattr(sys, "argv", [])]
-            self._channel.send(fork_protocol.preload(self._path, list(self.preload), self._main, arguments))
+            self._channel.send(protocol.preload(self._path, list(self.preload), self._main, arguments))
         except BaseException:
             ours.close()
             raise
@@ -160,9 +160,7 @@ class ForkServer:
                 self._serial += 1
                 self._channel.drop_received()
                 try:
-                    self._channel.send(
-                        fork_protocol.fork(self._serial, page, procfs.umask()), [sock.fileno(), cwd, 1, 2]
-                    )
+                    self._channel.send(protocol.fork(self._serial, page, procfs.umask()), [sock.fileno(), cwd, 1, 2])
                 except channels.Closed:
                     self._gone()
                 (verb, number), fds = self._answer()

@@ -8,7 +8,8 @@ its exit is known.
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._engine import leftovers, start_errors
+from phalanx._engine import start_errors
+from phalanx._engine.mirror import leftover_of
 from phalanx._events import kinds
 from phalanx._events.stream import PATIENCE
 from phalanx._timers.hang import Hang
@@ -147,7 +148,7 @@ def _orphans(attempt: int, now: int, mirror: Mirror, entries: list[tuple[Any, ..
             attempt, now, rank=left.local_rank, pid=left.pid, command=left.command, age=left.age,
             signal=left.signal_sent, exitcode=left.exitcode,
         )
-        for left in map(leftovers.of, entries)
+        for left in map(leftover_of, entries)
         if left.pid in workers or left.signal_sent
     ]  # fmt: skip
     beyond = mirror.leftovers_beyond

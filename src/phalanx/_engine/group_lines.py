@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._engine.leftovers import Leftover
+    from phalanx._engine.mirror import Leftover
     from phalanx._logs.display import GroupDisplay
     from phalanx._logs.pump import Pump
 
@@ -98,13 +98,13 @@ class GroupLines:
 
     def announce_waiting(self, orphans: list[tuple[Any, ...]], count: int, seconds: float) -> None:
         """Show for whom the group waits, after its workers: packed `protocol.Orphan`, of ``count`` processes."""
-        from phalanx._engine import leftovers
+        from phalanx._engine.mirror import leftover_of, line_of_waiting
 
-        self.announce(leftovers.line_of_waiting(list(map(leftovers.of, orphans)), count, seconds))
+        self.announce(line_of_waiting(list(map(leftover_of, orphans)), count, seconds))
 
     def announce_ended(self, ended: list[Leftover], beyond: int) -> None:
         """Show what was left behind, and ended."""
-        from phalanx._engine.leftovers import lines_of_ended
+        from phalanx._engine.mirror import lines_of_ended
 
         for line in lines_of_ended(ended, beyond):
             self.announce(line)

@@ -61,10 +61,9 @@ class KeeperClient:
 
         ``forget`` closes, in the fork, what belongs to the launcher alone.
         """
-        from phalanx._engine import fork_imports
         from phalanx._engine.keeper import guard
 
-        fork_imports.load()  # before the fork: another thread may hold the lock of an import in the child
+        _load_for_fork()  # before the fork: another thread may hold the lock of an import in the child
         for stream in (sys.stdout, sys.stderr):  # each fork would write once more what is in their buffers
             with suppress(Exception):  # None, closed, a full disk, or any object of the host
                 stream.flush()
@@ -217,3 +216,41 @@ def _send(number: int, process: Process | None) -> None:
     if process is not None:
         with suppress(OSError):  # it has exited, and was reaped
             process.signal(number)
+
+
+# What guard, keeper and workers of start method "fork" may import. In a fork of a process with threads an import may
+# wait without end, for a lock that a thread of the parent held.
+_LIGHT = (
+    *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
+    "traceback",
+    *(f"multiprocessing.{name}" for name in ("context", "popen_fork", "reduction", "resource_tracker", "util")),
+    *("phalanx._base.process", "phalanx._base.std_streams"),
+    "phalanx._evidence.recording",
+    *("phalanx._timers.escalation", "phalanx._timers.table"),
+    *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "rotated_logs", "start_group", "sweep")),
+    *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "picklers", "rebuild", "results", "unpicklable")),
+    "phalanx._engine.rotation.log_writer",
+    "phalanx._engine.worker.forked",
+)
+_HEAVY = ("cloudpickle", "linecache", "phalanx._engine.pickling.call_pickler", "tokenize")
+
+
+def _load_for_fork() -> None:
+    """Import in the host what a fork of it may import; what takes long only where there are other threads."""
+    from importlib import import_module
+
+    names = [*_LIGHT]
+    if _threads() != 1:
+        names += _HEAVY
+    if "torch" in sys.modules:
+        names.append("phalanx._engine.pickling.tensors")
+    for name in names:  # an import that another thread has begun is waited for
+        import_module(name)
+
+
+def _threads() -> int:
+    """The number of threads; 0 when /proc does not show it."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0

@@ -1,8 +1,9 @@
 """The program's main module: where it comes from in the launcher, and how workers run it again.
 
 Owns whether ``__main__`` can be run again, which of its functions and classes are found there by name, and the run,
-under the name ``__mp_main__`` as in `multiprocessing` (its documentation: "Safe importing of main module"). Knows
-nothing of pickles and processes.
+under the name ``__mp_main__`` as in `multiprocessing` (its documentation: "Safe importing of main module"); and the
+import path that workers get. Imported when the program imports Phalanx: the working directory of that moment is part of
+the path. Knows nothing of pickles and processes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import os
 import sys
 
+from phalanx._base.loaded_modules import loaded
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import CodeType, FrameType, ModuleType
+    from typing import Any
 
 Source = tuple[str, str]
 """Where a main module comes from: ``("path", file)``, or ``("name", module)`` if it was run by ``-m``."""
@@ -210,3 +214,35 @@ def _unguarded(module: object, main: Source, verb: str, line: int) -> str:
         f"{where} {verb} whenever the file is run, and a worker runs it again to find its functions. Let only the main"
         f' program do so:\n\n    if __name__ == "__main__":\n        {statement}\n'
     )
+
+
+def search_path() -> list[str]:
+    """Return `sys.path`, with the working directory as an absolute path in place of an empty entry.
+
+    Before it come earlier working directories, since modules may have been imported from there: the one in which
+    `multiprocessing` was imported, and the one in which this module was. Entries that are no strings (a
+    `pathlib.Path`) are left out: the import system ignores them, here and in a worker.
+    """
+    entries: list[Any] = list(sys.path)
+    process = loaded("multiprocessing.process")
+    original = None if process is None else process.ORIGINAL_DIR
+    here = list(dict.fromkeys(filter(None, (original, _initial_directory, _working_directory()))))
+    return [name for entry in entries if isinstance(entry, str) for name in (["".join(entry)] if entry else here)]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it has been removed: nothing can be imported from there
+        return ""
+
+
+_initial_directory = _working_directory()
+
+
+def run_path(script: str, *args: str) -> None:
+    """Run a script as ``__main__`` in this interpreter: its ``sys.argv`` is as given, and ``sys.path`` as it is."""
+    import runpy
+
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")

@@ -16,7 +16,6 @@ from phalanx._base import interpreter, procfs, unpatched
 from phalanx._base.loop import Loop
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import protocol, start_errors
-from phalanx._engine.group_end import guarded, load_for_end
 from phalanx._engine.group_lines import GroupLines
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._engine.keeper_link import KeeperLink
@@ -426,3 +425,18 @@ class Supervisor:
             executor.drain(2 * hang_reporter.FINISH + ANSWER_WAIT)
             self.last_step = self.hang_report.table.last_step()
             self.mirror.note_hangs(self.hang_report.unwritten, self.hang_report.hung)
+
+
+def guarded(step: Callable[[], object]) -> None:
+    """Do one of several steps: a failed one must not keep the others from being tried."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - see above
+        from phalanx._base.stderr import mention
+
+        mention(f"phalanx: at the end of a group: {error!r}")
+
+
+def load_for_end() -> None:
+    """Import what the end needs: a disk may not answer then."""
+    from phalanx._base import stderr  # noqa: F401 - see above

@@ -98,7 +98,7 @@ class MultiprocessContext(PContext):
                 forked.call(function, args[rank], rank, fds, identities.state(rank), numbered=self._numbered)
 
             return Plan({rank: ("", [], [0]) for rank in args}, call=call, fork=True)
-        from phalanx._engine.pickling.pack import pack
+        from phalanx._engine.pickling.call_pickler import pack
 
         main = main_module.source() if self._main == IMPORT else None
         packed = pack(

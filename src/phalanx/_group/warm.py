@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from phalanx._base import interpreter
 from phalanx._engine import main_module
-from phalanx._engine.search_path import search_path
+from phalanx._engine.main_module import search_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from phalanx._outcomes.failure import ProcessFailure
-    from phalanx._outcomes.outcome import Outcome
+    from phalanx._outcomes.failure import Outcome, ProcessFailure
 
 
 class ChildFailedError(Exception):

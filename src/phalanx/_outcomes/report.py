@@ -10,15 +10,13 @@ import re
 
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import plain
-from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, first_failure
-from phalanx._outcomes.outcome import NOT_AVAILABLE
+from phalanx._outcomes.failure import NOT_AVAILABLE, NOT_EXITED, WHILE_LEAVING, first_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx._outcomes.failure import ProcessFailure
-    from phalanx._outcomes.outcome import Outcome
+    from phalanx._outcomes.failure import Outcome, ProcessFailure
 
     Style = Callable[[str, str], str]
 

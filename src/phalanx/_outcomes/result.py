@@ -27,18 +27,15 @@ from phalanx._evidence.error_file import (
     written_by,
 )
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
-from phalanx._evidence.lost_connections import reads_as_lost_connection
-from phalanx._evidence.recording import read_exit, write_record
-from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, ProcessFailure
-from phalanx._outcomes.outcome import Outcome, signal_name
+from phalanx._evidence.recording import read_exit, reads_as_lost_connection, write_record
+from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, Outcome, ProcessFailure, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any, Self
 
-    from phalanx._engine.leftovers import Leftover
-    from phalanx._engine.mirror import WorkerRecord
+    from phalanx._engine.mirror import Leftover, WorkerRecord
     from phalanx._logs.layout import LogsDest
 
 EARLY = 10.0

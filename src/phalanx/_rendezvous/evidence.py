@@ -23,8 +23,7 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.text import one_line
 from phalanx._evidence.describe import cut_middle
 from phalanx._evidence.error_file import is_of_timer
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
+from phalanx._outcomes.failure import NOT_AVAILABLE, STATES, Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records
 from phalanx._rendezvous.records import Job, JobRanks, Kind, Member, Node, Stop, first_rank

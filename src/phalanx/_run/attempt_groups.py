@@ -159,7 +159,7 @@ class AttemptGroups:
         envs = {rank: {**env, **own} for rank, env in self.envs.items()}
         options = {**self.options, "follows": before, "stdin": self._stdin(envs)}
         if self._run_path:
-            from phalanx._engine.worker.run_path import run_path
+            from phalanx._engine.main_module import run_path
 
             calls = {rank: tuple(self.called(rank)) for rank in envs}
             return MultiprocessContext(self.script, run_path, calls, envs, self._run_path, self._specs, **options)

@@ -23,7 +23,7 @@ from phalanx._base.threads import Latch
 from phalanx._base.tty import sanitise
 from phalanx._engine import host_signals
 from phalanx._logs.rotated import last_bytes, rotated_files
-from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 

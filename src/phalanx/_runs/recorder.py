@@ -15,7 +15,7 @@ from phalanx._base.text import how_many, one_line
 from phalanx._base.threads import SerialExecutor
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
-from phalanx._outcomes.outcome import Outcome
+from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._runs import record
 from phalanx._runs.record import Attempt, Leftover, Rank, Run

@@ -7,7 +7,7 @@ run ends (`_outcomes.report`).
 from __future__ import annotations
 
 from phalanx._outcomes.earlier import Earlier, describe
-from phalanx._outcomes.outcome import STATES, Outcome
+from phalanx._outcomes.failure import STATES, Outcome
 from phalanx._outcomes.report import format_report, format_summary, mask
 
 TYPE_CHECKING = False

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
-    from phalanx._outcomes.outcome import Outcome
+    from phalanx._outcomes.failure import Outcome
     from phalanx._rendezvous.node_thread import Owner
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._node import NodeWorkers

@@ -49,7 +49,7 @@ def child_failed(
     default: the run's. ``lost``: see `format_report`.
     """
     log_dir, failures = log_dir or logs.run_log_dir or "", result.failures
-    from phalanx._outcomes.outcome import NOT_AVAILABLE
+    from phalanx._outcomes.failure import NOT_AVAILABLE
     from phalanx.errors import ChildFailedError, record
 
     if not logs.is_kept:  # the error files have gone with the group
@@ -181,7 +181,7 @@ def _folder_of(folder: str, attempt: int, facts: dict[str, Any]) -> str:
 def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> None:
     """Note the exits of which the events tell, and not the record. Anybody may have written these files."""
     from phalanx._events.event_file import EVENTS
-    from phalanx._outcomes.outcome import STATES
+    from phalanx._outcomes.failure import STATES
 
     latest = {(attempt, facts["local_rank"]): facts for attempt, facts in ranks.values()}
     for name in (f"{EVENTS}.1", f"{EVENTS}.2", EVENTS):
@@ -204,8 +204,7 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
 def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
     """Return what the workers that have failed have left, by global rank."""
     from phalanx._logs.follower import TAIL_LINES, last_lines
-    from phalanx._outcomes.failure import ProcessFailure
-    from phalanx._outcomes.outcome import NOT_AVAILABLE
+    from phalanx._outcomes.failure import NOT_AVAILABLE, ProcessFailure
 
     failures = {}
     for rank, (attempt, facts) in ranks.items():

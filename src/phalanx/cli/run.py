@@ -20,7 +20,7 @@ from phalanx._base.stderr import mention, say
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
-from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put

@@ -6,8 +6,13 @@
 from __future__ import annotations
 
 from phalanx._outcomes.child_failed import ChildFailedError
-from phalanx._outcomes.failure import ProcessFailure, first_failure
-from phalanx._outcomes.outcome import Outcome, describe_exit, signal_name
+from phalanx._outcomes.failure import (
+    Outcome,
+    ProcessFailure,
+    describe_exit,
+    first_failure,
+    signal_name,
+)
 from phalanx.errors._handler import ErrorHandler, get_error_handler, record
 
 __all__ = [

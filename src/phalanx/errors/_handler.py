@@ -12,7 +12,7 @@ import sys
 
 from phalanx._evidence import recording
 from phalanx._evidence.error_file import ERROR_FILE_ENV, file_identity, read_error_file, timer_detail, write_json
-from phalanx._outcomes.outcome import NOT_AVAILABLE
+from phalanx._outcomes.failure import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if not TYPE_CHECKING:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from phalanx._engine.forkserver import PreloadError
 from phalanx._engine.host_signals import SignalException
-from phalanx._engine.leftovers import Leftover
 from phalanx._engine.main_module import UnguardedMainError
+from phalanx._engine.mirror import Leftover
 from phalanx._engine.pickling.unpicklable import UnpicklableError
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import RanksError
@@ -26,8 +26,7 @@ from phalanx._group.warm import Warm as warm  # noqa: N813 - it is used as a ver
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, Std, to_map
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
-from phalanx._outcomes.failure import ProcessFailure
-from phalanx._outcomes.outcome import Outcome
+from phalanx._outcomes.failure import Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._placement.placement import Placement
 from phalanx.multiprocessing._start import start_processes

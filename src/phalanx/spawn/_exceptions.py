@@ -9,7 +9,7 @@ import copyreg
 
 from phalanx._base.text import SHORT_LINE, one_line
 from phalanx._base.tty import plain, sanitise
-from phalanx._outcomes.outcome import signal_name
+from phalanx._outcomes.failure import signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The process that preloads: it imports modules, checks that a fork of it works, and forks guards on request.
 
-Its client in the launcher is `forkserver`; what the two send each other is in `fork_protocol`. Its forks become guard
+Its client in the launcher is `forkserver`; what the two send each other is in `protocol`. Its forks become guard
 and keeper as any others do. It watches over none of them, and no group needs it once its keeper is forked.
 
     launcher -- fork server -- guard -- keeper -- workers (forks, warm)
@@ -19,7 +19,7 @@ import sys
 import threading
 
 from phalanx._base import channels, clock, linux
-from phalanx._engine import fork_protocol, main_module
+from phalanx._engine import main_module, protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def main(fd: int, path: list[str]) -> None:
         while (received := channel.receive_by(None, [launcher])) is not None:
             (verb, *fields), fds = received
             if verb == "preload":
-                _on_preload(channel, path, *fields)  # type: ignore[arg-type]  # as `fork_protocol.preload` has them
+                _on_preload(channel, path, *fields)  # type: ignore[arg-type]  # as `protocol.preload` has them
             else:
-                _on_fork(channel, launcher, fds, *fields)  # type: ignore[arg-type]  # as `fork_protocol.fork` has them
+                _on_fork(channel, launcher, fds, *fields)  # type: ignore[arg-type]  # as `protocol.fork` has them
         os._exit(0)
     except channels.Closed:
         os._exit(0)
@@ -76,16 +76,16 @@ def _on_preload(
 
     from phalanx._base import process  # noqa: F401 - what forks will need
     from phalanx._engine import forkserver, supervisor  # noqa: F401 - workers that run the main module again import them
-    from phalanx._engine.keeper import dispositions, fork_process, guard, start_group  # noqa: F401 - what forks will need
+    from phalanx._engine.keeper import fork_process, guard, start_group  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload, results  # noqa: F401 - what forks will need
     from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
 
     forked.own_path[:] = own
     ours = list(sys.path)
     sys.path[:] = [*path, *own]
-    with dispositions.preloaded:
+    with fork_process.preloaded:
         for name in modules:
-            channel.send(fork_protocol.importing(name))
+            channel.send(protocol.importing(name))
             try:
                 if name == "__main__":
                     assert main is not None
@@ -95,11 +95,11 @@ def _on_preload(
                     importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
                 how = "run again" if name == "__main__" else "imported"
-                _send(channel, fork_protocol.failed(name, f"could not be {how}", _described(error)))
+                _send(channel, protocol.failed(name, f"could not be {how}", _described(error)))
                 return
             why = _cannot_fork()
             if why:
-                _send(channel, fork_protocol.failed(name, why, ""))
+                _send(channel, protocol.failed(name, why, ""))
                 return
     sys.path[:] = ours
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one could not see the launcher's death
@@ -107,7 +107,7 @@ def _on_preload(
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
     gc.collect()
     gc.freeze()
-    _send(channel, fork_protocol.ready())
+    _send(channel, protocol.ready())
 
 
 def _run_again(main: main_module.Source) -> None:
@@ -190,7 +190,7 @@ def _on_fork(channel: channels.Channel, launcher: int, fds: list[int], serial: i
         pid = os.fork()
     except OSError as error:
         pid = -1
-        channel.send(fork_protocol.not_forked(serial, error.errno or 0))
+        channel.send(protocol.not_forked(serial, error.errno or 0))
     if pid == 0:
         try:
             channel.close()
@@ -212,6 +212,6 @@ def _on_fork(channel: channels.Channel, launcher: int, fds: list[int], serial: i
             own = [os.pidfd_open(pid)]
         except OSError:  # it has died: the launcher sees EOF on its socket
             own = []
-        channel.send(fork_protocol.forked(serial, pid), own)
+        channel.send(protocol.forked(serial, pid), own)
         for fd in own:
             os.close(fd)

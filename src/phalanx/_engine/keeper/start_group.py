@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._base.loop import Loop
-    from phalanx._engine.keeper.children import Children
-    from phalanx._engine.keeper.notice import Notice
+    from phalanx._engine.keeper.children import Children, Notice
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._timers.escalation import Escalation
 else:
@@ -217,7 +216,7 @@ class Start:
         if self.notice is None:
             return None, ()
         try:
-            from phalanx._engine.keeper.notice import Notice
+            from phalanx._engine.keeper.children import Notice
         except (OSError, ImportError):  # no descriptor is left
             return None, protocol.start_failed(-1, "loading what gives notice of a stop", errno.EMFILE, "")
         return Notice(*self.notice), ()

@@ -11,7 +11,6 @@ cloudpickle.
 
 from __future__ import annotations
 
-import copyreg
 import enum
 import functools
 import io
@@ -33,33 +32,29 @@ from phalanx._engine.pickling.picklers import (
 from phalanx._engine.pickling.rebuild import (
     cloudpickle_module,
     fill_class,
-    fill_dispatcher,
     fill_member,
     make_cached,
+    make_cached_property,
     make_class,
-    make_descriptor,
     make_member,
     make_type_alias,
     make_type_parameter,
     once,
     once_received,
-    renew_descriptor,
-    unshared_attributes,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 else:
     import _pickle as pickle  # the C half, as in `payload`
 
-_DESCRIPTORS = (
-    property, classmethod, staticmethod, functools.cached_property, functools.partialmethod,
-    functools.singledispatchmethod,
-)  # fmt: skip
 _HEAPTYPE = 1 << 9  # in the flags of a class: it is on the heap, made at run time (CPython's Py_TPFLAGS_HEAPTYPE)
+_MIXED = (object, int, float, complex, str, bytes, tuple)
+"""The types that an enumeration which goes by value may be mixed with."""
+
 _VALUES = 1  # of `annotationlib.Format`, which takes long to import
 _WITH_SETTER = 6  # the length of cloudpickle's reductions by value: they end with a state setter
 
@@ -91,6 +86,9 @@ def make(
     merged.pop(typing.TypeVar, None)  # cloudpickle's loses its module and its default
     merged[io.TextIOWrapper] = functools.partial(_reduce_stream, merged[io.TextIOWrapper])
     merged[types.MethodType] = reduce_method
+    merged[functools.cached_property] = _reduce_cached_property
+    # Its `__new__` wants a function since Python 3.14.
+    merged[functools.partialmethod] = lambda method: (object.__new__, (type(method),), vars(method))
     # A pickler reads its table once, when it is made.
     kind = type("Pickler", (_PicklerByValue, cloudpickle.Pickler), {"dispatch_table": merged})
     pickler = kind(file, protocol=PROTOCOL, buffer_callback=buffer_callback)
@@ -110,7 +108,6 @@ class _PicklerByValue:
         self._sent: list[object] = [] if sent is None else sent
         self._numbers = {id(obj): number for number, obj in enumerate(self._sent)}
         self._notes: dict[int, object] = {}  # see `once`: empty here, filled by the reader
-        self._alias_values: dict[int, list[Any]] = {}  # by id of the type alias
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for all but objects of the simplest built-in types (pickle, "Custom Reduction")."""
@@ -126,8 +123,6 @@ class _PicklerByValue:
             reduced = self._method(obj)
         elif issubclass(kind, enum.Enum) and self._by_value(kind):
             reduced = self._numbered(obj, _reduce_member(obj))
-        elif issubclass(kind, _DESCRIPTORS) and kind not in self.dispatch_table:
-            reduced = _reduce_descriptor(obj)
         elif kind.__module__ == "typing" and self._of_a_class_by_value(obj):
             reduced = (object.__new__, (kind,), vars(obj))
         else:
@@ -143,8 +138,6 @@ class _PicklerByValue:
         return self._numbered(obj, self._reduce_class(obj))
 
     def _function(self, obj: Any) -> Any:
-        if obj.__code__ == _dispatcher_code() and self._by_value(obj):
-            return self._numbered(obj, _reduce_dispatcher(obj))
         reduced = self._code(obj)
         if reduced is NotImplemented or len(reduced) < _WITH_SETTER:
             return reduced
@@ -200,10 +193,9 @@ class _PicklerByValue:
         hook = next(kind for kind in obj.__mro__[1:] if "__init_subclass__" in vars(kind))
         if _in_standard_library(hook):  # such as `typing.Generic`, which accepts an empty class
             hook = object
-        calls_hook = hook is not object and not self._returns and not self._by_value(hook)
         tracker = cloudpickle_module()._get_or_create_tracker_id(obj)  # noqa: SLF001 - see `cloudpickle_module`
         args = (meta, maker, obj.__name__, obj.__bases__, namespace, hook, tracker)
-        return make_class, args, (names, calls_hook), None, None, fill_class
+        return make_class, args, names, None, None, fill_class
 
     def _reduce_named(self, obj: Any) -> tuple[Any, ...]:
         """Reduce an object that pickle would write by its name in a module which the other side does not have."""
@@ -216,10 +208,7 @@ class _PicklerByValue:
         if isinstance(obj, typing.TypeVar | typing.ParamSpec | typing.TypeVarTuple):
             return _reduce_parameter(obj)
         if kind.__name__ == "TypeAliasType":  # typing's, since 3.12
-            value = self._alias_values.setdefault(id(obj), [])  # one list, wherever the value leads back to the alias
-            if not value:
-                value.append(obj.__value__)
-            return make_type_alias, (kind, obj.__name__, value, obj.__type_params__, obj.__module__)
+            return make_type_alias, (kind, obj.__name__, obj.__value__, obj.__type_params__)
         if not all(base is object or base.__flags__ & _HEAPTYPE for base in kind.__mro__):
             msg = f"{obj!r} is pickled by its name, and its module is not there on the other side"
             raise pickle.PicklingError(msg)
@@ -306,61 +295,16 @@ def _reduce_member(member: Any) -> tuple[Any, ...]:
     """Reduce an enumeration's member without a lookup: the enumeration may not be complete when it is read."""
     kind = type(member)
     mixed = kind._member_type_
-    # The first base written in C: the `__new__` of a Python class may require arguments that it does not keep.
-    base = next(each for each in mixed.__mro__ if isinstance(vars(each).get("__new__"), types.BuiltinFunctionType))
-    its_own = vars(base).get("__getnewargs__")
-    reduced = (copyreg.__newobj__, (kind,)) if mixed is object else mixed.__reduce_ex__(member, PROTOCOL)  # type: ignore[attr-defined]  # the stubs lack it
-    items = (*reduced[3:], None, None)
-    if base is object or (its_own is None and reduced[0] is copyreg.__newobj__):  # type: ignore[attr-defined]  # as above
-        args: tuple[Any, ...] = ()
-    elif its_own is not None:
-        args = its_own(member)
-    elif reduced[0] is kind:
-        args = reduced[1]
-    else:
+    if mixed not in _MIXED:
         msg = f"{member!r}: an enumeration that is mixed with {mixed.__qualname__} cannot go by value"
         raise pickle.PicklingError(msg)
-    slots = {name: getattr(member, name) for name in _slots(kind) if hasattr(member, name)}
-    state = {**slots, **vars(member)}
-    return make_member, (kind, base, member._name_, args), state, *items[:2], fill_member
+    args = () if mixed is object else mixed.__getnewargs__(member)
+    return make_member, (kind, mixed, member._name_, args), vars(member), None, None, fill_member
 
 
-def _slots(kind: type) -> Iterator[str]:
-    """The names of the slots of a class. `copyreg` has such a function, but it stores the names in the class."""
-    for each in kind.__mro__:
-        names = vars(each).get("__slots__", ())
-        for name in {names} if isinstance(names, str) else {*names} - {"__dict__", "__weakref__"}:
-            private = name.startswith("__") and not name.endswith("__")
-            yield f"_{each.__name__.lstrip('_')}{name}" if private else name
-
-
-def _reduce_dispatcher(function: Any) -> tuple[Any, ...]:
-    """Reduce a `functools.singledispatch` function."""
-    own = ("register", "dispatch", "registry", "_clear_cache")
-    state = (
-        {name: getattr(function, name) for name in ("__name__", "__qualname__", "__doc__", "__module__")},
-        {name: value for name, value in vars(function).items() if name not in own},
-        list(function.registry.items()),
-    )
-    return functools.singledispatch, (function.registry[object],), state, None, None, fill_dispatcher
-
-
-@functools.cache
-def _dispatcher_code() -> types.CodeType:
-    return functools.singledispatch(lambda _value: None).__code__  # type: ignore[attr-defined, no-any-return]  # a function, in truth
-
-
-def _reduce_descriptor(obj: Any) -> tuple[Any, ...]:
-    """Reduce a descriptor of a class: a property, a class method, a cached property and the like."""
-    if isinstance(obj, property):
-        return make_descriptor, (type(obj), property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)), vars(obj)
-    if isinstance(obj, (classmethod, staticmethod)):
-        kind = classmethod if isinstance(obj, classmethod) else staticmethod
-        return make_descriptor, (type(obj), kind, (obj.__func__,)), None
-    if isinstance(obj, functools.partialmethod):  # its `__new__` wants a function since Python 3.14
-        return object.__new__, (type(obj),), vars(obj)
-    unshared = unshared_attributes(type(obj))
-    return renew_descriptor, (type(obj),), {name: value for name, value in vars(obj).items() if name not in unshared}
+def _reduce_cached_property(obj: functools.cached_property[Any]) -> tuple[Any, ...]:
+    """Reduce a cached property without its lock, which it has until Python 3.12."""
+    return make_cached_property, (type(obj),), {name: value for name, value in vars(obj).items() if name != "lock"}
 
 
 def _reduce_parameter(obj: Any) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ Every worker reads the same memfd at its own offsets::
 
 The pickles and the buffers each begin on a page of their own. Large buffers (an array's elements) are not in the
 pickles (PEP 574): every worker maps them, so there is one copy, whatever their size and however many the workers. The
-memfd is sealed: a worker that opens it for writing, or clears numpy's flag, changes nothing of another's. `pack`
-writes all of it; it is not imported here, because this is on every worker's start.
+memfd is sealed: a worker that opens it for writing, or clears numpy's flag, changes nothing of another's.
+`call_pickler` writes all of it; it is not imported here, because this is on every worker's start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import io
 import marshal
 import os
 import sys
+from _thread import _local
 
 from phalanx._engine import main_module
-from phalanx._engine.pickling.passed_fds import ReceivedFds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 else:
     import _pickle as pickle  # the C half: `pickle` imports re and enum, 3 of a worker's 15 ms
@@ -148,3 +148,55 @@ def _add_to_main(*code: object) -> None:
                 main.update({name: value for name, value in names.items() if not name.startswith("__")})
         if isinstance(each, (type, function)) and each.__module__ in main_module.NAMES and "." not in each.__qualname__:
             main.setdefault(each.__qualname__, each)
+
+
+_unpickling = _local()  # has the descriptors that belong to the pickle which this thread is reading
+
+
+class ReceivedFds:
+    """Owns received descriptors. While it is entered, handles that are unpickled take theirs; `close` closes the rest.
+
+    Leaving it closes it.
+    """
+
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        self._fds = list(fds)
+        self._outer: ReceivedFds | None = None
+
+    def take(self, index: int) -> int:
+        """Return a descriptor, which the caller owns from now on."""
+        fd, self._fds[index] = self._fds[index], -1
+        return fd
+
+    def close(self) -> None:
+        """Close the descriptors that have not been taken. Idempotent."""
+        while self._fds:
+            fd = self._fds.pop()
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_unpickling, "received", None)  # an object that is unpickled may wait for another group
+        _unpickling.received = self
+
+    def __exit__(self, *_error: object) -> None:
+        _unpickling.received, self._outer = self._outer, None
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class FdHandle:
+    """Takes the place of a descriptor in a pickle: its number among those that travel with the pickle.
+
+    It has the method of the object that `multiprocessing.reduction.DupFd` returns.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        """Return the descriptor, which the caller owns from now on."""
+        received: ReceivedFds = _unpickling.received
+        return received.take(self._index)

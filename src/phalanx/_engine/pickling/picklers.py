@@ -194,7 +194,7 @@ def _is_on_path(name: str) -> bool:
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if not isinstance(spec, type(sys.__spec__)):  # it was not loaded, but made
         return True
-    from phalanx._engine.search_path import search_path  # here: workers load this module, and have no use for that one
+    from phalanx._engine.main_module import search_path  # here: workers load this module, and have no use for that one
 
     for finder in sys.meta_path:
         try:

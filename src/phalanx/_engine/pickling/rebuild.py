@@ -6,11 +6,10 @@ empty first and filled afterwards, as pickle's reductions with a state setter do
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import sys
 import types
-import weakref
-from _thread import RLock, get_ident
+from _thread import RLock
 
 from phalanx._engine.pickling.picklers import received
 
@@ -83,11 +82,8 @@ def make_class(
         made.append(meta(name, bases, names) if maker is meta else maker.__new__(meta, name, bases, names))
         return made[0]
 
-    this_thread = get_ident()
-
-    def skip(cls: type, /, **options: Any) -> None:
-        if get_ident() != this_thread:  # a class statement in another thread
-            original.__get__(None, cls)(**options)
+    def skip(_cls: type, /, **_options: Any) -> None:
+        """In place of the base's `__init_subclass__`."""
 
     with _hook_replaced:
         # None also where the base comes by value and is still empty.
@@ -106,11 +102,10 @@ def make_class(
                 type.__setattr__(hook, "__init_subclass__", original)
 
 
-def fill_class(cls: Any, state: tuple[dict[str, Any], bool]) -> None:
-    """Set the attributes of a class that `make_class` has made; call its base's ``__init_subclass__`` if so wanted."""
+def fill_class(cls: Any, names: dict[str, Any]) -> None:
+    """Set the attributes of a class that `make_class` has made."""
     if _empty.pop(id(cls), None) is None:
         return
-    names, calls_hook = state
     guarded = isinstance(type(cls).__setattr__, types.FunctionType)  # such as that of enumerations
     set_attribute = type.__setattr__ if guarded else setattr
     for name, value in names.items():
@@ -120,9 +115,6 @@ def fill_class(cls: Any, state: tuple[dict[str, Any], bool]) -> None:
         set_attribute(cls, "__firstlineno__", names["__firstlineno__"])
     for other in names.get("_abc_impl", ()):
         cls.register(other)
-    if calls_hook:
-        with contextlib.suppress(TypeError):  # it requires arguments of the class statement
-            super(cls, cls).__init_subclass__()
 
 
 # --- members of enumerations
@@ -141,40 +133,15 @@ def fill_member(member: object, state: dict[str, Any]) -> None:
         object.__setattr__(member, name, value)
 
 
-# --- descriptors and wrappers
+# --- wrappers
 
 
-def fill_dispatcher(function: Any, state: tuple[dict[str, Any], dict[str, Any], list[tuple[type, Any]]]) -> None:
-    """Set the names and the attributes of a `functools.singledispatch` function, and register its implementations."""
-    names, extra, registry = state
-    for name, value in names.items():
-        setattr(function, name, value)
-    vars(function).update(extra)
-    for kind, implementation in registry:
-        function.register(kind, implementation)
-
-
-def make_descriptor(kind: Any, base: Any, args: tuple[Any, ...]) -> Any:
-    """Make an object of a subclass ``kind`` of a built-in descriptor, initialised by the built-in ``base``."""
-    made: Any = base.__new__(kind, *args)
-    base.__init__(made, *args)
-    return made
-
-
-def renew_descriptor(kind: Any) -> Any:
-    """Make a descriptor of `functools` with a lock or a cache of its own."""
+def make_cached_property(kind: Any) -> Any:
+    """Make a cached property without its attributes, with a lock of its own where it has one (until Python 3.12)."""
     made = kind.__new__(kind)
-    vars(made).update({name: make_it() for name, make_it in unshared_attributes(kind).items()})
+    if sys.version_info < (3, 12):
+        made.lock = RLock()
     return made
-
-
-def unshared_attributes(kind: type) -> dict[str, Callable[[], Any]]:
-    """The attributes of a `functools` descriptor that are not pickled, and how each is made anew."""
-    if issubclass(kind, functools.cached_property):
-        import threading
-
-        return {"lock": threading.RLock}  # until 3.12
-    return {"_method_cache": weakref.WeakKeyDictionary}  # in 3.13
 
 
 def make_cached(function: Any, options: dict[str, Any]) -> Any:
@@ -194,11 +161,6 @@ def make_type_parameter(
     return made
 
 
-def make_type_alias(kind: Any, name: str, value: list[Any], parameters: tuple[Any, ...], module: str) -> Any:
-    """Make a type alias. ``value`` may still be empty, if it leads back to the alias: it is read at the first use."""
-    names = {"__name__": module, "kind": kind, "value": value, "parameters": parameters}
-    if parameters:
-        # By eval: the alias takes its module from the frame that makes it.
-        return eval(f"kind({name!r}, value[0], type_params=parameters)", names)  # noqa: S307 - our own text
-    exec(f"type {name} = value[0]", names)  # noqa: S102 - only the statement evaluates the value lazily
-    return names[name]
+def make_type_alias(kind: Any, name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
+    """Make a type alias."""
+    return kind(name, value, type_params=parameters)

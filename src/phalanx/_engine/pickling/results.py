@@ -18,7 +18,7 @@ from functools import partial
 from phalanx._base import linux
 from phalanx._base.loaded_modules import loaded
 from phalanx._engine import main_module
-from phalanx._engine.pickling.passed_fds import FdHandle
+from phalanx._engine.pickling.payload import FdHandle
 from phalanx._engine.pickling.picklers import Nowhere, Unpickler, plain, sharing_reducers
 
 TYPE_CHECKING = False
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from phalanx._engine.pickling.passed_fds import ReceivedFds
+    from phalanx._engine.pickling.payload import ReceivedFds
 
 _MAX_FDS = 200  # descriptors that a value may hold: they travel in one message
 

@@ -13,17 +13,19 @@ killed itself is anything lost: the chunk in its hands (256 KiB) and what is in 
 
 from __future__ import annotations
 
+import errno
 import os
 
-from phalanx._base import channels
-from phalanx._base.loop import READ, WRITE
-from phalanx._engine.rotation import main
+from phalanx._base import channels, files, linux
+from phalanx._base.loop import READ, WRITE, Loop
+from phalanx._logs.rotated import GZIP_SUFFIX, numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Any, NoReturn
 
-    from phalanx._base.loop import Loop
+    from phalanx._engine.rotation.compress import Compressor
     from phalanx._logs.rotated import Bounds
 
 
@@ -50,7 +52,7 @@ class LogWriter:
             theirs.close()
             raise
         if self.pid == 0:
-            main.serve(channels.Channel(theirs), notes)
+            serve(channels.Channel(theirs), notes)
         theirs.close()
         self._channel = channels.Channel(ours)
         self._loop = loop
@@ -97,3 +99,258 @@ class LogWriter:
             return
         if received is not None:
             self._tell(received[0][1])  # type: ignore[arg-type]  # an int, as `main` sends it
+
+
+_FAILED = 255
+
+
+def serve(channel: channels.Channel, notes: int) -> NoReturn:
+    """Run the log writer in a new fork, to its end. ``notes`` is a pipe that gets our pid."""
+    code = _FAILED
+    try:
+        try:
+            os.write(notes, b"%d " % os.getpid())
+        except BrokenPipeError:  # the guard has exited
+            pass
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # we may outlive the launcher: readers of its output wait for EOF
+            os.dup2(null, fd)
+        linux.close_all_but([channel.fileno()])
+        _raise_limit()
+        code = _LogWriterLoop(Loop(), channel).run()
+    finally:
+        os._exit(code)
+
+
+def _raise_limit() -> None:
+    """Raise the soft limit on open files to the hard one: two descriptors are open for each log file."""
+    try:
+        from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+        hard = getrlimit(RLIMIT_NOFILE)[1]
+        setrlimit(RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, OSError, ValueError):  # ValueError: the kernel allows for less by now (fs.nr_open)
+        return
+
+
+class _LogWriterLoop:
+    """Fills the files, one chunk of each in turn."""
+
+    def __init__(self, loop: Loop, channel: channels.Channel) -> None:
+        self._loop = loop
+        self._channel = channel
+        self._open: list[Rotator] = []
+        self._complete = False  # whether no file will be added
+        self._refused = 0
+        self._compressor: Compressor | None = None
+
+    def run(self) -> int:
+        """Fill the files until every pipe is at EOF; or, after "finish", with what is in the pipes then.
+
+        Returns 0, or the errno of the first write that failed.
+        """
+        self._loop.watch(self._channel.fileno(), self._on_channel)
+        while self._open or not self._complete:
+            self._loop.once()
+        if self._compressor is not None:
+            self._compressor.stop()
+        return self._refused
+
+    def _on_channel(self, _events: int) -> None:
+        try:
+            received = self._channel.receive()
+        except channels.Truncated:  # no descriptor was left to receive it; the pipe's writer gets EPIPE
+            self._refused = errno.EMFILE
+            return
+        except channels.Closed:  # the keeper was killed: workers may still write
+            self._complete = True
+            self._loop.forget(self._channel.fileno())
+            return
+        if received is None:
+            return
+        message: tuple[Any, ...] = received[0]
+        if message[0] == "add":
+            self._add(*message[1:], *received[1])
+        else:
+            self._finish()
+
+    def _add(self, path: Any, bounds: Any, file: int, reader: int) -> None:
+        if bounds[2] and self._compressor is None:
+            from phalanx._engine.rotation.compress import Compressor
+
+            self._compressor = Compressor()
+        try:
+            rotator = Rotator(path, bounds, file, reader, self._compressor)
+        except OSError as error:
+            self._refused = self._refused or error.errno or errno.EIO
+            os.close(file)
+            os.close(reader)
+            return
+        self._open.append(rotator)
+        self._loop.watch(rotator.reader, lambda _events: self._fill(rotator))
+
+    def _fill(self, rotator: Rotator) -> None:
+        self._turn(rotator)
+
+    def _turn(self, rotator: Rotator) -> bool:
+        """Write one chunk of one file. Returns whether there was one."""
+        try:
+            count = rotator.turn()
+        except OSError as error:  # of the pipe
+            rotator.refused = error.errno or errno.EIO
+            count = -1
+        if rotator.refused and not self._refused:
+            self._refused = rotator.refused
+            try:
+                self._channel.send(("refused", self._refused))
+            except channels.Closed:  # the keeper was killed
+                pass
+        if count < 0:
+            self._loop.forget(rotator.reader)
+            rotator.close()
+            self._open.remove(rotator)
+        return count > 0
+
+    def _finish(self) -> None:
+        """Write what is in the pipes, and close all files: no worker is left to write more."""
+        self._complete = True
+        self._loop.forget(self._channel.fileno())
+        for rotator in list(self._open):
+            while self._turn(rotator):
+                pass
+        self._open.clear()
+
+
+_CHUNK = 256 * 1024
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+class Rotator:
+    """Fills a log file from a pipe, and rotates the file before it grows beyond the limit.
+
+    No line is split: a line ends in the file in which it began, even if it is longer than the limit. A file that cannot
+    be rotated goes on to grow: a log that is too long is better than a worker that fails for it.
+
+    Args:
+        path: The file's path.
+        bounds: When the file is rotated, and which rotated files are kept: see `Bounds`. Those of earlier runs count.
+        file, reader: The file, open with O_APPEND, and the read end of the pipe. The rotator closes both.
+        compressor: Compresses the rotated files; None: they stay as they are.
+    """
+
+    def __init__(self, path: str, bounds: Bounds, file: int, reader: int, compressor: Compressor | None = None) -> None:
+        self._path = path
+        self._limit, self._keep, _compress = bounds
+        self._compressor = compressor
+        self._file, self.reader = file, reader
+        os.set_blocking(reader, False)
+        self._kept = dict.fromkeys(numbers(path))  # the numbers of the rotated files, the oldest first
+        self._number = max(self._kept, default=0) + 1
+        self._size = os.fstat(file).st_size
+        self._mid_line = self._size > 0 and _last_byte(path, self._size) != b"\n"
+        self._torn = False  # whether the file may end within a line whose rest is lost
+        self.refused = 0
+        """The errno of the latest write that failed: the disk is full. What it was to write is lost."""
+
+    def turn(self) -> int:
+        """Read one chunk from the pipe, and write it to the file, or drop what the file does not take. Raises OSError.
+
+        Returns the number of bytes; 0 if the pipe is empty, -1 at EOF.
+        """
+        try:
+            data = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return 0
+        try:
+            self._write(b"\n" + data if self._torn and data else data)
+            self._torn = False
+        except OSError as error:
+            self.refused = error.errno or errno.EIO
+            self._size = os.fstat(self._file).st_size
+            self._torn = self._mid_line = self._size > 0
+        return len(data) or -1
+
+    def close(self) -> None:
+        """Close both descriptors. Idempotent."""
+        for fd in (self._file, self.reader):
+            if fd >= 0:
+                os.close(fd)
+        self._file = self.reader = -1
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            cut = self._cut(data)
+            if cut:
+                self._append(data[:cut])
+            if cut < len(data):
+                try:
+                    self._rotate()
+                except OSError:  # no descriptor, no folder: try again after another ``limit`` bytes
+                    self._size = 0
+            data = data[cut:]
+
+    def _cut(self, data: bytes) -> int:
+        """Return how many bytes of ``data`` still go into this file."""
+        room = self._limit - self._size
+        if len(data) <= room:
+            return len(data)
+        cut = data.rfind(b"\n", 0, max(room, 0)) + 1
+        if cut or (self._size and not self._mid_line):
+            return cut
+        return data.find(b"\n") + 1 or len(data)  # up to the end of the line that began in this file
+
+    def _append(self, data: bytes) -> None:
+        self._mid_line = not data.endswith(b"\n")
+        self._size += len(data)
+        files.write_all(self._file, data)
+
+    def _rotate(self) -> None:
+        """Rotate the file. ``path`` always exists meanwhile: a follower finds the old file or the new one.
+
+        On a file system without hard links (FAT, many of FUSE), it is renamed, and for a moment ``path`` is missing.
+        """
+        fresh = f"{self._path}.new"
+        file = files.opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            self._give_number()
+            os.replace(fresh, self._path)
+        except OSError:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file, self._size, self._mid_line = file, 0, False
+        number, self._number = self._number, self._number + 1
+        self._kept[number] = None
+        self._remove_oldest()
+        if self._compressor is not None:
+            kept = self._kept
+            self._compressor.add(f"{self._path}.{number}", lambda: number in kept)
+
+    def _remove_oldest(self) -> None:
+        while self._keep and len(self._kept) > self._keep:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]  # first: the compressor asks whether it is still wanted
+            for name in (f"{self._path}.{oldest}", f"{self._path}.{oldest}{GZIP_SUFFIX}"):
+                try:
+                    os.unlink(name)
+                except OSError:  # only one of the two exists; or somebody has removed it already
+                    pass
+
+    def _give_number(self) -> None:
+        """Link the file under its number, or rename it. Raises OSError."""
+        while True:
+            numbered = f"{self._path}.{self._number}"
+            try:
+                os.link(self._path, numbered, follow_symlinks=False)
+            except FileExistsError:  # somebody else's file
+                self._number += 1
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LINKS or os.path.exists(numbered):
+                    raise
+                os.rename(self._path, numbered)
+            return
+
+
+def _last_byte(path: str, size: int) -> bytes:
+    return files.read(path, 1, size - 1, links=files.OWN_LINKS)
