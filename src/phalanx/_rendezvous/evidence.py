@@ -26,7 +26,7 @@ from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import NOT_AVAILABLE, STATES, Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records
-from phalanx._rendezvous.records import Job, JobRanks, Kind, Member, Node, Stop, first_rank
+from phalanx._rendezvous.records import Job, JobRanks, Kind, Member, Node, Stop, first_rank, neighbours
 from phalanx._stacks import dump
 from phalanx._stacks.dump import Location
 from phalanx._store.store import Entry
@@ -252,14 +252,10 @@ def write(
 
 def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int, most_bytes: int) -> tuple[Place, ...]:
     """Return where the ranks of a node are, cut to so many bytes: the place of most ranks, and those of few."""
-    together: dict[tuple[Location, bool], list[list[int]]] = {}
+    together: dict[tuple[Location, bool], list[int]] = {}
     for rank in sorted(whereabouts):
-        runs = together.setdefault(whereabouts[rank], [])
-        if runs and runs[-1][1] == first_rank + rank - 1:
-            runs[-1][1] += 1
-        else:
-            runs.append([first_rank + rank] * 2)
-    found = sorted(together.items(), key=lambda item: sum(last - first + 1 for first, last in item[1]))
+        together.setdefault(whereabouts[rank], []).append(first_rank + rank)
+    found = [(where, neighbours(ranks)) for where, ranks in sorted(together.items(), key=lambda item: len(item[1]))]
     found = (found[-1:] + found[:-1])[:_MOST_PLACES]
     most = _MOST_RUNS
     while True:
@@ -272,8 +268,7 @@ def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int, m
             found = found[: len(found) // 2]
 
 
-def _place(where: Location, waits: bool, runs: list[list[int]]) -> Place:  # noqa: FBT001 - as `whereabouts` has it
-    ranks = tuple((first, last) for first, last in runs)
+def _place(where: Location, waits: bool, ranks: tuple[tuple[int, int], ...]) -> Place:  # noqa: FBT001 - of `whereabouts`
     if isinstance(where, str):
         return Place("unknown", how=_name(where), ranks=ranks)
     if isinstance(where, dump.Ended):

@@ -486,6 +486,21 @@ class JobRanks:
         return f"{text} on host{'s' * (len(hosts) > 1)} {', '.join(hosts[:_MOST_HOSTS])}{more}"
 
 
+def neighbours(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last of each run of neighbours, of ranks in their order.
+
+    >>> neighbours([0, 1, 2, 5])
+    ((0, 2), (5, 5))
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return tuple((first, last) for first, last in runs)
+
+
 def first_rank(job: Job, rank: int, role: str | None = None) -> int:
     """Return the rank in the job of a node's first worker; with a ``role``, its rank among the workers of that.
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from phalanx._evidence.describe import cut_middle
 from phalanx._rendezvous import records
 from phalanx._rendezvous.life import Found
-from phalanx._rendezvous.records import DamagedError, JobRanks, Member
+from phalanx._rendezvous.records import DamagedError, JobRanks, Member, neighbours
 from phalanx._rendezvous.settings import MOST_LINE
 from phalanx._rendezvous.stack_requests import MOST_ANSWER
 from phalanx._stacks import dump
@@ -181,19 +181,8 @@ class JobStacks:
 
 
 def _write(together: Iterable[tuple[list[int], str]], why: str, cut: int) -> bytes:
-    stacks = tuple(Stacks(_runs(ranks)[:_MOST_RUNS], text) for ranks, text in together)
+    stacks = tuple(Stacks(neighbours(ranks)[:_MOST_RUNS], text) for ranks, text in together)
     return records.write(Answer(stacks[:_MOST_RUNS], why, cut))  # type: ignore[arg-type] # it is one of the four
-
-
-def _runs(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last of each run of neighbours, of ranks in their order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return tuple((first, last) for first, last in runs)
 
 
 def _cut(text: str, cut: int) -> str:

@@ -456,21 +456,29 @@ def _checked(kind: str, value: Any, where: str = "$") -> Any:
                 )
             expected = f"an object with `{missing[0]}`"
     else:
-        expected, is_right = _of_kind(kind, value)
-        if is_right:
+        if _is_of_kind(kind, value):
             return float(value) if isinstance(value, int) and kind in ("Moment", "Seconds") else value
+        expected = _expected(kind)
     raise ValueError(f"expected {expected}, got {_in_short(repr(value), 80)} - at `{where}`")
 
 
-def _of_kind(kind: str, value: Any) -> tuple[str, bool]:
-    """Return what is expected of a number or a text, and whether a value is that."""
+def _is_of_kind(kind: str, value: Any) -> bool:
+    """Whether a number or a text is what is expected."""
     if kind in _NUMBERS:
         number, least, below = _NUMBERS[kind]
-        expected = f"a number, {least:g} or more and less than {below:g}"
-        return expected, type(value) in (int, number) and least <= value < below
+        return type(value) in (int, number) and least <= value < below
     if kind in _CHOICES:
-        return f"one of {', '.join(_CHOICES[kind])}", value in _CHOICES[kind]
-    is_text = isinstance(value, str) and len(value) <= _MOST_TEXT
-    if is_text and not value.isascii():
+        return value in _CHOICES[kind]
+    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+        return False
+    if not value.isascii():
         value.encode()  # raises UnicodeEncodeError for half a pair of surrogates
-    return f"a text of {_MOST_TEXT} characters at most", is_text
+    return True
+
+
+def _expected(kind: str) -> str:
+    """Return what is expected of a number or a text, in words."""
+    if kind in _NUMBERS:
+        _, least, below = _NUMBERS[kind]
+        return f"a number, {least:g} or more and less than {below:g}"
+    return f"one of {', '.join(_CHOICES[kind])}" if kind in _CHOICES else f"a text of {_MOST_TEXT} characters at most"

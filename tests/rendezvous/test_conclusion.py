@@ -1,4 +1,4 @@
-"""What is said of the attempts of a job."""
+"""How the attempts of a job have ended, in words."""
 
 from __future__ import annotations
 
