@@ -268,7 +268,7 @@ def test_a_close_in_the_groups_own_thread_does_not_wait_for_itself(ready: Ready)
 @pytest.mark.slow
 def test_a_handler_that_closes_a_group_while_another_is_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds what the end of the first one needs."""
-    monkeypatch.setattr(display, "PATIENCE", 0.3)
+    monkeypatch.setattr(display, "REACTION", 0.3)
     shown = DefaultLogsSpecs(tee=Std.ALL)
     first = start_processes("first", "sleep", ("600",), nprocs=1, logs_specs=shown)
     join = display._DisplayThread.join

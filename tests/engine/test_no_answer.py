@@ -290,7 +290,7 @@ def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready
 def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stderr, "PATIENCE", TIMEOUT)  # for a thread that does not run yet on a machine that is busy
+    monkeypatch.setattr(stderr, "STALL", TIMEOUT)  # for a thread that does not run yet on a machine that is busy
     stderr.mention("one")
     stderr.mention("two")
     stderr.tell("three")

@@ -204,7 +204,7 @@ def test_a_display_that_stops_in_the_midst_of_the_end(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is asked again and again whether it is there: the time that it may take is for one that shows something."""
-    monkeypatch.setattr(display, "PATIENCE", 0.3)
+    monkeypatch.setattr(display, "REACTION", 0.3)
     go_on = threading.Event()
     finish = Pump.finish
 

@@ -348,7 +348,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", time)
-        patch.setattr(dedup, "_MOST", most)
+        patch.setattr(dedup, "_MOST_HELD", most)
         view.dedup_tracebacks_with(Dedup(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
         given = [b""] * 6
         waiting = [b""] * 6

@@ -542,7 +542,7 @@ def test_the_work_of_folding_grows_as_the_lines_do(line: bytes, ranks: int, time
 
 
 def test_a_fold_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup, "_MOST", 10)
+    monkeypatch.setattr(dedup, "_MOST_HELD", 10)
     it = Folder(2)
     it.add(0, b"".join(b"%d\n" % number for number in range(25)))
     assert [line for _ranks, line in it.out] == [b"%d\n" % number for number in range(15)]

@@ -343,7 +343,7 @@ def test_a_silent_disk_under_rotated_logs(
 ) -> None:
     """Only the log writer waits for it. When the disk answers again, it writes what there was, and ends."""
     monkeypatch.setattr(keeper, "DRAIN_WAIT", 0.5)  # in the keeper, which is a fork of this process
-    monkeypatch.setattr(display, "PATIENCE", 0.5)
+    monkeypatch.setattr(display, "REACTION", 0.5)
     with on(disk, ready, gate, max_size=16 << 20) as (group, pids):
         writer = log_writer_of(group)
         disk.freeze()
@@ -371,7 +371,7 @@ def test_a_silent_disk_under_redirected_logs(
 ) -> None:
     """Who writes to it is beyond SIGKILL until it answers, and is reported; the others are stopped on time."""
     monkeypatch.setattr(keeper, "KILL_WAIT", 0.5)  # as above
-    monkeypatch.setattr(display, "PATIENCE", 0.5)
+    monkeypatch.setattr(display, "REACTION", 0.5)
     with on(disk, ready, gate) as (group, pids):
         writes = group.pids()[0]
         disk.freeze()

@@ -102,7 +102,7 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 
 UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
-    "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
+    "devices.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_console.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
     "torchrun_shim.py: variable": set[str](),  # those of options, by torchrun's names
     "_declare.py: name": set[str](),  # those of options

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from phalanx._base.handler_guard import Guard
 
-MOST = 100_000
+LONGEST_QUEUE = 100_000
 """How many calls may wait."""
 
-PATIENCE = 2.0
+EXIT_WAIT = 2.0
 """Seconds for which the interpreter's exit waits, for all deliveries together."""
 
 _begun: list[weakref.ref[Delivery]] = []
@@ -42,7 +42,7 @@ class Delivery:
     A forked child has a queue of its own, which is empty at first: what waited at the fork is its parent's to deliver.
     """
 
-    def __init__(self, name: str, guard: Guard, most: int = MOST) -> None:
+    def __init__(self, name: str, guard: Guard, most: int = LONGEST_QUEUE) -> None:
         self._name = name
         self._guard = guard
         self._most = most
@@ -102,7 +102,7 @@ class Delivery:
             self.dropped = 0
         count = self.pending + (self._delivering != 0)
         if count:
-            self._guard.tell(f"{self._name}: {count} not delivered in {PATIENCE:g} s at the interpreter's exit")
+            self._guard.tell(f"{self._name}: {count} not delivered in {EXIT_WAIT:g} s at the interpreter's exit")
 
     def _executor(self) -> SerialExecutor:
         pid = os.getpid()
@@ -149,7 +149,7 @@ def _finish() -> None:
     if _gave_up == os.getpid():
         return
     deliveries = [each for each in [ref() for ref in [*_begun]] if each is not None]
-    if not flush(deliveries, PATIENCE):
+    if not flush(deliveries, EXIT_WAIT):
         _gave_up = os.getpid()
     for each in deliveries:
         each.give_up()

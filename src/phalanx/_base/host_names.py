@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LOOKUP = 10.0
 """Seconds that one look-up may take. getaddrinfo(3) itself takes a minute and more where no DNS server answers."""
 
-_FIRST, _MOST = 0.5, 10.0  # seconds between two look-ups of a name that is not known yet
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between two look-ups of a name that is not known yet
 
 
 def look_up(host: str, port: int, *, datagram: bool = False, seconds: float = LOOKUP) -> list[tuple[Any, ...]]:
@@ -68,7 +68,7 @@ def await_name(host: str, seconds: float, over: Latch, waits: Callable[[], None]
 
     Raises OSError: it is not known within so many ``seconds``, or ``over`` was opened; or UnicodeError, as `look_up`.
     """
-    deadline, pause, has_said = clock.now() + seconds, _FIRST, False
+    deadline, pause, has_said = clock.now() + seconds, _FIRST_PAUSE, False
     while True:
         try:
             look_up(host, 0)
@@ -80,7 +80,7 @@ def await_name(host: str, seconds: float, over: Latch, waits: Callable[[], None]
                 waits()
             if over.wait(pause):  # names are published without any event that could be waited for
                 raise
-            pause = min(2 * pause, _MOST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         else:
             return
 

@@ -2,7 +2,7 @@
 
 A console that nobody reads (Ctrl-S, a pager, a reader that hangs), a file on a disk that does not answer, or a stand-in
 of the host's must not delay the stopping of workers, or the end of a run. So a thread writes, and what is not taken for
-`PATIENCE` is dropped.
+`STALL` is dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import TextIO
 
-PATIENCE = 0.5
+STALL = 0.5
 """Seconds without progress after which the rest of a text is dropped."""
 
-LAST_PATIENCE = 2.0
+LAST_STALL = 2.0
 """The same for what a failed worker writes last."""
 
 
@@ -42,7 +42,7 @@ _writer = _Writer()
 def tell(text: str) -> None:
     """Write ``text`` and a newline to stderr, sanitised (see `sanitise`). Never raises OSError.
 
-    Returns when that is done, or after `PATIENCE` without progress.
+    Returns when that is done, or after `STALL` without progress.
     """
     mention(text)
     finish()
@@ -64,23 +64,23 @@ def mention(text: str) -> None:
 
 
 def finish() -> None:
-    """Return when all texts are written, or after `PATIENCE` without progress."""
+    """Return when all texts are written, or after `STALL` without progress."""
     writer, before = _writer, -1
     while before != writer.written:
         before = writer.written
-        if writer.executor.drain(2 * PATIENCE):
+        if writer.executor.drain(2 * STALL):
             return
 
 
 def write_last(text: str) -> bool:
     """Write ``text`` as `tell` does, on this thread, in a process that ends: its end is waited for by others.
 
-    After `LAST_PATIENCE` without progress the rest is dropped. Returns whether there is a stderr to write to.
+    After `LAST_STALL` without progress the rest is dropped. Returns whether there is a stderr to write to.
     """
-    return _write_text(sys.stderr, text, LAST_PATIENCE)
+    return _write_text(sys.stderr, text, LAST_STALL)
 
 
-def _write_text(stream: TextIO, text: str, patience: float = PATIENCE) -> bool:
+def _write_text(stream: TextIO, text: str, patience: float = STALL) -> bool:
     """Write a text. Returns False if the stream is closed or broken."""
     try:
         import io

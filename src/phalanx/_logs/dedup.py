@@ -22,7 +22,7 @@ Part = tuple[Source, float, bytes]  # whole lines, and when they came
 WINDOW = 0.2
 """Seconds for which a text is held, so that equal ones can join it."""
 
-_MOST = 4096  # held texts
+_MOST_HELD = 4096  # held texts
 _MOST_BYTES = 1 << 20
 _PART = 200  # bytes that each held `Part` takes beside its text
 _COMPARED = 256  # lines after a held text that are compared one by one
@@ -152,7 +152,7 @@ class Dedup:
             self._emit_first()
 
     def _bound_held(self) -> None:
-        while len(self._queue) > _MOST or self._bytes > _MOST_BYTES:
+        while len(self._queue) > _MOST_HELD or self._bytes > _MOST_BYTES:
             self._emit_first()
 
     def _emit_first(self) -> None:

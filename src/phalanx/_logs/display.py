@@ -20,7 +20,7 @@ from phalanx._base.threads import Latch
 from phalanx._logs.pump import Pump
 from phalanx._logs.terminal import PlainOutput
 
-PATIENCE = 5.0
+REACTION = 5.0
 """Seconds in which the display has to react, from the end of a group on. After that it is abandoned: a write to a
 stream object of the host's does not return, say, or a disk does not answer."""
 
@@ -91,7 +91,7 @@ class _DisplayThread:
         global _current  # noqa: PLW0603 - one thread for the process
         self._shown.discard(shown)
         # The lock may be held by a thread whose signal handler waits for us: then the display stays, for others.
-        if not _lock.acquire(timeout=PATIENCE):
+        if not _lock.acquire(timeout=REACTION):
             return
         try:
             over = not self._shown
@@ -103,7 +103,7 @@ class _DisplayThread:
             _lock.release()
         if over:
             self.loop.call(self.loop.stop)
-            self._thread.join(0 if stuck else PATIENCE)
+            self._thread.join(0 if stuck else REACTION)
 
     def _run(self) -> None:
         try:
@@ -161,7 +161,7 @@ class GroupDisplay:
         """Wait, after `finish`, until ``shown`` opens, the display does not answer, or it takes too long."""
         until = clock.now() + self.longest
         while self.answers() and (left := until - clock.now()) > 0:
-            if shown.wait(min(left, PATIENCE)):
+            if shown.wait(min(left, REACTION)):
                 break
 
     def answers(self) -> bool:
@@ -178,7 +178,7 @@ class GroupDisplay:
         return True
 
     def close(self) -> None:
-        """Close every descriptor of the pump. Returns when that is done, after `PATIENCE` seconds at most."""
+        """Close every descriptor of the pump. Returns when that is done, after `REACTION` seconds at most."""
         closed = Latch()
 
         def close() -> None:
@@ -189,7 +189,7 @@ class GroupDisplay:
                 closed.open()
 
         self._display.loop.call(partial(self._loop.run, close))
-        in_time = closed.wait(0 if self._silent else PATIENCE)
+        in_time = closed.wait(0 if self._silent else REACTION)
         if not in_time:
             mention("phalanx: what shows the lines does not return; it is left alone, the log files have everything")
         self._display.leave(self, stuck=not in_time)

@@ -28,7 +28,7 @@ TURN = 256 * 1024
 _FIRST_TURN = 16 * 1024  # until a sink has proved fast: a slow one should show every rank, not megabytes of one
 _TURNS = 4  # that may wait in a sink before its files are not read on
 _SLOW = 0.1  # seconds for which a sink is blocked before it counts as slow
-_PATIENCE = 0.1  # seconds that `close` waits for the thread's write
+_CLOSE_WAIT = 0.1  # seconds that `close` waits for the thread's write
 
 _VECTOR = 64  # buffers in one writev(2)
 _NO_READER = (errno.EPIPE, errno.EIO)  # EIO: a terminal that has been hung up
@@ -187,7 +187,7 @@ class Sink:
         self._break()
         fd, self._fd = self._fd, -1
         writer = self._writer
-        writing = writer is not None and not writer.drain(_PATIENCE)
+        writing = writer is not None and not writer.drain(_CLOSE_WAIT)
         if fd >= 0 and not (writing and writer is not None and writer.submit(partial(os.close, fd))):
             os.close(fd)
 
