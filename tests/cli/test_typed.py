@@ -295,9 +295,9 @@ def test_options_of_others_are_answered_with_ours(option: str, answer: str) -> N
 
 @pytest.mark.slow
 def test_many_commands_are_runs_of_their_own(place: Place) -> None:
-    """As the guide has it."""
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").partition("### Many commands\n")[2]
-    found = re.search(r"```sh\n(xargs .*)\n", guide)
+    """As the recipe has it."""
+    recipe = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("## Many commands\n")[2]
+    found = re.search(r"```sh\n(xargs .*)\n", recipe)
     assert found is not None
     place.write("echo one\nexit 7\necho 'th  ree'\n", "commands.txt")
     line = found[1].replace("phalanx run", shlex.join([*map(str, PHALANX), "run", "--log-dir", str(place.logs)]), 1)

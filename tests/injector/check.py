@@ -208,7 +208,7 @@ def _survivors(plan: Plan, record: Record) -> Iterator[str]:
     alone = {"launcher", "guard", "keeper"} <= _killed(record, "launcher", "guard", "keeper")
     stated = "may live on" in ended.get("message", "") + ended.get("lost", "")
     survivors = record.survivors
-    if alone:  # the guide says so: nobody is left to look, and the kernel kills function workers alone
+    if alone:  # docs/failures.md has it: nobody is left to search, and the kernel kills function workers alone
         survivors = [who for who in survivors if plan.kind != "binary" and who.startswith("worker")]
     if survivors and not stated:
         yield "survivors: " + ", ".join(survivors)

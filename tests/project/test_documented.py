@@ -1,4 +1,4 @@
-"""What the guide lists is what there is: variables of workers, variables that are read, names, completion, buffers."""
+"""What the pages list is what there is: variables of workers, variables that are read, names, completion, buffers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,24 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
-GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-REFERENCE = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+PAGES = "".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("environment.md", "install.md", "reference/index.md")
+)
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading of the guide, or of the reference, without its head."""
-    below = (GUIDE + REFERENCE).partition(f"\n{heading}\n")[2]
+    """The cells of the first table below a heading of these pages, without its head."""
+    below = PAGES.partition(f"\n{heading}\n")[2]
     found = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
     assert found, heading
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]
 
 
 def in_environment(when: str = "") -> set[str]:
-    """The variables that the guide promises to a worker: of a group of Python code, that it has ``when``."""
-    rows = table("### Its environment")
+    """The variables that the page promises to a worker: of a group of Python code, that it has ``when``."""
+    rows = table("## Variables of a worker")
     return {name for row in rows if not when or row[1] == when for name in NAME.findall(row[0])}
 
 
@@ -173,7 +175,7 @@ def test_the_table_has_what_phalanx_reads() -> None:
     found |= set().union(*UNNAMED.values()) | OTHERWISE
     of_options = {name for param in cli_run.run.params for name in param.envvar or ()}
     found |= {name for name in of_options if not name.startswith(("PHALANX_", "PET_"))}
-    listed = {name for row in table("### Variables that Phalanx reads") for name in NAME.findall(row[0])}
+    listed = {name for row in table("## Variables that Phalanx reads") for name in NAME.findall(row[0])}
     assert listed == found
 
 
@@ -183,15 +185,15 @@ def set_by_environment(command: click.Command) -> set[str]:
     return {param.opts[0] for param in command.params if param.envvar}.union(*map(set_by_environment, below))
 
 
-def test_options_of_other_commands_that_variables_set_are_those_that_the_guide_says() -> None:
-    text = " ".join(GUIDE.partition("### Variables that Phalanx reads")[2].partition("|")[0].split())
-    assert "`phalanx logs` has them for `--log-dir` and for all that it has in common with `run`" in text
+def test_the_page_names_options_of_other_commands_that_variables_set() -> None:
+    text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
+    assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
     commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_runs.rerun, cli_stack.stack)
     run, logs, *others = (set_by_environment(command) for command in commands)
     taken = {param.opts[0] for param in cli_logs.logs.params}
     assert logs == taken & run
     assert {"--grep", "--color"} <= logs
-    assert "`phalanx runs`, `report`, `rerun` and `stack` have them for `--log-dir` alone" in text
+    assert "`phalanx runs`, `report`, `rerun` and `stack` read them for `--log-dir` alone" in text
     assert others == [{"--log-dir"}] * 4
 
 
@@ -246,7 +248,7 @@ def test_bash_completes(place: Place) -> None:
     command.chmod(0o755)
     place.env["PATH"] = f"{place.folder}:{place.env['PATH']}"
     place.env["XDG_STATE_HOME"] = str(place.folder)
-    (line,) = (row[2].strip("`") for row in table("### Shell completion") if row[0].startswith("bash"))
+    (line,) = (row[2].strip("`") for row in table("## Shell completion") if row[0].startswith("bash"))
     ask = 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _phalanx_completion phalanx; echo "${COMPREPLY[@]}"'
     done = place.program("bash", "-c", f"{line}; COMP_WORDS=(phalanx run --np); {ask}")
     assert done.out == "--nproc-per-node\n", done
