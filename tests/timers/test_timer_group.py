@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -910,10 +910,16 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
         def __init__(self, targets: Iterable[request.Target], _seconds: float) -> None:
             self._pids = [target.pid for target in targets]
 
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
         def begin(self) -> None:
             pass
 
-        wait = close = begin
+        wait = begin
 
         def finish(self) -> dict[int, str]:
             return {pid: texts[pid] for pid in self._pids}
@@ -931,9 +937,9 @@ def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(sa
     it = Snapshot(FILES)
     says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
     first, second = hang_of(0, 10), hang_of(1, 12)
-    it.take({0: 10, 1: 11}, [first], doomed=True).close()
+    it.take({0: 10, 1: 11}, [first], doomed=True)
     says.update(dict.fromkeys((10, 11), f"{dump.NO_STACK}{dump.GONE}\n"))
-    it.take({0: 10, 1: 11}, [second], doomed=True).close()
+    it.take({0: 10, 1: 11}, [second], doomed=True)
     assert it.sum_up(first) == "rank 1 is in fetch (t.py:4); rank 0 is in reduce (t.py:4)"
     assert it.sum_up(second).split("\n") == [
         "rank 0 is in reduce (t.py:4); rank 1 is in fetch (t.py:4)",
@@ -947,11 +953,11 @@ def test_a_rank_is_where_the_thread_is_that_hangs(says: dict[int, str]) -> None:
     it = Snapshot(FILES)
     says.update(dict.fromkeys(range(10, 14), in_("fetch", "Thread 0x02") + "\n" + in_("train")))
     hangs = [hang_of(rank, 10 + rank, thread=2) for rank in range(3)]
-    it.take({rank: 10 + rank for rank in range(4)}, hangs, doomed=True).close()
+    it.take({rank: 10 + rank for rank in range(4)}, hangs, doomed=True)
     assert it.sum_up(hangs[0]) == "3 of 4 ranks, rank 0 among them, are in fetch (t.py:4); rank 3 is in train (t.py:4)"
     assert it.outliers() == {3}
     last = hang_of(3, 13, thread=2)
-    it.take({rank: 10 + rank for rank in range(4)}, [last], doomed=True).close()
+    it.take({rank: 10 + rank for rank in range(4)}, [last], doomed=True)
     assert it.sum_up(last) == "all 4 ranks are in fetch (t.py:4)"
     assert it.outliers() == set()
 
@@ -993,7 +999,7 @@ def test_who_waits_for_others_is_not_what_they_wait_for(
     it = Snapshot(FILES)
     says.update(dict(enumerate(texts, 10)))
     hangs = [hang_of(rank, 10 + rank) for rank in range(len(texts))]
-    it.take({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True).close()
+    it.take({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True)
     assert it.outliers() == found
 
 
@@ -1002,7 +1008,7 @@ def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> Non
     text = ALL_REDUCE.replace("0x01", "0x02") + "\n" + in_("read")
     says.update(dict.fromkeys((10, 11), text))
     hangs = [hang_of(0, 10, thread=2), hang_of(1, 11, thread=1)]
-    it.take({0: 10, 1: 11}, hangs, doomed=True).close()
+    it.take({0: 10, 1: 11}, hangs, doomed=True)
     assert it.outliers() == {1}
     assert [ident for ident in (0, 1, 2, 3) if dump.waits_for_peers(text, ident)] == [
         2
@@ -1014,7 +1020,7 @@ def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: 
     says[10] = in_("train")
     says[11] = f"# {dump.MAIN_ALONE}\n" + in_("train", "Stack")
     gone, unknown = hang_of(0, 10, thread=2), hang_of(1, 11, thread=2)
-    it.take({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
+    it.take({0: 10, 1: 11}, [gone, unknown], doomed=False)
     why = "the thread that hangs is not among those that could be read"
     assert it.sum_up(gone) == f"rank 1 is in train (t.py:4); rank 0 shows no Python stack ({why})"
     assert it.sum_up(unknown).endswith(
@@ -1030,6 +1036,5 @@ def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:
 def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
     before = os.listdir("/proc/self/fd")
     hangs = [hang_of(0, os.getpid())]
-    with Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False):
-        pass
+    Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False)
     assert os.listdir("/proc/self/fd") == before

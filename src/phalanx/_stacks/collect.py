@@ -1,4 +1,4 @@
-"""Collects the stacks of many live processes at once, within a given time, and waits for them without polling.
+"""Collects the stacks of many live processes at once, within a given time.
 
 Owns the order of the two ways to look at a process. One that is about to be killed, and sleeps in all of its threads,
 writes them on a signal (`request`), within a millisecond. Every other one is read from outside (`py_spy`), which
@@ -9,11 +9,7 @@ which it was. Knows nothing of why the stacks are wanted, nor of what a dump mea
 
 from __future__ import annotations
 
-import contextlib
-import os
-import struct
-
-from phalanx._base import clock, linux
+from phalanx._base import clock
 from phalanx._base.loop import Loop
 from phalanx._stacks.dump import GONE
 from phalanx._stacks.py_spy import PySpyQueue
@@ -21,16 +17,14 @@ from phalanx._stacks.request import BusyError, NotAskedError, StackRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from collections.abc import Collection as AbstractCollection
+    from collections.abc import Iterable
 
     from phalanx._stacks.request import Target
 
 BOUND = 0.3
 """Seconds that a caller who is going to kill waits for stacks, at the most."""
 
-_SOON, _LATER = 0.0003, 0.008  # seconds between two looks at a handler that is about to return: the first, the longest
-_EVENTS = 65536  # bytes that are read at a time
+_SOON, _LATER = 0.0003, 0.004  # seconds between two looks at dumps that are being written: the first, the longest
 
 # Moments, as shares of the time that there is:
 _OTHERWISE = 0.4  # a process that has not been seen in the one way is asked in the other as well
@@ -61,7 +55,7 @@ class Collection:
         self._seconds = seconds
         self._loop: Loop | None = None
         self._until = self._no_more = 0.0
-        self._dumps: DumpWatch | None = None
+        self._polls, self._delay = False, _SOON  # whether dumps are polled, and the seconds until the next time
         self._py_spies: PySpyQueue | None = None
         self._busy: set[StackRequest] = set()  # to be asked by signal, once they sleep
         self._result: dict[int, str] | None = None
@@ -75,7 +69,6 @@ class Collection:
         self._until, self._no_more = now + seconds, now + _NO_MORE * seconds
         loop = self._loop = Loop()
         try:
-            self._dumps = DumpWatch(loop, self._requests, self._on_dump)
             self._py_spies = PySpyQueue(loop, self._no_more, self._read_native_frames, self._ask_unread)
             for request in self._requests:
                 self._begin(request)
@@ -103,10 +96,7 @@ class Collection:
             late.cancel()
 
     def finish(self) -> dict[int, str]:
-        """End the asking, complete or not.
-
-        Of the descriptors only inotify's is left then, until `close` or the end of the collection: to close it takes
-        the kernel up to 30 ms, which a caller that is about to kill had better spend afterwards.
+        """End the asking, complete or not, and close all descriptors.
 
         Returns:
             Key → its dump, and below it native frames where they were asked for. For one that has shown none: a line
@@ -117,20 +107,11 @@ class Collection:
                 if request.waits and request.poll():
                     request.poll()
             self._result = {request.target.key: request.result() for request in self._requests}
-        self._release()
+        self.close()
         return self._result
 
     def close(self) -> None:
         """Close all descriptors. A process that was asked may still write. Idempotent."""
-        self._release()
-        if self._dumps is not None:
-            self._dumps.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_result"):  # else the construction has failed
-            self.close()
-
-    def _release(self) -> None:
         loop, self._loop = self._loop, None
         if self._py_spies is not None:
             self._py_spies.close(_LAST_WAIT)
@@ -177,9 +158,7 @@ class Collection:
 
     def _signal(self, request: StackRequest, *, all_threads: bool) -> bool:
         """Send a process its stack signal. Returns whether it has been sent."""
-        assert self._dumps is not None
         try:
-            self._dumps.add(request)
             request.send(all_threads=all_threads)
         except BusyError as error:
             request.why = str(error)
@@ -189,8 +168,25 @@ class Collection:
         except OSError as error:
             request.why = f"it could not be asked: {error.strerror or error}"
         if request.waits:
-            self._dumps.follow(request)
+            self._delay = _SOON
+            self._poll_later()
         return request.waits
+
+    def _poll_later(self) -> None:
+        assert self._loop is not None
+        if not self._polls:
+            self._polls = True
+            self._loop.after(self._delay, self._poll_dumps)
+
+    def _poll_dumps(self) -> None:
+        """Read what the processes have written that were sent a signal."""
+        self._polls, self._delay = False, min(2 * self._delay, _LATER)
+        for request in [request for request in self._requests if request.waits]:
+            request.poll()
+            if not request.waits:
+                self._on_dump(request)
+        if any(request.waits for request in self._requests):
+            self._poll_later()
 
     def _ask_later(self, request: StackRequest) -> None:
         assert self._loop is not None
@@ -240,86 +236,3 @@ class Collection:
         assert self._py_spies is not None
         if request.target.native and request.why != GONE:
             self._py_spies.add_native(request)
-
-
-class DumpWatch:
-    """Waits until processes that were sent a stack signal have written their dumps: polls their requests.
-
-    Owns the inotify descriptor on their files, and a timer for what inotify does not report: that a handler has
-    returned after its last write; and, where no inotify is to be had, that a file has grown.
-
-    Args:
-        loop: What waits.
-        requests: All requests of the collection: each is polled when inotify has lost events.
-        complete: Called with each request that has its dump.
-    """
-
-    def __init__(
-        self, loop: Loop, requests: AbstractCollection[StackRequest], complete: Callable[[StackRequest], None]
-    ) -> None:
-        self._loop = loop
-        self._requests = requests
-        self._complete = complete
-        self._by_watch: dict[int, StackRequest] = {}
-        self._again: set[StackRequest] = set()
-        self._delay = _SOON
-        self._inotify = self._open_inotify()
-
-    def add(self, request: StackRequest) -> None:
-        """Watch the file of a request, before its signal is sent. Raises OSError."""
-        if self._inotify >= 0 and request.path:
-            self._by_watch[linux.inotify_add(self._inotify, request.path)] = request
-
-    def follow(self, request: StackRequest) -> None:
-        """Poll a request whose signal has been sent, where inotify does not report its writes."""
-        if self._inotify < 0:
-            self._poll_later([request])
-
-    def _open_inotify(self) -> int:
-        """Returns -1 when there is none to be had: then the timer alone serves."""
-        fd = -1
-        try:
-            fd = linux.inotify()
-            self._loop.watch(fd, self._on_events)
-        except OSError:
-            if fd >= 0:
-                os.close(fd)
-            return -1
-        return fd
-
-    def close(self) -> None:
-        """Close the inotify descriptor, which takes the kernel up to 30 ms. Idempotent."""
-        inotify, self._inotify = self._inotify, -1
-        if inotify >= 0:
-            os.close(inotify)
-
-    def _on_events(self, _events: int) -> None:
-        grown: set[StackRequest] = set()
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._inotify, _EVENTS):
-                offset = 0
-                while offset < len(data):
-                    watch, _mask, _cookie, length = struct.unpack_from("iIII", data, offset)
-                    offset += 16 + length
-                    request = self._by_watch.get(watch)
-                    grown.update(self._requests if request is None else (request,))  # -1: events were lost
-        self._poll(grown)
-
-    def _poll(self, requests: Iterable[StackRequest]) -> None:
-        waiting = [request for request in requests if request.waits]
-        self._poll_later([request for request in waiting if request.poll() or self._inotify < 0])
-        for request in waiting:
-            if not request.waits:
-                self._complete(request)
-
-    def _poll_later(self, requests: Iterable[StackRequest]) -> None:
-        waiting = [request for request in requests if request.waits]
-        if waiting:
-            if not self._again:
-                self._loop.after(self._delay, self._on_timer)
-            self._again.update(waiting)
-
-    def _on_timer(self) -> None:
-        again, self._again = self._again, set()
-        self._delay = min(2 * self._delay, _LATER)
-        self._poll(again)

@@ -94,7 +94,7 @@ class Snapshot:
         doomed: bool,
         ended: Mapping[int, str] | None = None,
         seconds: float = WAIT,
-    ) -> contextlib.ExitStack:
+    ) -> None:
         """Take the stacks of all ranks that are ``alive``, in at most so many ``seconds``.
 
         Those that were taken a moment ago serve again, if they were taken of all that hang, which had begun before. Of
@@ -107,15 +107,12 @@ class Snapshot:
                 signal.
             ended: The ranks that have ended, and how.
             seconds: How long the ranks have, at the most.
-
-        Returns what is to be closed once nobody waits any more: it takes its time.
         """
-        afterwards = contextlib.ExitStack()
         hangs = sorted(hangs, key=lambda hang: hang.timer.deadline)
         self._note_threads(hangs)
         since = max((hang.timer.deadline - hang.timer.span for hang in hangs), default=0) / clock.NS
         if self._taken >= max(since, clock.now() - _FRESH) and all(hang.pid in self.texts for hang in hangs):
-            return afterwards
+            return
         main, texts = dict(alive), {}
         below = _others(alive, hangs)
         try:
@@ -127,17 +124,14 @@ class Snapshot:
             native = [hang.pid for hang in hangs][:_NATIVE]
             ranks = {pid: rank for rank, pids in below.items() for pid in pids}
             ranks |= {pid: rank for rank, pid in main.items()}
-            collection = collect.Collection(
-                (
-                    request.Target(pid, pid, self._error_files[ranks[pid]], doomed=pid in struck, native=pid in native)
-                    for pid in sorted(ranks, key=lambda pid: pid not in main.values())
-                ),
-                seconds,
-            )
-            afterwards.callback(collection.close)
-            collection.begin()
-            collection.wait()
-            texts = collection.finish()
+            targets = [
+                request.Target(pid, pid, self._error_files[ranks[pid]], doomed=pid in struck, native=pid in native)
+                for pid in sorted(ranks, key=lambda pid: pid not in main.values())
+            ]
+            with collect.Collection(targets, seconds) as collection:
+                collection.begin()
+                collection.wait()
+                texts = collection.finish()
         except Exception:  # noqa: BLE001, S110 - no descriptor is left, perhaps; see the top
             pass
         self._taken = now = clock.now()
@@ -146,7 +140,6 @@ class Snapshot:
         self.texts = texts | {pid: text for pid, (_, text) in self._recent.items()}
         self.files, self._known, self._outliers = {}, {}, None
         self._main, self._below, self._ended = main, below, dict(ended or {})
-        return afterwards
 
     def write(self) -> None:
         """Write each rank's stacks into its folder, as ``stacks-<n>.txt``, once. What cannot be written is left out."""

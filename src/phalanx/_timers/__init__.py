@@ -1,1 +1,1 @@
-"""Timers in shared memory: `scheduler` decides when one expires, `escalation` what happens then."""
+"""Timers in shared memory: `table` and `client` are its ends; `escalation` decides when one expires, and what next."""

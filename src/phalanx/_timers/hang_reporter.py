@@ -132,10 +132,9 @@ class HangReporter:
             try:
                 if self.whereabouts:  # a rank of this group hangs as well, and is being ended
                     return
-                with self._snapshot.take(workers, (), doomed=False, ended=ended, seconds=seconds) as afterwards:
-                    self._snapshot.write()
-                    self.whereabouts = self._snapshot.whereabouts()
-                    afterwards.callback(then)  # before the closing, which takes its time
+                self._snapshot.take(workers, (), doomed=False, ended=ended, seconds=seconds)
+                self._snapshot.write()
+                self.whereabouts = self._snapshot.whereabouts()
             finally:
                 self._look_by = None
                 then()
@@ -214,15 +213,14 @@ class HangReporter:
                 self._show_lines(hangs, name, number, moment)
                 return
             doomed = number == signal.SIGKILL
-            with self._snapshot.take(workers, hangs, doomed=doomed, ended=ended) as afterwards:
-                if not number:
-                    self._snapshot.write()
-                    self._show_lines(hangs, name, number, moment)
-                elif number != signal.SIGKILL:  # before what the worker raises on that signal can be recorded
-                    self._record_all(hangs, moment)
-                elif dead := [hang for hang in hangs if self._died_in_block(hang)]:
-                    self._record_all(dead, moment)
-                afterwards.callback(answer)  # before the closing, which takes its time
+            self._snapshot.take(workers, hangs, doomed=doomed, ended=ended)
+            if not number:
+                self._snapshot.write()
+                self._show_lines(hangs, name, number, moment)
+            elif number != signal.SIGKILL:  # before what the worker raises on that signal can be recorded
+                self._record_all(hangs, moment)
+            elif dead := [hang for hang in hangs if self._died_in_block(hang)]:
+                self._record_all(dead, moment)
         finally:
             answer()
 

@@ -10,7 +10,7 @@ seat: there, any worker may have written anything.
 
 The watcher publishes when it will look next. A client that sets an earlier deadline writes to the bell; all others need
 no system call. The watcher looks once more after publishing, for the deadlines that were set by clients that still
-read the moment published before. When to look is decided by `scheduler`, and what follows an expiry by `escalation`.
+read the moment published before. When to look, and what follows, is decided by `escalation`.
 """
 
 from __future__ import annotations

@@ -87,9 +87,6 @@ class Victim:
     def __init__(self, pid: int, *, senders: bool = False) -> None:
         _refuse_by_number(pid)
         self._senders = senders
-        # What the evidence took is closed when the process has exited: closing takes the kernel milliseconds, and
-        # other processes may be late as well.
-        self._afterwards = contextlib.ExitStack()
         try:
             self._process = Process(pid)
         except ProcessLookupError:
@@ -131,14 +128,10 @@ class Victim:
         """
         if self.has_exited():
             return False
-        before, self._afterwards = self._afterwards, contextlib.ExitStack()
         text, where = self._report(number, hangs)
         sent = number <= 0 or self.send(number)
         line = hang_report.line(f"pid {self.pid}", hangs, clock.now_ns(), where, max(0, number), sent=sent)
         _log.error("%s%s", line, f"\n{text}" if text else "")
-        before.close()
-        if number <= 0:
-            self._afterwards.close()
         return sent
 
     def send(self, number: int) -> bool:
@@ -153,9 +146,8 @@ class Victim:
         return True
 
     def close(self) -> None:
-        """Close the pidfd, and what the evidence took. Idempotent."""
+        """Close the pidfd. Idempotent."""
         self._process.close()
-        self._afterwards.close()
 
     def _qualify(self) -> tuple[int, bool]:
         """Check that it may be signalled. Returns its start time and whether it has our user. Raises RefusedError."""
@@ -238,11 +230,10 @@ class Victim:
         """Take its stacks, for `collect.BOUND` seconds at most."""
         try:
             target = Target(0, self.pid, error_file, doomed=doomed, process=self._process)
-            collection = collect.Collection([target])
-            self._afterwards.callback(collection.close)
-            collection.begin()
-            collection.wait()
-            return collection.finish().get(0, "")
+            with collect.Collection([target]) as collection:
+                collection.begin()
+                collection.wait()
+                return collection.finish().get(0, "")
         except Exception as exc:  # noqa: BLE001 - an error file without stacks is better than none
             _log.warning("pid %d: no stacks: %s: %s", self.pid, type(exc).__name__, exc)
             return ""
