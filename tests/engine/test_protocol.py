@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._engine import keeper_link, protocol
-from phalanx._engine.forked import main as fork_server
-from phalanx._engine.keeper import keeper
+from phalanx._engine.keeper import fork_server, keeper
 from phalanx._timers import hang_reporter
 
 if TYPE_CHECKING:

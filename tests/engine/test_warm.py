@@ -320,7 +320,7 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
         "leaving",
         """
         import _thread, time
-        from phalanx._engine.forked import main
+        from phalanx._engine.keeper import fork_server as main
         main._LEAVING = 60
         _thread.start_new_thread(time.sleep, (0.1,))
         """,
@@ -929,7 +929,8 @@ if os.fork() == 0:
         pass
     os.set_inheritable(ours.fileno(), True)
     os.set_inheritable(theirs.fileno(), True)
-    command = interpreter.command([], f"from phalanx._engine.forked.main import main;main({theirs.fileno()}, [])")
+    code = f"from phalanx._engine.keeper.fork_server import main;main({theirs.fileno()}, [])"
+    command = interpreter.command([], code)
     os.execv(command[0], command)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

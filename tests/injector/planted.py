@@ -61,7 +61,7 @@ PLANTED = {
         "the root cause is rank",
     ),
     "the log writer drops what is in its pipes when it is told to finish": Planted(
-        "_engine/rotation/log_writer.py",
+        "_engine/keeper/log_writer.py",
         "def _turn(self",
         "        try:",
         '        if self._complete or __import__("select").select((self._channel.fileno(),), (), (), 0)[0]:\n'

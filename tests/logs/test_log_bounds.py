@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._engine.rotation import compress
-from phalanx._engine.rotation.compress import Compressor
+from phalanx._engine.keeper import log_writer
+from phalanx._engine.keeper.log_writer import Compressor
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import numbers, rotated_files
 from phalanx.multiprocessing import DefaultLogsSpecs
@@ -125,7 +125,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.error: OSError | None = None
-        real = compress._write
+        real = log_writer._write
 
         def slow(file: int, data: bytes) -> None:
             self.entered.set()
@@ -134,7 +134,7 @@ class Held:
                 raise self.error
             real(file, data)
 
-        monkeypatch.setattr(compress, "_write", slow)
+        monkeypatch.setattr(log_writer, "_write", slow)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_no_pipe_waits_for_compression(path: Path, held: Held) -> None:
 
 
 def test_the_end_leaves_plain_what_is_not_compressed(path: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress, "_CHUNK", 4)
+    monkeypatch.setattr(log_writer, "_CHUNK", 4)
     compressor = Compressor()
     it = Rotated(str(path), 10, 0, compressor)
     try:
@@ -180,7 +180,7 @@ def test_the_end_leaves_plain_what_is_not_compressed(path: Path, held: Held, mon
 def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
     path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compress, "_PATIENCE", 0.01)
+    monkeypatch.setattr(log_writer, "_PATIENCE", 0.01)
     compressor = Compressor()
     it = Rotated(str(path), 10, 0, compressor)
     try:

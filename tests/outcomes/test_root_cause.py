@@ -835,7 +835,7 @@ def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: 
 def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
     method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx._evidence.attribution.SOON_NS", 0)  # of the launcher, for which a moment is long now
+    monkeypatch.setattr("phalanx._outcomes.failure.SOON_NS", 0)  # of the launcher, for which a moment is long now
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
         ready.wait(2)

@@ -950,7 +950,7 @@ def test_a_program_that_imports_what_starts_a_worker_keeps_its_frames() -> None:
 
 
 @pytest.mark.parametrize(
-    "starter", ["forked/main.py", "keeper/fork_process.py", "worker/forked.py", "worker/script.py"]
+    "starter", ["keeper/fork_server.py", "keeper/fork_process.py", "worker/forked.py", "worker/script.py"]
 )
 def test_the_frames_that_start_a_worker_are_left_out(starter: str) -> None:
     frames = at(("/u/train.py", 41, "step"), (os.path.join(ROOT, "_engine", starter), 1, "_call"))

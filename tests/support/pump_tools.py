@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx._base import files
 from phalanx._base.loop import Loop
-from phalanx._engine.rotation.log_writer import Rotator
+from phalanx._engine.keeper.log_writer import Rotator
 from phalanx._logs.follower import Follower
 from phalanx._logs.lines import Source
 from phalanx._logs.pump import Pump
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from phalanx._engine.rotation.compress import Compressor
+    from phalanx._engine.keeper.log_writer import Compressor
     from phalanx._logs.stream import FileWatch
 
 

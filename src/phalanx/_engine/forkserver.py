@@ -1,6 +1,6 @@
 """The launcher's end of a fork server: a process that has imported what workers need, and forks their keepers.
 
-Owns its start, its end, and the questions to it. What runs in that process is in `forked.main`.
+Owns its start, its end, and the questions to it. What runs in that process is in `keeper.fork_server`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ForkServer:
         ours, theirs = channels.pair()
         try:
             fd = theirs.fileno()
-            code = f"from phalanx._engine.forked.main import main;main({fd},path)"
+            code = f"from phalanx._engine.keeper.fork_server import main;main({fd},path)"
             command = interpreter.command(self._flags, code, "path=sys.path[:];")
             self._popen = interpreter.start_helper(command, fd, {**os.environ, **self._env})
             self._channel = channels.Channel(ours)

@@ -32,9 +32,7 @@ _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?
 _COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
 _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")  # by which torch calls an operator
 # What starts workers. The rest of the engine may be called by the user's program, and so have its frames below.
-_STARTERS = tuple(
-    os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("forked", "keeper", "worker")
-)
+_STARTERS = tuple(os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("keeper", "worker"))
 _CALLED = "mp_child.py"  # the one file there that may be, too: it requests the resource tracker for the program
 _IMPORTED = "<module>"  # the frame of a file that is being imported, as by a program that starts a group of its own
 _SHOWN = 4  # locations that `sum_up` names one by one

@@ -1,6 +1,6 @@
 """The keeper's view of its log writer, which fills log files of bounded size: its start, its end, what it left.
 
-Loaded by groups that have one. The process itself is `rotation.log_writer`: a disk may block it, and no other process.
+Loaded by groups that have one. The process itself is `log_writer`: a disk may block it, and no other process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._base.loop import Loop
-    from phalanx._engine.rotation.log_writer import LogWriter
+    from phalanx._engine.keeper.log_writer import LogWriter
     from phalanx._logs.rotated import Bounds
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
@@ -38,7 +38,7 @@ class RotatedLogs:
         ``send`` is called with `protocol.logs_refused`.
         """
         try:
-            from phalanx._engine.rotation.log_writer import LogWriter
+            from phalanx._engine.keeper.log_writer import LogWriter
 
             self._writer = LogWriter(loop, notes, lambda number: send(protocol.logs_refused(number)))
             self.pid = self._writer.pid

@@ -1,1 +1,0 @@
-"""Runs in a process of its own, which fills log files of bounded size."""
