@@ -358,9 +358,6 @@ class Simulation:
         is_there = node.is_connected and not self.store.is_away and job.with_evidence >= 0
         is_there = is_there and any(records.read(Job, each) == job for each in self.store.below(records.STATE)[1])
         others = [each.key for each in self.store.below(key)[1] if each.key != f"{key}{node.name}"]
-        is_there = (
-            is_there and not node.left
-        )  # who was to go, and has not heard yet that the store is back, does not wait
         if finish.state == "failed" and is_there and not finish.evidence and others and span < SOON:
             raise BrokenError(f"{node.name} leaves without what the workers have left")
         is_lost = verdict.stop is not None and verdict.stop.kind == "lost" and not self.store.has_any(verdict.stop.node)

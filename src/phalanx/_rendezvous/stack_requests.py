@@ -2,8 +2,8 @@
 
 Who asks writes one key below ``job/``, which all agents watch, and watches the prefix below which they answer. Each
 node of the generation that runs takes the stacks of its workers, and writes them, while the question is there. When all
-have answered, or `PATIENCE` is over, or the generation is, who asks deletes the question; each node deletes its answer
-when the question is gone. The stacks of its own workers need no store: they are known, though nobody else answers.
+have answered, or `PATIENCE` is over, or the generation is, who asks deletes the question and the answers. Its own
+workers need no store: where they are is known, though nobody else answers.
 
 A node asks one thing at a time: who wants to know meanwhile waits for the next. It looks at its workers `INTERVAL`
 apart, whoever asks, and answers by one look all who have asked by then.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import records
-from phalanx._rendezvous.life import Effect, Found, Look, Looked, Submit, Unwatch, Watch
+from phalanx._rendezvous.life import Effect, Fetch, Found, Look, Looked, Submit, Unwatch, Watch
 from phalanx._rendezvous.records import DamagedError, Job
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import (
@@ -46,6 +46,7 @@ MOST_TOGETHER = 64
 """Questions that are answered by one look; others wait for the next one."""
 
 _MOST_DELETED = 64  # keys in one transaction: etcd takes 128 operations at most
+_NOT_ASKED = "the store could not be asked"
 _AGAIN = 1.0  # seconds after which a deletion is tried again
 
 
@@ -69,6 +70,19 @@ class _Question:
         return f"{records.LOOKS}{self.name}/"
 
 
+class _Removal:
+    """The deletion of a question of ``me``, and its answers; ``is_sure``: there can be no others than these."""
+
+    def __init__(self, question: _Question, me: str) -> None:
+        self.prefix = question.prefix
+        answers = [f"{question.prefix}{node}" for node in question.answers if node != me]
+        self.keys = [*answers, f"{records.LOOK}{question.name}"]
+        self.is_sure = len(question.answers) == len(question.nodes)
+        self.is_asked = False  # whether the question is gone, and what is left of the answers is to be read
+        self.ticket = 0  # of what has been asked of the store; 0: nothing
+        self.at = -math.inf  # when it may be asked
+
+
 class StackRequests:
     """What a node asks, and answers.
 
@@ -86,13 +100,11 @@ class StackRequests:
         self._tells: list[Callable[[Found], None]] = []  # who wants to know, and for whom nothing is asked yet
         self._count = 0
         self._asked: _Question | None = None
+        self._removal: _Removal | None = None
         self._seen: set[str] = set()  # the questions that need no answer of ours any more
         self._looking: tuple[str, ...] = ()  # those that are being answered
         self._next = -math.inf  # when the workers may be looked at again
-        self._answered: list[str] = []  # the questions whose answers of ours may be in the store
-        self._old: list[str] = []  # keys of ours that are to be deleted
-        self._deleting: tuple[int, list[str]] = 0, []  # the ticket of a deletion that is under way, and its keys
-        self._deletes_at = -math.inf  # when the next may begin
+        self._mine: list[str] = []  # the questions whose answers of ours may be in the store
         self._due: list[Effect] = []
 
     # --- what happens
@@ -123,18 +135,27 @@ class StackRequests:
 
     def _note(self, event: Done | Fetched, now: float) -> None:
         """See the end of something that was asked of the store."""
-        asked, (ticket, keys) = self._asked, self._deleting
+        asked, removal = self._asked, self._removal
         if asked is not None and event.ticket == asked.ticket and isinstance(event, Done) and not event.made:
-            asked.why = "the store could not be asked"
-        if event.ticket == ticket:
-            self._deleting = 0, []
-            if isinstance(event, Done) and event.made is None:
-                self._deletes_at = now + _AGAIN
-            else:
-                self._old = [key for key in self._old if key not in keys]
+            asked.why = _NOT_ASKED
+        if removal is None or event.ticket != removal.ticket:
+            return
+        removal.ticket = 0
+        if isinstance(event, Done):
+            removal.is_asked = event.made is not None
+            is_over = removal.is_asked and removal.is_sure
+        else:
+            is_over = event.entries is not None
+            self._delete([entry.key for entry in event.entries or ()])
+        if is_over:
+            self._removal = None
+        elif isinstance(event, Done) and removal.is_asked:
+            removal.at = now
+        else:
+            removal.at = now + _AGAIN
 
     def answer(self, looks: Iterable[str], data: bytes, view: StoreView) -> None:
-        """Answer questions, if they are there still."""
+        """Answer questions, if they are there still. What was answered before to others that are gone is deleted."""
         self._looking = ()
         for name in looks:
             entry = view.looks.get(name)
@@ -142,9 +163,11 @@ class StackRequests:
                 self._asked.answers[self._me] = data
             if entry is None or self._is_mine(name):
                 continue
-            self._answered.append(name)
-            put = Put(self._answer_to(name), data, OWN)
-            self._submit(Transaction((Created(entry.key, entry.created),), (put,)))
+            old = [mine for mine in self._mine if mine not in view.looks][: _MOST_DELETED - 1]
+            self._mine = [mine for mine in self._mine if mine not in old] + [name]
+            put = Put(f"{records.LOOKS}{name}/{self._me}", data, OWN)
+            deletes = [Delete(f"{records.LOOKS}{mine}/{self._me}") for mine in old]
+            self._submit(Transaction((Created(entry.key, entry.created),), (put, *deletes)))
 
     # --- what follows
 
@@ -157,13 +180,15 @@ class StackRequests:
         is_running = job is not None and job.phase == "running"
         self._follow(job if is_running else None, now, is_away=is_away)
         if not is_away:
-            self._delete(view, now)
+            self._remove(now)
         if is_away:
             self._tell_all(Found(None, {}, "the store does not answer"))
         elif job is None or not is_running:
             self._tell_all(Found(None, {}, "no attempt of the job runs now"))
         else:
-            if self._tells and self._asked is None:
+            if self._removal is not None and now < self._removal.at:
+                self._tell_all(Found(None, {}, _NOT_ASKED))
+            elif self._tells and self._asked is None and self._removal is None:
                 self._begin(job, now)
             self._look(view, job, now)
         due, self._due = self._due, []
@@ -201,30 +226,33 @@ class StackRequests:
         found = Found(asked.job, asked.answers, why)
         self._due += [Looked(tell, found) for tell in asked.tells]
         self._due.append(Unwatch(asked.prefix))
-        self._old.append(f"{records.LOOK}{asked.name}")
-        self._asked = None
+        self._asked, self._removal = None, _Removal(asked, self._me)
 
     def _tell_all(self, found: Found) -> None:
         tells, self._tells = self._tells, []
         self._due += [Looked(tell, found) for tell in tells]
 
-    def _delete(self, view: StoreView, now: float) -> None:
-        """Have deleted what was asked here, and what was answered to questions that are gone."""
-        gone = [name for name in self._answered if name not in view.looks]
-        if gone:
-            self._answered = [name for name in self._answered if name in view.looks]
-            self._old += [self._answer_to(name) for name in gone]
-        if not self._old or self._deleting[0]:
+    def _remove(self, now: float) -> None:
+        """Have deleted what was asked and answered. Once the question is gone, no answer is written any more."""
+        removal = self._removal
+        if removal is None or removal.ticket:
             return
-        if now < self._deletes_at:
-            self.wake = min(self.wake, self._deletes_at)
-            return
-        keys = self._old[:_MOST_DELETED]
-        self._deleting = self._submit(Transaction((), tuple(Delete(key) for key in keys))), keys
+        if now < removal.at:
+            self.wake = min(self.wake, removal.at)
+        elif removal.is_asked:
+            self._tickets -= 1
+            removal.ticket = self._tickets
+            self._due.append(Fetch(removal.ticket, removal.prefix))
+        else:
+            removal.ticket = self._delete(removal.keys)
 
-    def _answer_to(self, name: str) -> str:
-        """Return the key of the answer of this node."""
-        return f"{records.LOOKS}{name}/{self._me}"
+    def _delete(self, keys: list[str]) -> int:
+        """Have keys deleted. Returns the ticket of the last transaction; 0: there is nothing to delete."""
+        ticket = 0
+        for first in range(0, len(keys), _MOST_DELETED):
+            some = keys[first : first + _MOST_DELETED]
+            ticket = self._submit(Transaction((), tuple(Delete(key) for key in some)))
+        return ticket
 
     def _look(self, view: StoreView, job: Job, now: float) -> None:
         """Have the workers looked at, if somebody asks who has no answer yet."""

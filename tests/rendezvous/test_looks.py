@@ -8,7 +8,7 @@ from phalanx._rendezvous import life, records
 from phalanx._rendezvous.life import Found, Look, Looked
 from phalanx._rendezvous.records import Stop, Verdict, replace
 from phalanx._rendezvous.stack_requests import INTERVAL, MOST_ANSWER, PATIENCE
-from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
+from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Fetched, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
 ASKED = records.write(records.Look("b", 0))
@@ -69,7 +69,7 @@ def test_all_answer_and_nothing_is_left() -> None:
     due = story.answers("a.1", "b", b"there")
     assert kinds(due) == ["Looked", "Unwatch", "Submit"]
     assert due[0].found == Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
-    assert written(story) == ((), (Delete("job/look/a.1"),))  # the others delete their answers
+    assert written(story) == ((), (Delete("looks/a.1/b"), Delete("job/look/a.1")))
     story.answer()
     assert story.removes("job/look/a.1") == []
     assert story.node.wake > 1e9
@@ -84,7 +84,12 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_agreed() -> None:
     assert only(Looked, due).found == Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
     assert story.asked[0].transaction.writes == (Delete("job/look/a.1"),)
     assert story.answers("a.1", "b", b"late") == []
-    assert story.answer() == []
+    due = story.answer()  # the question is gone: none can answer any more, and one may have
+    assert due == [life.Fetch(only(life.Fetch, due).ticket, "looks/a.1/")]
+    late = Entry("looks/a.1/b", b"late", 1, 2)
+    due = story.tell(Fetched(only(life.Fetch, due).ticket, (late,)))
+    assert only(life.Submit, due).transaction == ((), (Delete("looks/a.1/b"),))
+    assert story.tell(Fetched(-99, ())) == []
 
 
 def test_who_asks_meanwhile_waits_for_the_next_look() -> None:
@@ -92,14 +97,16 @@ def test_who_asks_meanwhile_waits_for_the_next_look() -> None:
     look = only(Look, story.ask())
     assert story.ask() == []
     story.looked(look)
-    due = story.answers("a.1", "b", b"there")
-    assert kinds(due) == ["Looked", "Unwatch", "Submit", "Watch", "Submit"]
-    assert story.ask() == []
+    assert kinds(story.answers("a.1", "b", b"there")) == ["Looked", "Unwatch", "Submit"]
+    assert story.ask() == []  # what was asked is to be deleted first
+    story.answer()
+    due = story.answer()
+    assert kinds(due) == ["Watch", "Submit"]
     assert story.node.wake == INTERVAL  # the workers here were looked at just now
     assert only(Look, story.wait(INTERVAL)).looks == ("a.2",)
     story.answers("a.2", "b", b"again")
     due = story.looked(Look(0, 2, ("a.2",)))
-    assert kinds(due) == ["Looked", "Unwatch", "Watch", "Submit"]  # and the one who has asked since then
+    assert kinds(due) == ["Looked", "Looked", "Unwatch", "Submit"]  # two have asked
 
 
 def test_a_node_answers_who_asks() -> None:
@@ -115,9 +122,7 @@ def test_a_node_answers_who_asks() -> None:
     story.answer()
     # Those who ask together are answered by one look, a second after the last one.
     assert story.writes("job/look/b.2", ASKED) == []
-    due = story.removes("job/look/b.1")
-    assert only(life.Submit, due).transaction == ((), (Delete("looks/b.1/a"),))  # its answer is of no use any more
-    story.answer()
+    assert story.removes("job/look/b.1") == []
     assert story.writes("job/look/c.7", records.write(records.Look("c", 0))) == []
     assert story.node.wake == INTERVAL
     due = story.wait(INTERVAL)
@@ -126,7 +131,8 @@ def test_a_node_answers_who_asks() -> None:
     story.removes("job/look/b.2")  # who has asked has gone
     story.looked(due[0])
     (answer,) = story.asked
-    assert answer.transaction.writes == (Put("looks/c.7/a", b"here", OWN),)
+    put = Put("looks/c.7/a", b"here", OWN)
+    assert answer.transaction.writes == (put, Delete("looks/b.1/a"))  # what its asker may have left
     assert only(Look, story.wait(INTERVAL)).looks == ("b.3",)
 
 
@@ -166,6 +172,7 @@ def test_a_store_that_is_away() -> None:
     assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
     due = story.tell(Done(only(life.Submit, due).ticket, None, 0))
     assert (due, story.node.wake) == ([], 1.0)
+    assert only(Looked, story.ask()).found == Found(None, {}, "the store could not be asked")
     due = story.wait(1.0)
     assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
     story.tell(Done(only(life.Submit, due).ticket, True, 99))
