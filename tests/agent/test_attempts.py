@@ -85,12 +85,12 @@ def test_it_gives_up_when_the_restarts_are_used_up() -> None:
     team = shells("exit 3")
     with attempted(team, 2) as attempts:
         ending = attempts.run()
-        assert (ending.state, ending.why, len(ending.ends)) == ("failed", "2 restarts, and no more", 3)
+        assert (ending.state, ending.why, len(ending.ends)) == ("failed", "2 of 2 restarts used", 3)
         assert team.result is not None
         assert team.result.failures[0].exitcode == 3
     said = team.said
     assert [line.partition(" after ")[0] for line in said] == [f"phalanx: attempt {n} failed" for n in (0, 1, 2)]
-    assert said[2].endswith(": rank 0, exited with code 3; no error was recorded; giving up: 2 restarts, and no more")
+    assert said[2].endswith(": rank 0, exited with code 3; no error was recorded; giving up: 2 of 2 restarts used")
 
 
 def missing_at(*attempts: int) -> GroupTeam:

@@ -271,10 +271,10 @@ def test_it_fails_twice_and_succeeds() -> None:
 def test_it_gives_up() -> None:
     team = Scripted(FAILED, FAILED)
     ending, events = observed(team, RestartPolicy(1))
-    assert (ending.state, ending.why) == ("failed", "1 restart, and no more")
-    assert team.said[1].endswith("exited with code 1; giving up: 1 restart, and no more")
+    assert (ending.state, ending.why) == ("failed", "1 of 1 restart used")
+    assert team.said[1].endswith("exited with code 1; giving up: 1 of 1 restart used")
     assert events[-2:] == [
-        ("agent.gave_up", {"attempt": 1, "why": "1 restart, and no more"}),
+        ("agent.gave_up", {"attempt": 1, "why": "1 of 1 restart used"}),
         ("agent.state", {"attempt": 1, "state": "FAILED"}),
     ]
 

@@ -65,14 +65,14 @@ def test_so_many_in_all() -> None:
     policy = RestartPolicy(2)
     assert decided(policy, {}) == Decision(retries=True)
     assert decided(policy, {}, {}, restarts=[10]) == Decision(retries=True)
-    assert decided(policy, {}, {}, {}, restarts=[10, 20]) == refused("2 restarts, and no more")
-    assert decided(RestartPolicy(1), {}, {}, restarts=[10]) == refused("1 restart, and no more")
+    assert decided(policy, {}, {}, {}, restarts=[10, 20]) == refused("2 of 2 restarts used")
+    assert decided(RestartPolicy(1), {}, {}, restarts=[10]) == refused("1 of 1 restart used")
 
 
 def test_so_many_in_a_window() -> None:
     policy = RestartPolicy(2, window=3600)
     late = {"uptime": 4000.0}
-    assert decided(policy, {}, {}, {}, restarts=[10, 20]) == refused("2 restarts within 1h00m, and no more")
+    assert decided(policy, {}, {}, {}, restarts=[10, 20]) == refused("2 of 2 restarts within 1h00m used")
     assert decided(policy, {}, {}, late, restarts=[10, 20]) == Decision(retries=True)
     assert decided(policy, {}, {}, {"uptime": 3590.0}, restarts=[10, 20]).retries, "one is exactly an hour old"
     assert not decided(policy, {}, {}, {"uptime": 3589.0}, restarts=[10, 20]).retries

@@ -295,9 +295,9 @@ def test_colours_are_shown_and_not_searched(place: Place) -> None:
 @pytest.mark.parametrize(
     "options,words",
     [
-        (["-C", 2], ["--context", "there is no grep"]),
-        (["-A", 2, "--exclude", "x"], ["--after-context", "there is no grep"]),
-        (["-C", 0, "-B", 1], ["--before-context", "there is no grep"]),
+        (["-C", 2], ["--context", "needs --grep"]),
+        (["-A", 2, "--exclude", "x"], ["--after-context", "needs --grep"]),
+        (["-C", 0, "-B", 1], ["--before-context", "needs --grep"]),
         (["-i"], ["--ignore-case", "no grep and no exclude"]),
         (["-A", -1, "--grep", "x"], ["--after-context", "-1"]),
         (["--grep", "fine", "--grep", "(loss"], ["--grep: '(loss'", "missing )"]),

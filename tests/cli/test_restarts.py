@@ -75,7 +75,7 @@ def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
 def test_a_run_that_uses_its_restarts_up(place: Place) -> None:
     done = place.run("--nproc-per-node", 2, "--max-restarts", "2/1h", place.write(FAILS), 9, "10,20,30")
     assert done.status == 1
-    assert "step 30; giving up: 2 restarts within 1h00m, and no more\n" in done.err
+    assert "step 30; giving up: 2 of 2 restarts within 1h00m used\n" in done.err
     assert done.err.count("FAILED") == 1
     earlier = done.err.partition("Earlier Attempts:\n")[2].splitlines()
     assert earlier[0].startswith("  attempts 0 to 1, ")

@@ -175,7 +175,7 @@ def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str], cap
     assert logged[1].startswith("the group 'trainer' has failed: rank 0, ValueError: rank 0, attempt 1; ")
     assert told[0].startswith("phalanx: attempt 0 failed after ")
     assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; attempt 1 follows (restart 1 of at most 1)")
-    assert told[1].endswith("giving up: 1 restart, and no more")
+    assert told[1].endswith("giving up: 1 of 1 restart used")
 
 
 def test_only_who_failed_by_itself_is_in_the_result() -> None:

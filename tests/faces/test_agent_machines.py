@@ -138,7 +138,7 @@ def test_all_report_the_same_on_a_job_that_has_failed(tmp_path: Path) -> None:
         assert (failure.exitcode, failure.message) == (1, "ValueError: bad batch 1")
         assert "raise ValueError(msg)" in failure.traceback
         assert [each.outcomes[other].state for other in (0, 1, 2)] == ["stopped", "stopped", "failed"]
-        assert (each.log_dir, each.gave_up) == (ends[1].log_dir, "1 restart, and no more")
+        assert (each.log_dir, each.gave_up) == (ends[1].log_dir, "1 of 1 restart used")
         assert each.log_dir.startswith(str(tmp_path / "1"))
         (before,) = each.earlier
         assert before.startswith("attempt 0, after ")

@@ -211,11 +211,11 @@ def test_what_cannot_be_held_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "given,words",
     [
-        ({"before": 2}, "before: there is no grep"),
-        ({"after": 2, "exclude": "x"}, "after: there is no grep"),
+        ({"before": 2}, "before: needs --grep"),
+        ({"after": 2, "exclude": "x"}, "after: needs --grep"),
         ({"after": -1, "grep": "x"}, "after: expected a number of lines, 0 or more, got -1"),
         ({"before": 1.5, "grep": "x"}, "before: expected a number of lines, 0 or more, got 1.5"),
-        ({"ignore_case": True}, "ignore_case: there is no grep and no exclude"),
+        ({"ignore_case": True}, "ignore_case: needs --grep or --exclude"),
     ],
 )
 def test_choices_that_mean_nothing_are_refused(given: dict[str, Any], words: str) -> None:

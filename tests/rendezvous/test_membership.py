@@ -107,7 +107,7 @@ def test_a_failure_is_followed_when_no_worker_is_left() -> None:
     last = leader.at(9, replace(gone, generation=1), replace(cause, generation=1), stop=replace(FAILED, generation=1))
     assert last.job is not None
     assert last.job.verdict is not None
-    assert (last.job.phase, last.job.verdict.why) == ("over", "1 restart, and no more")
+    assert (last.job.phase, last.job.verdict.why) == ("over", "1 of 1 restart used")
 
 
 def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:

@@ -261,15 +261,13 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
     story.writes("job/stop/0", stop)
     story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"mine", story.now))
     story.answer()
-    over = replace(
-        RUNS, generation=1, phase="over", ends=ENDS, verdict=Verdict("failed", "1 restart, and no more", stop)
-    )
+    over = replace(RUNS, generation=1, phase="over", ends=ENDS, verdict=Verdict("failed", "1 of 1 restart used", stop))
     fetch = story.writes("job/state", over)[-1]
     assert isinstance(fetch, life.Fetch)
     assert fetch.prefix == "evidence/0/"
     entry = Entry("evidence/0/b", b"its", 3, 3)
     due = story.tell(Fetched(fetch.ticket, (entry,)))
-    assert due == [life.Finish("failed", "1 restart, and no more", over, (entry,))]
+    assert due == [life.Finish("failed", "1 of 1 restart used", over, (entry,))]
     assert story.node.wake == math.inf
 
 

@@ -126,7 +126,7 @@ class Attempts(Runner):
     attempt 0
     attempt 1
     >>> ending.state, ending.why
-    ('failed', '1 restart, and no more')
+    ('failed', '1 of 1 restart used')
     """
 
     def __init__(

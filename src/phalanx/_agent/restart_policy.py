@@ -242,7 +242,7 @@ def _used_up(policy: RestartPolicy) -> str:
     if policy.max_restarts == 0:
         return ""
     within = "" if policy.window is None else f" within {format_duration(policy.window)}"
-    return f"{how_many(policy.max_restarts, 'restart')}{within}, and no more"
+    return f"{policy.max_restarts} of {how_many(policy.max_restarts, 'restart')}{within} used"
 
 
 def _name(code: int) -> str:

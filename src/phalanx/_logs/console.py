@@ -115,10 +115,9 @@ class ConsoleSpecs(Value):
         )
         self.search()  # raises ValueError for an invalid pattern
         if (before or after) and not self.grep:
-            msg = f"{'before' if before else 'after'}: there is no grep, around whose lines these would be"
-            raise ValueError(msg)
+            raise ValueError(f"{'before' if before else 'after'}: needs --grep (grep=)")
         if ignore_case and not self.grep and not self.exclude:
-            raise ValueError("ignore_case: there is no grep and no exclude that it would be of")
+            raise ValueError("ignore_case: needs --grep or --exclude (grep=, exclude=)")
 
     def search(self) -> Search | None:
         """Make the `Search` that chooses the lines; None if all are shown. Raises ValueError: an invalid pattern."""

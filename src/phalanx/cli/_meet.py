@@ -127,7 +127,7 @@ class MachineOptions(Declared, section=MACHINES):
         default=STATIC,
         metavar="NAME",
         torchrun="--rdzv-backend",
-        sentence="How machines meet: static: ranks are given by hand; c10d: as they come; etcd: at one of your own.",
+        sentence="How machines meet. static: with --node-rank; c10d: at one of them; etcd: at an etcd of yours.",
     )
     rdzv_endpoint = Option(
         read_endpoints,
@@ -135,9 +135,9 @@ class MachineOptions(Declared, section=MACHINES):
         metavar="HOST[:PORT],...",
         written=LIST,
         torchrun="--rdzv-endpoint",
-        sentence="Where the etcd is, or the machine that has the store. Of one machine: localhost:0.",
+        sentence="Address of the etcd, or of the machine that has the store. For one machine: localhost:0.",
     )
-    insecure = Flag(sentence="Let a machine have the store without a secret, for all who reach its port.")
+    insecure = Flag(sentence="Serve the store without a secret, to everybody who reaches its port.")
     rdzv_conf = Option(
         read_conf,
         default="",
@@ -147,39 +147,37 @@ class MachineOptions(Declared, section=MACHINES):
         torchrun="--rdzv-conf",
         sentence="Settings of the rendezvous: join_timeout=600,last_call_timeout=30,lease_ttl=5, and files of TLS.",
     )
-    rejoin_delay = Time(
-        endless=False, default="30", sentence="Time between the coming of a machine and the restart with it."
-    )
+    rejoin_delay = Time(endless=False, default="30", sentence="Delay of the restart that takes in a new machine.")
     on_sigterm = Maybe(
         str,
         kind=click.Choice(["leave", "stop"]),
-        sentence="What SIGTERM does: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
+        sentence="Effect of SIGTERM: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
     )
     exclude_after = Count(
         least=1,
         metavar="K",
-        sentence="Leave a machine out whose workers were the root cause K times in a row. Default: none is.",
+        sentence="Exclude a machine whose workers were the root cause K times in a row. Default: never.",
     )
     node_check = Maybe(
         str,
         metavar="COMMAND",
-        sentence="What a machine runs before each attempt: no worker starts there unless it ends with exit code 0.",
+        sentence="Command before each attempt: no worker starts on the machine unless it exits with 0.",
     )
     exit_barrier_timeout = Time(
-        default="300", sentence="Time that a machine waits at its end for the workers of the others."
+        default="300", sentence="How long a machine whose workers have ended waits for those of the others."
     )
-    keep = Flag(sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.")
+    keep = Flag(sentence="Keep the job's end in the etcd, until the next job of this id.")
     standalone = Flag(
         section="",
         torchrun="--standalone",
-        sentence="One machine, without a store, whatever a scheduler says of others.",
+        sentence="Run on this machine alone, without a store; ignore what a scheduler sets.",
     )
     nnodes = Maybe(
         read_nodes,
         metavar="N|MIN:MAX",
         written=TEXT + WHOLE,
         torchrun="--nnodes",
-        sentence="How many machines there are. Default: what a scheduler says, or 1.",
+        sentence="Number of machines. Default: that of a scheduler, or 1.",
     )
     node_rank = Maybe(
         int,
@@ -187,7 +185,7 @@ class MachineOptions(Declared, section=MACHINES):
         metavar="N",
         written=TEXT + WHOLE,
         torchrun="--node-rank",
-        sentence="With static: the rank of this machine among the machines. Default: what a scheduler says, or 0.",
+        sentence="With static: this machine's rank. Default: that of a scheduler, or 0.",
     )
 
 

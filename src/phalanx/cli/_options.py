@@ -208,21 +208,23 @@ def refusal(error: OSError) -> click.ClickException:
 class ConsoleOptions(Declared, section=CONSOLE):
     """How lines are shown."""
 
-    ranks = Many(read_ranks, "--rank", metavar="RANK,...", sentence="Global ranks whose output is shown, like 0,4-7.")
+    ranks = Many(read_ranks, "--rank", metavar="RANK,...", sentence="Global ranks whose output to show, like 0,4-7.")
     grep = Many(
         lambda text: [text],
         metavar="REGEX",
         sentence="Show only lines in which this regular expression (or another --grep's) is found.",
     )
     exclude = Many(
-        lambda text: [text], metavar="REGEX", sentence="Show no line in which this is found. Can be repeated."
+        lambda text: [text],
+        metavar="REGEX",
+        sentence="Hide lines in which this is found. Can be repeated.",
     )
-    ignore_case = Flag("-i", sentence="Have --grep and --exclude take large letters for small.")
+    ignore_case = Flag("-i", sentence="Ignore case in --grep and --exclude.")
     after_context = Count(
         "-A", least=0, sentence="Show N lines of the same rank and stream after each that --grep finds."
     )
-    before_context = Count("-B", least=0, sentence="Show N before it.")
-    context = Count("-C", least=0, sentence="Show N before and after it.")
+    before_context = Count("-B", least=0, sentence="Show N lines before each.")
+    context = Count("-C", least=0, sentence="Show N lines before and after each.")
     fold = Flag(sentence="Show lines that are equal across ranks once, as [0-7] ...")
     timestamps = Flag(sentence="Put the time before each line, ISO 8601 with milliseconds.")
     elapsed = Flag(sentence="Put the seconds since the start before each line.")
@@ -236,7 +238,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         str,
         metavar="TEXT",
         torchrun="--log-line-prefix-template",
-        sentence="What stands before each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
+        sentence="Prefix of each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
     )
     color = Option(
         str,
@@ -244,7 +246,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         default="auto",
         sentence="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal.",
     )
-    raw = Flag(sentence="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it.")
+    raw = Flag(sentence="Send control sequences to the terminal instead of printing them as text.")
 
 
 def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[str, str]:

@@ -63,7 +63,7 @@ class PlacementOptions(Declared, section=PLACEMENT):
         metavar="N",
         written=WHOLE,
         shows_default=False,
-        sentence="Added to the nice value of the workers.",
+        sentence="Add this to the nice value of the workers.",
     )
     rlimit = Maybe(
         read_limits,

@@ -152,43 +152,43 @@ class RestartOptions(Declared, section=RESTARTS):
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
         torchrun="--max-restarts",
-        sentence="Start all workers again when one fails, so many times: 3; 5/1h: within any hour.",
+        sentence="Restart all workers when one fails, at most N times: 3; 5/1h: within any hour.",
     )
     backoff = Option(
         read_pair,
         default="0",
         metavar="TIME[:MOST]",
         written=TEXT + NUMBER,
-        sentence="Time before a restart, doubled with each further failure in a row, up to MOST (5m).",
+        sentence="Delay before a restart, doubled after each further failure in a row, up to MOST (5m).",
     )
     backoff_jitter = Option(
         _fraction,
         default="0.1",
         metavar="PART",
         written=NUMBER,
-        sentence="By which part of itself that time is shortened at random, at most.",
+        sentence="Shorten each delay at random by up to this fraction.",
     )
     min_uptime = Maybe(
         read_starts,
         metavar="TIME[:TIMES]",
         written=TEXT + NUMBER,
-        sentence="Give up when so many attempts in a row (3) have failed earlier than this after their start.",
+        sentence="Give up when TIMES attempts in a row (3) have failed within TIME of their start.",
     )
     max_no_progress = Count(
         least=1,
-        sentence="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress().",
+        sentence="Give up after N failures in a row without progress (phalanx.timer.progress()).",
     )
     never_restart_on = Maybe(
         read_codes,
         metavar="CODE,...",
         written=LIST,
-        sentence="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL.",
+        sentence="Do not restart after these exit codes and signals of the root cause: 2,SIGILL.",
     )
     always_restart_on = Maybe(
         read_codes,
         metavar="CODE,...",
         written=LIST,
-        sentence="Those after which all are restarted, whatever --max-restarts says: 75.",
+        sentence="Always restart after these, uncounted by --max-restarts: 75.",
     )
     monitor_interval = Maybe(
         time_of(),
@@ -196,7 +196,7 @@ class RestartOptions(Declared, section=RESTARTS):
         metavar="TIME",
         written=TEXT + NUMBER,
         torchrun="--monitor-interval",
-        sentence="Accepted, and without effect: nothing polls.",
+        sentence="Accepted without effect: Phalanx does not poll.",
     )
 
 

@@ -144,22 +144,22 @@ class WorkerOptions(Declared, section=WORKERS):
     no_python = Flag(torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
     run_path = Flag(
         torchrun="--run-path",
-        sentence="Run SCRIPT by runpy.run_path, in workers that are started as --start-method says.",
+        sentence="Run SCRIPT by runpy.run_path, in workers started by --start-method.",
     )
-    run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="What the run is called. Default: the date and time.")
+    run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="Name of the run. Default: the date and time.")
     role = Option(text_of(MOST_LINE), default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
         read_strings,
         metavar="MODULE,...",
         written=LIST,
-        sentence="Modules to import once: the workers are forks that have them already.",
+        sentence="Import these modules once: the workers start as forks that have them.",
     )
     start_method = Option(
         str,
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
         torchrun="--start-method",
-        sentence="How workers of --run-path are started. Other scripts, and binaries, are executed afresh.",
+        sentence="Start method of --run-path. Other scripts, and binaries, are executed afresh.",
     )
     stdin = Maybe(
         read_rank,
@@ -200,34 +200,33 @@ class LogOptions(Declared, section=LOGS):
         str,
         metavar="NAME",
         torchrun="--logs-specs",
-        sentence="A plugin that says which files there are: an entry point of torchrun.logs_specs.",
+        sentence="Plugin that chooses the log files: an entry point of torchrun.logs_specs.",
     )
     log_max_size = Maybe(
         read_size,
         metavar="SIZE",
         written=TEXT + WHOLE,
-        sentence="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.",
+        sentence="Rotate log files at this size, to stdout.log.1, ...: 100MB, 1GiB.",
     )
-    log_keep = Count(
-        least=1, sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept."
-    )
-    log_compress = Flag(sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
+    log_keep = Count(least=1, sentence="Keep N rotated files of each log, and remove the oldest. Default: keep all.")
+    log_compress = Flag(sentence="Compress rotated log files, to stdout.log.1.gz, ...")
     event_log_handler = Option(
         str,
         default="null",
         metavar="NAME",
         torchrun="--event-log-handler",
-        sentence="Where the events of torchrun's agent go: console, or an entry point of phalanx.event_handlers.",
+        sentence="Destination of the agent's events: console, or an entry point of phalanx.event_handlers.",
     )
     log_mode = Maybe(
         read_mode, metavar="MODE", sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700."
     )
     keep_attempts = Count(
         least=LEAST_ATTEMPTS,
-        sentence="Keep the folders of the first attempt and of the last N (5 or more), no others. Default: 100.",
+        sentence="Keep the folders of the first attempt and of the last N (5 or more). Default: 100.",
     )
     keep_runs = Count(
-        least=1, sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept."
+        least=1,
+        sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.",
     )
     duplicate_stdout_filters = Many(
         read_strings,
@@ -255,7 +254,7 @@ class EndOptions(Declared, section=END):
         section=TIMERS,
         metavar="TIME",
         written=TEXT + NUMBER,
-        sentence="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.",
+        sentence="Report a rank as hung when its last phalanx.timer.beat() is older. Default: expect none.",
     )
     on_expiry = Option(
         steps,
@@ -274,16 +273,16 @@ class EndOptions(Declared, section=END):
     )
     settle = Time(
         default="0.03",
-        sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
+        sentence="Time between the first failure and the stop of the others, for evidence of their own.",
     )
     linger = Time(
         default="10",
-        sentence="Time for what workers that have all succeeded left behind (an upload), before it is ended.",
+        sentence="How long processes left behind (an upload) may run after all workers succeeded.",
     )
     notice = Maybe(
         read_notice,
         metavar="SIGNAL:TIME",
-        sentence="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.",
+        sentence="Begin a planned stop with this signal, and wait before SIGTERM, like USR1:60.",
     )
     orphan_grace = Time(
         endless=False, default="0", sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed."

@@ -116,7 +116,7 @@ def start_processes(
             also written to one file, `LogsDest.filtered_stdout`.
         duplicate_stderr_filters: The same for stderr.
         console: How the console shows streams that are teed.
-        preload: Modules to import once: the workers are forks that have them already. For a callable, with
+        preload: Import these modules once: the workers start as forks that have them. For a callable, with
             ``start_method="forkserver"``.
         warm: An entered `warm` to fork the workers from; default: the innermost one that is open, if it has imported
             all of ``preload``.
