@@ -298,7 +298,7 @@ def test_colours_are_shown_and_not_searched(place: Place) -> None:
         (["-C", 2], ["--context", "needs --grep"]),
         (["-A", 2, "--exclude", "x"], ["--after-context", "needs --grep"]),
         (["-C", 0, "-B", 1], ["--before-context", "needs --grep"]),
-        (["-i"], ["--ignore-case", "no grep and no exclude"]),
+        (["-i"], ["--ignore-case", "needs --grep or --exclude"]),
         (["-A", -1, "--grep", "x"], ["--after-context", "-1"]),
         (["--grep", "fine", "--grep", "(loss"], ["--grep: '(loss'", "missing )"]),
         (["--exclude", "a\\pb"], [r"--exclude: 'a\\pb'"]),

@@ -120,7 +120,7 @@ class FileTimerServer(ProcessTimerServer):
         ValueError: ``max_interval`` is not more than 0.
 
     >>> import tempfile
-    >>> from phalanx.timer import expires
+    >>> from phalanx.timer import FileTimerClient, expires
     >>> with tempfile.TemporaryDirectory() as folder, FileTimerServer(f"{folder}/timers"):
     ...     with expires(60, client=FileTimerClient(f"{folder}/timers")):  # in each worker
     ...         pass
