@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import time
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 FILE = "run.json"
@@ -71,15 +72,19 @@ Seconds = float
 class _Part(Value):
     """A part of the record: its fields are those with an annotation, and are given by name."""
 
+    FIELDS: ClassVar[tuple[str, ...]]
+    DEFAULTS: ClassVar[dict[str, Any]]
+
     def __init_subclass__(cls) -> None:
-        cls.__match_args__ = tuple(cls.__annotations__)  # type: ignore[misc] # mypy takes it for a constant
+        cls.__match_args__ = cls.FIELDS = tuple(cls.__annotations__)  # type: ignore[misc] # mypy takes it for a constant
+        cls.DEFAULTS = {name: getattr(cls, name) for name in cls.FIELDS if hasattr(cls, name)}
 
     def __init__(self, **fields: Any) -> None:
-        known = {name: getattr(self, name) for name in self.__match_args__ if hasattr(self, name)} | fields
-        if known.keys() != set(self.__match_args__):
-            msg = f"{type(self).__name__}: expected {', '.join(self.__match_args__)}, got {', '.join(fields)}"
+        known = self.DEFAULTS | fields
+        if len(known) != len(self.FIELDS) or any(name not in known for name in self.FIELDS):
+            msg = f"{type(self).__name__}: expected {', '.join(self.FIELDS)}, got {', '.join(fields)}"
             raise TypeError(msg)
-        self._store(**known)
+        vars(self).update(known)
 
 
 class Rank(_Part):
@@ -431,54 +436,94 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # at least, and less than: t
 }
 
 
-def _checked(kind: str, value: Any, where: str = "$") -> Any:
+class _MismatchError(Exception):
+    """A value is not what its field takes. ``where`` has the steps to it, the last one first."""
+
+    def __init__(self, expected: str, value: Any) -> None:
+        super().__init__(expected)
+        self.value = value
+        self.where: list[str] = []
+
+
+def _checked(kind: str, value: Any) -> Any:
     """Return a value of JSON as a field with the annotation ``kind`` has it. Raises ValueError, which names the field.
 
     >>> _checked("list[Count]", [1, -1])
     Traceback (most recent call last):
     ValueError: expected a number, 0 or more and less than 2.14748e+09, got -1 - at `$[1]`
     """
+    try:
+        return _reader(kind)(value)
+    except _MismatchError as error:
+        where = "".join(["$", *reversed(error.where)])
+        raise ValueError(f"expected {error}, got {_in_short(repr(error.value), 80)} - at `{where}`") from None
+
+
+@functools.cache
+def _reader(kind: str) -> Callable[[Any], Any]:
+    """Return a function that reads a value with this annotation. It raises `_MismatchError`."""
     kind, is_optional, _ = kind.partition(" | None")
-    if is_optional and value is None:
-        return None
+    read: Callable[[Any], Any]
     if kind.startswith("list["):
-        expected = f"an array of {_MOST_RANKS} at most"
-        if isinstance(value, list) and len(value) <= _MOST_RANKS:
-            return [_checked(kind[5:-1], one, f"{where}[{index}]") for index, one in enumerate(value)]
+        read = functools.partial(_read_list, _reader(kind[5:-1]))
     elif part := _PARTS.get(kind):
-        expected = "an object"
-        if isinstance(value, dict):
-            there = [name for name in part.__match_args__ if name in value]  # others are of a later day
-            missing = [name for name in part.__match_args__ if name not in value and not hasattr(part, name)]
-            if not missing:
-                return part(
-                    **{name: _checked(part.__annotations__[name], value[name], f"{where}.{name}") for name in there}
-                )
-            expected = f"an object with `{missing[0]}`"
+        read = functools.partial(
+            _read_part, part, [(name, _reader(part.__annotations__[name])) for name in part.FIELDS]
+        )
+    elif kind in _NUMBERS:
+        read = functools.partial(_read_number, *_NUMBERS[kind])
     else:
-        if _is_of_kind(kind, value):
-            return float(value) if isinstance(value, int) and kind in ("Moment", "Seconds") else value
-        expected = _expected(kind)
-    raise ValueError(f"expected {expected}, got {_in_short(repr(value), 80)} - at `{where}`")
+        read = functools.partial(_read_choice, _CHOICES[kind]) if kind in _CHOICES else _read_text
+    return (lambda value: None if value is None else read(value)) if is_optional else read
 
 
-def _is_of_kind(kind: str, value: Any) -> bool:
-    """Whether a number or a text is what is expected."""
-    if kind in _NUMBERS:
-        number, least, below = _NUMBERS[kind]
-        return type(value) in (int, number) and least <= value < below
-    if kind in _CHOICES:
-        return value in _CHOICES[kind]
+def _read_list(read: Callable[[Any], Any], value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > _MOST_RANKS:
+        raise _MismatchError(f"an array of {_MOST_RANKS} at most", value)
+    found: list[Any] = []
+    try:
+        for one in value:
+            found.append(read(one))  # noqa: PERF401 - its length is where an error is
+    except _MismatchError as error:
+        error.where.append(f"[{len(found)}]")
+        raise
+    return found
+
+
+def _read_part(part: type[_Part], readers: list[tuple[str, Callable[[Any], Any]]], value: Any) -> _Part:
+    if not isinstance(value, dict):
+        raise _MismatchError("an object", value)
+    found = {}
+    name = ""
+    try:
+        for name, read in readers:
+            if name in value:  # other names are of a later version
+                found[name] = read(value[name])
+            elif name not in part.DEFAULTS:
+                break
+        else:
+            return part(**found)
+    except _MismatchError as error:
+        error.where.append(f".{name}")
+        raise
+    raise _MismatchError(f"an object with `{name}`", value)
+
+
+def _read_number(number: type, least: float, below: float, value: Any) -> Any:
+    if type(value) not in (int, number) or not least <= value < below:
+        raise _MismatchError(f"a number, {least:g} or more and less than {below:g}", value)
+    return float(value) if number is float else value
+
+
+def _read_choice(choices: tuple[str, ...], value: Any) -> Any:
+    if value not in choices:
+        raise _MismatchError(f"one of {', '.join(choices)}", value)
+    return value
+
+
+def _read_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
-        return False
+        raise _MismatchError(f"a text of {_MOST_TEXT} characters at most", value)
     if not value.isascii():
         value.encode()  # raises UnicodeEncodeError for half a pair of surrogates
-    return True
-
-
-def _expected(kind: str) -> str:
-    """Return what is expected of a number or a text, in words."""
-    if kind in _NUMBERS:
-        _, least, below = _NUMBERS[kind]
-        return f"a number, {least:g} or more and less than {below:g}"
-    return f"one of {', '.join(_CHOICES[kind])}" if kind in _CHOICES else f"a text of {_MOST_TEXT} characters at most"
+    return value
