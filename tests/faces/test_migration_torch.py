@@ -280,7 +280,7 @@ def test_events_of_the_file_timer_that_are_other() -> None:
     text = tables()[f"{ELASTIC}.timer"]["FileTimerServer(log_event)"].text
     assert len(told) == 4
     assert {name for name in told if f"`{name}`" not in text} == set()
-    here, there = text.split("; there, ")
+    here, there = text.split("; in torch, ")
     other = {name for name in told if f'"{name}"' not in sources[1]}
     assert other == {name for name in told if f"`{name}`" in there.partition(". ")[0]}
     assert all(f'"{name}"' in sources[1] for name in re.findall("`([^`]+)`", here))
