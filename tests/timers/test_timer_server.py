@@ -164,8 +164,8 @@ def test_what_is_no_request_is_skipped_and_logged(thing: Any, caplog: pytest.Log
 def test_the_agenda_keeps_nothing_of_what_was_released() -> None:
     agenda = Agenda()
     for number in range(1000):
-        assert agenda.take(TimerRequest(number, "scope", 100.0 + number), 0.0)
-        assert agenda.take(TimerRequest(number, "scope", -1), 0.0)
+        assert agenda.take(number, "scope", 100.0 + number, 0.0)
+        assert agenda.take(number, "scope", -1.0, 0.0)
     assert not len(agenda)
     assert agenda.next(100.0) == math.inf
 

@@ -273,6 +273,7 @@ class ProcessTimerServer(TimerServer):
         daemon: As for `TimerServer`.
     """
 
+    _plans = True
     _trusts_senders = False
     """Whether every process that can send requests has the rights of this one anyway, see `Victim`."""
 
@@ -297,24 +298,32 @@ class ProcessTimerServer(TimerServer):
                 # A release that came late is not for a process that has the pid now.
                 if holder is None or born_of(request) in (None, holder.start):
                     self._timers.pop(key, None)
+                    self._plan(request, -1.0)
             elif self._admit(request):
-                self._timers[key] = request
-                self._soonest = min(self._soonest, request.expiration_time)
+                moment = self._moment(request)
+                if self._plan(request, moment):
+                    self._timers[key] = request
+                    self._soonest = min(self._soonest, moment)
+        if self._watchdog is not None:
+            self._watchdog.wake()
 
     def clear_timers(self, worker_ids: set[Any]) -> None:
         """See `TimerServer`."""
         self._timers = {key: request for key, request in self._timers.items() if key[0] not in worker_ids}
+        if self._watchdog is not None:
+            for worker in worker_ids:
+                self._watchdog.forget(worker)
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
         """See `TimerServer`. ``deadline`` is on CLOCK_MONOTONIC. Within a worker the earliest stands first."""
         expired: dict[Any, list[TimerRequest]] = {}
         if deadline < self._soonest:
             return expired
-        for request in sorted(self._timers.values(), key=_expiration):
-            if request.expiration_time > deadline:
+        for request in sorted(self._timers.values(), key=self._moment):
+            if self._moment(request) > deadline:
                 break
             expired.setdefault(request.worker_id, []).append(request)
-        self._soonest = min(map(_expiration, self._timers.values()), default=math.inf)
+        self._soonest = min(map(self._moment, self._timers.values()), default=math.inf)
         return expired
 
     def stop(self) -> None:
@@ -371,8 +380,9 @@ class ProcessTimerServer(TimerServer):
         """Forget a process that has exited, and its timers."""
         self._let_go(victim)
         self.clear_timers({victim.pid})
-        if self._watchdog is not None:
-            self._watchdog.forget(victim.pid)
+
+    def _plan(self, request: TimerRequest, moment: float) -> bool:
+        return self._watchdog is None or self._watchdog.plan(request, moment)
 
     def _let_go(self, victim: Victim) -> None:
         del self._victims[victim.pid]
@@ -384,7 +394,3 @@ def born_of(request: TimerRequest) -> int | None:
     """Return the start time of the process that sent a request; None if it is not in the request."""
     born: int | None = getattr(request, "_born", None)
     return born
-
-
-def _expiration(request: TimerRequest) -> float:
-    return request.expiration_time

@@ -74,6 +74,7 @@ class TimerServer(ABC):
     """
 
     _ticks = True  # whether it wakes every `max_interval`, though no timer is due
+    _plans = False  # whether `register_timers` tells the watchdog of its timers
 
     def __init__(
         self,
@@ -122,9 +123,12 @@ class TimerServer(ABC):
         if self._watchdog is not None:
             return
         interval = self._max_interval if self._ticks else _LONGEST
-        watchdog = Watchdog(self, self._request_queue, interval, daemon=self._daemon)
-        watchdog.start()
-        self._watchdog = watchdog
+        self._watchdog = watchdog = Watchdog(self, self._request_queue, interval, daemon=self._daemon)
+        try:
+            watchdog.start()
+        except BaseException:
+            self._watchdog = None
+            raise
 
     def stop(self) -> None:
         """Stop watching, and wait until the thread has ended. Idempotent; afterwards `start` works again.
@@ -155,6 +159,14 @@ class TimerServer(ABC):
             self.clear_timers(reaped)
         return set(expired) - reaped
 
+    def _moment(self, timer: TimerRequest) -> float:
+        """Return when a timer that it has taken over expires (seconds, CLOCK_MONOTONIC)."""
+        return timer.expiration_time
+
+    def _given(self, request: TimerRequest) -> TimerRequest:
+        """Return a converted request as `register_timers` gets it."""
+        return request
+
     def _ended(self) -> None:  # noqa: B027 - a hook: most servers have nothing to do here
         """The thread ends: release what the server has opened."""
 
@@ -176,10 +188,9 @@ class Agenda:
     A dict and a lower bound, not a heap: a released timer leaves at once, so a job that sets a thousand timers a
     second fills no memory. The bound may be that of a released timer: then one look finds nothing.
 
-    >>> from phalanx.timer import TimerRequest
     >>> agenda = Agenda()
-    >>> for request in TimerRequest(1, "a", 5.0), TimerRequest(1, "b", 7.0), TimerRequest(1, "a", -1):
-    ...     assert agenda.take(request, 3.0)
+    >>> [agenda.take(1, *timer, now=3.0) for timer in (("a", 5.0), ("b", 7.0), ("a", -1))]
+    [True, True, True]
     >>> agenda.span(1, "a"), agenda.span(1, "b")
     (0.0, 4.0)
     >>> agenda.next(4.0), agenda.next(5.0), agenda.next(7.0)
@@ -194,9 +205,8 @@ class Agenda:
     def __len__(self) -> int:
         return sum(map(len, self._moments.values()))
 
-    def take(self, request: TimerRequest, now: float) -> bool:
-        """Record a timer that was set or released. False: its worker has `MOST_TIMERS` already."""
-        worker, scope, moment = request.worker_id, request.scope_id, request.expiration_time
+    def take(self, worker: Any, scope: str, moment: float, now: float) -> bool:
+        """Record a timer that was set, or released (< 0). False: its worker has `MOST_TIMERS` already."""
         own = self._moments.get(worker, {})
         if moment < 0:
             if own.pop(scope, None) is not None and not own:
@@ -308,8 +318,21 @@ class Watchdog:
             logger().error("the timer server has not stopped: %r still runs; it will end then", self._queue)
 
     def forget(self, worker: Any) -> None:
-        """Forget a worker that has exited. To be called in the server's thread."""
+        """Forget the timers of a worker."""
         self._agenda.forget(worker)
+
+    def plan(self, request: TimerRequest, moment: float) -> bool:
+        """Wake at the moment of a timer; < 0: it is released. False: its worker has too many, which is logged."""
+        if self._agenda.take(request.worker_id, request.scope_id, moment, clock.now()):
+            return True
+        self._complaints.say("a timer is refused: its worker has %d timers already (%r)", MOST_TIMERS, request)
+        return False
+
+    def wake(self) -> None:
+        """Have the thread read its plan again, if another thread has changed it."""
+        hook = getattr(self._queue, "_wake", None)
+        if hook is not None and self._thread is not None and not unpatched.is_current(self._thread):
+            self._try(None, hook)
 
     def seconds_at_work(self) -> float:
         """Return for how long the thread has worked without a break; 0.0 if it waits."""
@@ -335,8 +358,9 @@ class Watchdog:
                 self._look()
         finally:
             _running.discard(self)
-            self._try(None, self._server._ended)  # noqa: SLF001 - a hook of this package's own
-            self._close()
+            if self._server._watchdog in (None, self):  # noqa: SLF001 - else it was started anew, while this one hung
+                self._try(None, self._server._ended)  # noqa: SLF001 - a hook of this package's own
+                self._close()
             self._complaints.flush()
 
     def _rest(self, seconds: float) -> None:
@@ -414,10 +438,8 @@ class Watchdog:
                 request._deadline = request.expiration_time = (  # noqa: SLF001 - a field of this package's own
                     request.expiration_time + self._pauses.owed(taken, *self._waited)
                 )
-            if self._agenda.take(request, now):
-                requests.append(request)
-            else:
-                self._complaints.say("a timer is refused: its worker has %d timers already (%r)", MOST_TIMERS, request)
+            if self._server._plans or self.plan(request, request.expiration_time):  # noqa: SLF001 - as above
+                requests.append(self._server._given(request))  # noqa: SLF001 - as above
         self._try(None, self._server.register_timers, requests)
 
     def _expired(self, now: float) -> dict[Any, list[TimerRequest]]:
@@ -440,10 +462,11 @@ class Watchdog:
         due: dict[Any, list[TimerRequest]] = {}
         for worker, timers in expired.items():
             for timer in timers:
-                key = worker, timer.scope_id, timer.expiration_time
+                moment = self._server._moment(timer)  # noqa: SLF001 - a hook of this package's own
+                key = worker, timer.scope_id, moment
                 known = key in before
                 span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or loop.LONG
-                until = timer.expiration_time + self._pauses.lost(timer.expiration_time - span)
+                until = moment + self._pauses.lost(moment - span)
                 if not self._punctual:  # `get` may be slow whenever it is called: that is a reason only once
                     until = before[key][0] if known else min(until, now + span)
                 if known or until > now:

@@ -88,7 +88,7 @@ class LocalTimerServer(ProcessTimerServer):
         # A worker id that is no pid may equal a pid by chance. Only our own client sends the start time.
         gone = [key for key, one in self._timers.items() if key[0] == victim.pid and born_of(one) == victim.start]
         for key in gone:
-            del self._timers[key]
+            self._plan(self._timers.pop(key), -1.0)
 
     def _is_overridden(self) -> bool:
         """Whether `_reap_worker` is a subclass's, or was set on this object."""
@@ -182,9 +182,18 @@ class FileTimerServer(ProcessTimerServer):
     def register_timers(self, timer_requests: Iterable[TimerRequest]) -> None:
         """Take over ``timer_requests`` in their order: note timers that were taken, forget those that were released.
 
-        Their times are Unix time, or those that the server has converted.
+        Their times are Unix time.
         """
-        super().register_timers([one for each in timer_requests if (one := _converted(each)) is not None])
+        super().register_timers([one for each in timer_requests if (one := _dated(each)) is not None])
+
+    def _given(self, request: Any) -> Any:
+        if request.expiration_time >= 0:
+            request.expiration_time = request._sent  # noqa: SLF001 - a field of this package's own
+        return request
+
+    def _moment(self, timer: Any) -> float:
+        moment: float = timer._deadline  # noqa: SLF001 - a field of this package's own, set by `_dated`
+        return moment
 
     def clear_timers(self, worker_pids: set[int]) -> None:
         """Forget all timers of the processes in ``worker_pids``."""
@@ -233,7 +242,7 @@ class FileTimerServer(ProcessTimerServer):
         victim = self._victims.get(worker_pid)
         if victim is None:
             return False
-        hangs = [hang_of(worker_pid, one.scope_id, one.expiration_time) for one in self._due[worker_pid]]
+        hangs = [hang_of(worker_pid, one.scope_id, self._moment(one)) for one in self._due[worker_pid]]
         return victim.reap(signal, hangs)
 
     def _explain(self, scopes: dict[int, list[str]]) -> None:
@@ -246,10 +255,7 @@ class FileTimerServer(ProcessTimerServer):
         """Call the user's function, with the request as it was sent."""
         if self._log_event is not None:
             try:
-                if request is not None:
-                    request, sent = copy(request), request._sent  # noqa: SLF001 - a field of this package's own
-                    request.expiration_time = sent
-                self._log_event(name, request)
+                self._log_event(name, copy(request))
             except Exception:
                 _log.exception("timer server: log_event(%r) raised", name)
 
@@ -259,6 +265,14 @@ def _signal(request: Any) -> int:
     return number
 
 
-def _converted(request: TimerRequest) -> TimerRequest | None:
-    """Convert a request to CLOCK_MONOTONIC, unless the server's thread has; None: it is none, which is logged."""
-    return request if request._deadline == request.expiration_time else received(request)  # noqa: SLF001 - a field of this package
+def _dated(request: Any) -> Any:
+    """Return a request with its moment on CLOCK_MONOTONIC in ``_deadline``; None: it is none, which is logged."""
+    sent = getattr(request, "_sent", None)
+    if getattr(request, "_deadline", None) is not None and request.expiration_time == sent:
+        return request  # as the server's thread has dated it
+    own = copy(request)
+    own._deadline = None  # noqa: SLF001 - a hook has changed its time, or made it
+    dated: Any = received(own, shared=False)
+    if dated is not None and dated.expiration_time >= 0:
+        dated.expiration_time = request.expiration_time
+    return dated
