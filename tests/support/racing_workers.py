@@ -283,3 +283,31 @@ def exits_while_handling(way: str) -> None:
         if way == "0":
             sys.exit(0)
     sys.exit(3)
+
+
+def kills_itself_for_its_peer(rank: int, path: str) -> None:
+    """Rank 0 fails, and closes its connections early; rank 1 fails of that, and rank 2 kills itself long after it."""
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"{path}.new")
+            server.listen()
+            os.rename(f"{path}.new", path)
+            peers = [server.accept()[0] for _ in range(2)]
+        try:
+            raise ValueError("the cause")
+        finally:
+            for peer in peers:
+                peer.close()
+            time.sleep(0.4)  # a teardown
+    with socket.socket(socket.AF_UNIX) as client:
+        while True:
+            try:
+                client.connect(path)
+                break
+            except OSError:
+                time.sleep(0.01)
+        client.recv(1)
+    if rank == 2:
+        time.sleep(0.8)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ConnectionResetError("peer")

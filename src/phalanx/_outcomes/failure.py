@@ -46,7 +46,8 @@ _NO_DATA = {"message": "<NONE>"}  # the `error_file_data` of a failure without a
 _NO_MOMENT = 1 << 63  # the `first_key` of a failure of which no moment is known
 
 _EXIT_NOTICED_NS = 5_000_000  # see `ProcessFailure.first_key`
-_KILL_NOTICED_NS = 100_000_000
+KILL_NOTICED_NS = 100_000_000
+"""By so much later than its connections close, the exit of a killed process may be noticed."""
 
 _YEAR_10000 = 253402300800  # the first moment that ISO 8601 needs a fifth digit for
 
@@ -218,7 +219,7 @@ class ProcessFailure(Value):
             return min(moments if self.observed_ns is None else [*moments, self.observed_ns])
         if self.observed_ns is None:
             return _NO_MOMENT
-        return self.observed_ns - (_KILL_NOTICED_NS if self.exitcode == -signal.SIGKILL else _EXIT_NOTICED_NS)
+        return self.observed_ns - (KILL_NOTICED_NS if self.exitcode == -signal.SIGKILL else _EXIT_NOTICED_NS)
 
     def signal_name(self) -> str:
         """The signal that ended the worker, or ``"<N/A>"``."""

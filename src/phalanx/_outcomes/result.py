@@ -28,7 +28,7 @@ from phalanx._evidence.error_file import (
 )
 from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
 from phalanx._evidence.recording import read_exit, reads_as_lost_connection, write_record
-from phalanx._outcomes.failure import NOT_EXITED, WHILE_LEAVING, Outcome, ProcessFailure, signal_name
+from phalanx._outcomes.failure import KILL_NOTICED_NS, NOT_EXITED, WHILE_LEAVING, Outcome, ProcessFailure, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -308,8 +308,11 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
             if began:
                 is_first = min(began) <= moment + _LEAVING
             else:
-                # A SIGKILL of somebody else's follows from no peer's failure, even if its exit was seen later.
-                earlier = failure.exitcode == -signal.SIGKILL or worker.order < workers[peer].order
+                # The exit of a killed process is seen late: the kernel releases its memory first. If it is seen later
+                # than that, it may follow from the failure of the peer.
+                seen = max(moment, workers[peer].exit_ns) + KILL_NOTICED_NS
+                is_killed = failure.exitcode == -signal.SIGKILL and worker.exit_ns <= seen
+                earlier = is_killed or worker.order < workers[peer].order
                 is_first = worker.exiting_early or (earlier and worker.exit_ns <= moment + _LEAVING)
             if is_first:
                 before.append(moment - 1)
