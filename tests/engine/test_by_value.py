@@ -705,6 +705,10 @@ def test_marks_that_are_pickled_by_their_name() -> None:
     "statement,error",
     [
         ("class it(frozenset, enum.Enum): A = [1, 2]", "mixed with frozenset"),
+        (
+            "class Slot: __slots__ = ('w',)\nclass it(Slot, enum.Enum):\n A = 1\n def __init__(self, v): self.w = v",
+            "mixed with Slot, which has slots",
+        ),
         ("class Mark(int):\n    def __reduce__(self): return 'it'\nit = Mark(3)", "by its name"),
         ("it = functools.singledispatch(print)", "weakref"),
     ],

@@ -366,6 +366,7 @@ GOOD = record.to_object(example())
         (json.dumps({**GOOD, "pid": 0}).encode(), ["$.pid"]),
         (json.dumps({**GOOD, "started": 1e300}).encode(), ["$.started"]),
         (json.dumps({**GOOD, "attempts": [{"number": 0, "started": 0, "ranks": [7]}]}).encode(), ["$.attempts["]),
+        (json.dumps(GOOD).replace('"early": 0.0', f'"early": 1{400 * "0"}', 1).encode(), ["].early`"]),
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words: list[str]) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import math
 import os
 import time
 from typing import Any, ClassVar, Literal, get_args
@@ -372,7 +371,7 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
         version = _checked("_Versioned", found).version
         if version == VERSION:
             return _checked("Run", found), owner
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or ours
+    except (ValueError, OverflowError, RecursionError) as error:  # of JSON, of UTF-8, or ours
         msg = f"{path}: {_in_short(str(error), _MOST_PROBLEM)}"
         raise UnreadableRecordError(msg) from None
     msg = f"{path}: version {version}; this Phalanx reads version {VERSION}"
@@ -432,7 +431,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # at least, and less than: t
     "ExitCode": (int, 1 - 2**31, 2**31),
     "Step": (int, -(2**63), 2**63),
     "Moment": (float, 0, 253402214400),  # 9999-12-31
-    "Seconds": (float, 0, math.inf),
+    "Seconds": (float, 0, 253402214400),
 }
 
 

@@ -191,7 +191,7 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> Non
         for line in data.split(b"\n"):
             if b'"worker.exited"' not in line:
                 continue
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
+            with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 event = json.loads(line)
                 state, code, sent, ended = (event[key] for key in ("state", "exitcode", "signal_sent", "timestamp"))
                 facts = latest.get((event["attempt"], event["rank"]))

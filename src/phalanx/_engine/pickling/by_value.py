@@ -285,8 +285,12 @@ def _reduce_member(member: Any) -> tuple[Any, ...]:
     kind = type(member)
     mixed = kind._member_type_
     if mixed not in _MIXED:
-        msg = f"{member!r}: an enumeration that is mixed with {mixed.__qualname__} cannot go by value"
+        msg = f"{member!r}: an enumeration mixed with {mixed.__qualname__} cannot go by value: put it into a module"
         raise pickle.PicklingError(msg)
+    slotted = next((base for base in kind.__mro__ if base is not mixed and vars(base).get("__slots__")), None)
+    if slotted is not None:
+        msg = f"{member!r}: an enumeration mixed with {slotted.__qualname__}, which has slots, cannot go by value: "
+        raise pickle.PicklingError(f"{msg}put it into a module")
     args = () if mixed is object else mixed.__getnewargs__(member)
     return make_member, (kind, mixed, member._name_, args), vars(member), None, None, fill_member
 
