@@ -1012,7 +1012,7 @@ def test_equal_failures_are_told_once(place: Place, ready: Ready, gate: Gate) ->
             {gate.python()}
         raise ValueError('the same for all')
         """)
-    with place.start("--nproc-per-node", 3, "-r", 3, script) as launcher:
+    with place.start("--nproc-per-node", 3, "-r", 3, "--settle", 60, script) as launcher:
         ready.wait(3)
         gate.open(3)
         done = launcher.end()

@@ -481,6 +481,10 @@ def test_the_end_waits_for_agents_that_are_still_there(hub: Hub) -> None:
         ends = threading.Thread(target=hub.server.close, args=(SOON,))
         ends.start()
         assert other.next(Changed).written[0].value == b"over"
+        while True:  # the thread may not have begun to close
+            with hub.client() as early:
+                if isinstance(early.told.get(timeout=SOON), Away):
+                    break
         with hub.client() as late, hub.client(run_id="next") as following:  # not refused: another store will be here
             assert "what listens there closes the connection: " in late.next(Away, never=Refused).why
             assert following.next(Away, never=Refused)
