@@ -1,6 +1,6 @@
 """What a person chooses about the console: which lines it shows, and how.
 
-Owns the checks of these choices. `console_view` and `group_pump` carry them out.
+Owns the checks of these choices. `group_pump` carries them out.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class View:
         output: Where the lines are written.
         form: `Text` or `Json`.
         select: Chooses the lines that are shown; None for all.
-        sanitise: Whether control characters that a terminal would obey are written as escapes: see `control_chars`.
+        sanitise: Whether control characters that a terminal would obey are written as escapes: see `tty`.
     """
 
     def __init__(

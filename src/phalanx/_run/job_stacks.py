@@ -1,6 +1,6 @@
 """Where the ranks of a job are, for ``phalanx stack``: the socket of its agent, who asks there, the looks at a node.
 
-The socket is in the run's folder. What the agents of a job ask each other is `phalanx._rendezvous.looks`' business.
+The socket is in the folder of the run. `_rendezvous.stack_requests` has what the agents of a job ask each other.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A run's folder, as `_logs.specs` lays it out:
         job.toml                    what `phalanx run` was asked for, as a job file, without secrets
         report.txt                  the report, once the run has ended
         attempt_0/                  one start of all ranks; attempt_1 is the next
-            timeline                when each log file grew: `_logs.timeline_format`
+            timeline                when each log file grew: `_logs.timeline`
             filtered_stdout.log     the lines of all ranks that a filter chooses; also filtered_stderr.log
             0/                      local rank 0
                 stdout.log          what it wrote; before that stdout.log.1 (rotated), stdout.log.2.gz (compressed), …

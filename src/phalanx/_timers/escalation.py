@@ -50,7 +50,7 @@ _SIGNALS = {"terminate": int(signal.SIGTERM), "kill": linux.SIGKILL}
 class TimerScheduler:
     """Calls ``expired`` with the timers whose deadline is over, each once, in the loop's thread.
 
-    A deadline is postponed by the time in which this process could not run, see `suspension`.
+    A deadline is postponed by the time in which this process could not run, see `loop.wait_slice`.
 
     Args:
         table: The table to look at.

@@ -276,6 +276,7 @@ class Watchdog:
         self._stop.acquire()
         self._working_since = math.inf  # infinity: it waits
         self._agenda = Agenda()
+        self._planning = unpatched.module("_thread").RLock()  # other threads may set and clear timers, too
         self._complaints = Complaints()
         self._again = math.inf  # when to look again, after an exception, although no deadline is due
         # Workers that could not be reaped: when to try again, and the delay after that.
@@ -319,12 +320,14 @@ class Watchdog:
 
     def forget(self, worker: Any) -> None:
         """Forget the timers of a worker."""
-        self._agenda.forget(worker)
+        with self._planning:
+            self._agenda.forget(worker)
 
     def plan(self, request: TimerRequest, moment: float) -> bool:
         """Wake at the moment of a timer; < 0: it is released. False: its worker has too many, which is logged."""
-        if self._agenda.take(request.worker_id, request.scope_id, moment, clock.now()):
-            return True
+        with self._planning:
+            if self._agenda.take(request.worker_id, request.scope_id, moment, clock.now()):
+                return True
         self._complaints.say("a timer is refused: its worker has %d timers already (%r)", MOST_TIMERS, request)
         return False
 
@@ -352,7 +355,7 @@ class Watchdog:
                 pause = 0.0 if faults == self._faults else min(max(_PAUSE, 2 * pause), _LONGEST_PAUSE, self._interval)
                 if pause:
                     self._again = looked + pause
-                    self._rest(min(pause, max(0.0, self._agenda.next(looked) - clock.now())))
+                    self._rest(min(pause, max(0.0, self._next(looked) - clock.now())))
             if self._last_round:
                 self._drain()
                 self._look()
@@ -391,7 +394,7 @@ class Watchdog:
     def _turn(self) -> float:
         """Wait, take requests, reap late workers. Returns the moment for which expired timers were looked up."""
         now = clock.now()
-        moments = [self._agenda.next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
+        moments = [self._next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
         moments += [moment for moment, _ in self._postponed.values() if moment > now]
         seconds = max(0.0, min(min(moments) - now, self._interval))
         if self._punctual:  # then it waits in parts, as a pause within a wait is not seen
@@ -410,8 +413,13 @@ class Watchdog:
             expired = self._expired(now)
             if expired:
                 self._reap(expired, now)
-        self._agenda.next(now)
+        self._next(now)
         return now
+
+    def _next(self, looked: float) -> float:
+        """See `Agenda.next`."""
+        with self._planning:
+            return self._agenda.next(looked)
 
     def _drain(self) -> None:
         for _ in range(_PIPE_TURNS if self._punctual else _TURNS):

@@ -10,6 +10,7 @@ from copy import copy
 
 from phalanx._base import clock
 from phalanx.timer import debug_info_logging
+from phalanx.timer._file_client import FileTimerRequest
 from phalanx.timer._processes import ExitedError, ProcessTimerServer, Victim, born_of, hang_of
 from phalanx.timer._readers import FifoRequestQueue, MultiprocessingRequestQueue
 from phalanx.timer._server import received
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-    from phalanx.timer._file_client import FileTimerRequest
     from phalanx.timer._requests import TimerRequest
 
 _log = logging.getLogger("phalanx.timer")
@@ -265,10 +265,12 @@ def _signal(request: Any) -> int:
     return number
 
 
-def _dated(request: Any) -> Any:
+def _dated(request: object) -> Any:
     """Return a request with its moment on CLOCK_MONOTONIC in ``_deadline``; None: it is none, which is logged."""
-    sent = getattr(request, "_sent", None)
-    if getattr(request, "_deadline", None) is not None and request.expiration_time == sent:
+    if not isinstance(request, FileTimerRequest):
+        _log.error("not a timer request, skipped: %.200r", request)
+        return None
+    if request._deadline is not None and request.expiration_time == request._sent:  # noqa: SLF001 - fields of this package
         return request  # as the server's thread has dated it
     own = copy(request)
     own._deadline = None  # noqa: SLF001 - a hook has changed its time, or made it
