@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import signal
 import subprocess
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -119,26 +117,3 @@ def test_what_is_no_request_is_skipped(tmp_path: Path, worker: int, caplog: pyte
         held = server.get_expired_timers(time.monotonic() + 2 * HOUR)
     assert [one.scope_id for one in held[worker]] == ["good"]
     assert caplog.text.count("not a timer request, skipped") == 3
-
-
-def test_threads_may_set_and_clear_timers_while_others_come(tmp_path: Path, worker: int) -> None:
-    path = tmp_path / "timers"
-    with FileTimerServer(str(path), "run") as server:
-        is_over = threading.Event()
-
-        def flood() -> None:
-            for number in itertools.count():
-                if is_over.is_set():
-                    return
-                send(path, FileTimerRequest(worker, str(number % 500), time.time() + number % 3 / 100, 0))
-
-        sender = threading.Thread(target=flood)
-        sender.start()
-        for number in range(1000):
-            server.register_timers([FileTimerRequest(worker, f"ours/{number % 9}", time.time() + HOUR)])
-            if number % 10 == 0:
-                server.clear_timers({worker})
-        is_over.set()
-        sender.join()
-        send(path, FileTimerRequest(worker, "last", time.time(), signal.SIGKILL))
-        wait_gone([worker])
