@@ -64,6 +64,7 @@ COMMANDS = "<!-- the commands and their options -->"
 
 LINK = re.compile(r"\[((?:[^\]\[]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)\s#]+)([^)\s]*)\)")
 CONTENTS = re.compile(r"^(?:- \[[^\]]+\]\(#[^)]*\)\n){3,}\n", re.MULTILINE)  # the site shows one beside each page
+CELL_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="https?:[^"]+|<link\b[^>]*\bhref="https?:[^"]+|url\(["']?https?:"""
 )
@@ -97,6 +98,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
     markdown = CONTENTS.sub("", markdown)
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, "\n".join(commands()))
+    # In the code of a table's cell, the repository's host wants `\|`, which Python's Markdown shows as it stands.
+    markdown = CELL_CODE.sub(lambda found: found[0].replace("\\|", "|"), markdown)
     return LINK.sub(lead, markdown)
 
 
