@@ -123,6 +123,7 @@ class Simulation:
         self.store = SimulatedStore(self)
         self.nodes: list[SimulatedNode] = []
         self.formed: dict[int, Job] = {}
+        self.latest = 0.0  # when the last generation was formed
         self.stops: dict[int, bytes] = {}
         self.all_formed: list[Job] = []  # of earlier jobs of the same id, too
         self.all_stops: set[bytes] = set()
@@ -391,7 +392,7 @@ class Simulation:
         first = names[ids[0]]
         if job.address != first.address:
             raise BrokenError(f"generation {job.generation} meets at {job.address}, and rank 0 is on {first.address}")
-        self.formed[job.generation] = job
+        self.formed[job.generation], self.latest = job, self.now
         self.all_formed.append(job)
 
     def _see_haunted(self, job: Job) -> None:
@@ -401,6 +402,8 @@ class Simulation:
         if last is None or min(names[name].came for name in job.ids) < self.made:
             return
         died = max(names[name].died for name in last.ids)
+        if died < self.latest:  # it was formed of nodes whose leases outlived them, by one that waits
+            return
         came = min(node.came for node in self.nodes if node.came > -1 and (node.is_alive or node.died > died))
         if came >= self.made and died < min(came, *(names[name].came for name in job.ids)):  # else it made the job
             raise BrokenError(f"generation {job.generation} follows a job of which nobody is left")
