@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_run import Launcher, Place
+from tests.support.command import Launcher, Place
 from tests.support.etcd import free_port
 from tests.support.helpers import wait_gone
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cli.test_run import refused
+from tests.support.command import refused
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.cli.test_run import Done, Place
+    from tests.support.command import Done, Place
     from tests.support.helpers import Gate, Ready
 
 pytestmark = [

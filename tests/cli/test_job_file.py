@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from phalanx.cli._job_file import MOST_BYTES, statements
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS, refused
+from tests.cli.test_run import FLAGS, SETTINGS
+from tests.support.command import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('NAME')]))"

@@ -23,51 +23,31 @@ import pytest
 from phalanx._base import clock
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.prefixes import stamp
-from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
-from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, start_processes
+from tests.support.command import (
+    COUNT,
+    LIMIT,
+    Done,
+    Place,
+    fold_patiently,
+    group,
+    path_of,
+    read_until,
+    refused,
+    sh,
+    start_sh,
+    terminal,
+    workers_said,
+)
 from tests.support.etcd import free_port
 from tests.support.helpers import TIMEOUT, Gate, Ready
 from tests.support.screen import Emulator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 
 PYTHON = sys.executable
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    place = Place(folder)
-    place.env.pop("NO_COLOR", None)
-    place.env |= {"TERM": "xterm", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    return place
-
-
-def sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -> Done:
-    """Run a shell script in every rank."""
-    return place.run("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
-
-
-def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -> Launcher:
-    return place.start("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
-
-
-PATIENT = (
-    "from phalanx._base import clock; from phalanx._logs.dedup import Dedup; "
-    "Dedup.__init__.__defaults__ = (60.0, clock.wall)\n"
-)
-
-
-def fold_patiently(place: Place, more: str = "") -> None:
-    """Lines wait for their equals until all have said them, or have ended: a busy machine may bring them late."""
-    there = place.folder / "patient"
-    there.mkdir()
-    (there / "sitecustomize.py").write_text(PATIENT + more)
-    place.env["PYTHONPATH"] = os.pathsep.join([str(there), *filter(None, [place.env.get("PYTHONPATH")])])
 
 
 @pytest.fixture
@@ -76,42 +56,12 @@ def patient_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))
 
 
-def workers_said(text: str) -> list[str]:
-    """Lines of stderr that are not ours."""
-    return [line for line in text.splitlines() if not line.startswith("phalanx: ")]
-
-
 def report_of(done: Done) -> str:
     return done.err[done.err.index("====") :]
 
 
 def shown_before_the_report(done: Done) -> list[str]:
     return workers_said(done.err[: done.err.index("====")])
-
-
-def group(
-    logs: Path,
-    console: ConsoleSpecs,
-    entrypoint: Any,
-    args: Mapping[int, tuple[Any, ...]],
-    **options: Any,
-) -> RunProcsResult:
-    """The same through the library."""
-    specs = options.pop("logs_specs", None) or DefaultLogsSpecs(str(logs), tee=Std.ALL)
-    with start_processes("options", entrypoint, args, logs_specs=specs, console=console, **options) as running:
-        return running.wait()
-
-
-def path_of(place: Place, rank: int, name: str = "stdout.log") -> Path:
-    (path,) = place.logs.glob(f"*/attempt_0/{rank}/{name}")
-    return path
-
-
-def whole(path: Path) -> bytes:
-    """A log with all that rotation has set aside, oldest first."""
-    aside = sorted(path.parent.glob(f"{path.name}.*"), key=lambda part: int(part.suffix[1:]))
-    assert [int(part.suffix[1:]) for part in aside] == list(range(1, len(aside) + 1))
-    return b"".join(part.read_bytes() for part in [*aside, path])
 
 
 # --- whose lines
@@ -734,9 +684,6 @@ def test_a_template_that_is_no_text(template: Any) -> None:
 
 
 # --- size
-
-
-COUNT = "import os\nfor n in range({count}): os.write(1, b'line %d\\n' % n)\n"
 
 
 def test_the_last_lines_of_a_hidden_rank_that_rotates(place: Place) -> None:

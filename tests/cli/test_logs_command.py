@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,9 +23,8 @@ from phalanx._logs.timeline import read as read_timeline
 from phalanx._runs.catalog import resolve
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
-from tests.cli.test_log_options import start_sh
-from tests.cli.test_run import LIMIT, Done, Launcher, Place, refused
 from tests.runs.test_runs import wait_for_record
+from tests.support.command import LIMIT, LOGS, Launcher, Place, logs, reader, refused, start_sh
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import Gate
 
@@ -35,19 +34,7 @@ if TYPE_CHECKING:
     from tests.support.helpers import Ready
 
 
-LOGS = (sys.executable, "-m", "phalanx", "logs")
 PYTHON = sys.executable
-
-
-def reader(place: Place, *options: object, head: tuple[str, ...] = (), **settings: Any) -> Launcher:
-    argv = [*head, *LOGS, "--log-dir", str(place.logs), *map(str, options)]
-    return Launcher(argv, cwd=place.folder, env=place.env, **settings)
-
-
-def logs(place: Place, *options: object, **settings: Any) -> Done:
-    """What `phalanx logs` says."""
-    with reader(place, *options, **settings) as launcher:
-        return launcher.end()
 
 
 def lines(place: Place, *options: object) -> list[str]:

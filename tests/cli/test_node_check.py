@@ -14,7 +14,7 @@ import pytest
 
 from phalanx._run import node_check
 from phalanx._run.node_check import NodeCheck, pass_check
-from tests.cli.test_run import Place
+from tests.support.command import Place
 from tests.support.helpers import PYTHON, wait_gone
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ import pytest
 from phalanx.cli._declare import declarations
 from phalanx.cli._run_config import RunConfig, as_job_file
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS, refused
+from tests.cli.test_run import FLAGS, SETTINGS
+from tests.support.command import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 
 NAMES = [declared.name for declared in declarations(RunConfig)]

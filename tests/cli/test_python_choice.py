@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_run import RUN
+from tests.support.command import RUN
 from tests.support.helpers import PYTHON
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 
 def environment(folder: Path) -> Path:

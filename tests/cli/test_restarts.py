@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._run.run_team import _one_by_one
-from tests.cli.test_run import RUN, Done, Place, refused
+from tests.support.command import RUN, Done, Place, refused
 from tests.support.helpers import Gate, Ready, wait_gone
 
 if TYPE_CHECKING:

@@ -8,16 +8,13 @@ import io
 import json
 import math
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from textwrap import dedent
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -29,125 +26,8 @@ from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import Std
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LIMIT = 60.0
-RUN = (sys.executable, "-m", "phalanx", "run")
-VARIABLES = [
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-]  # fmt: skip
-
-
-class Done(NamedTuple):
-    """How a launcher ended, and what it showed."""
-
-    status: int
-    out: str
-    err: str
-
-
-class Launcher:
-    """A launcher that runs. Leaving the context kills it; its workers must then be gone by themselves."""
-
-    def __init__(self, argv: list[str], **settings: Any) -> None:
-        settings.setdefault("stdout", subprocess.PIPE)
-        settings.setdefault("stderr", subprocess.PIPE)
-        settings.setdefault("stdin", subprocess.DEVNULL)
-        self.process = subprocess.Popen(argv, **settings)
-        self._read = {"stdout": b"", "stderr": b""}  # and not returned
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.process.kill()
-        with self.process:
-            pass
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def read_until(self, text: str, stream: str = "stderr") -> str:
-        """What the launcher shows up to the line with `text`. What comes behind that line is left to others."""
-        pipe = getattr(self.process, stream)
-        shown = read_until(pipe.fileno(), text, before=self._read[stream]).encode()
-        line_end = shown.find(b"\n", shown.find(text.encode()))
-        end = line_end + 1 if line_end >= 0 and text.encode() in shown else len(shown)
-        self._read[stream] = shown[end:]
-        return shown[:end].decode()
-
-    def end(self) -> Done:
-        out, err = self.process.communicate(timeout=LIMIT)
-        out, err = self._read["stdout"] + (out or b""), self._read["stderr"] + (err or b"")
-        return Done(self.process.returncode, out.decode(), err.decode())
-
-
-def read_until(fd: int, text: str, timeout: float = TIMEOUT, before: bytes = b"") -> str:
-    """Read a descriptor until `text` has come, or the end. What comes with it is read, and returned, too."""
-    deadline = time.monotonic() + timeout
-    data = before
-    while text.encode() not in data:
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"no {text!r} within {timeout} s: {data!r}"
-        try:
-            chunk = os.read(fd, 65536)
-        except OSError:  # EIO: the last user of the terminal has gone
-            chunk = b""
-        if not chunk:
-            break
-        data += chunk
-    return data.decode()
-
-
-class Place:
-    """A folder with scripts, an environment without a launcher above us, and the ways to start a run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.logs = folder / "logs"
-        self.env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in VARIABLES and not name.startswith(("PHALANX_", "PET_", "TORCHELASTIC_"))
-        } | {"OMP_NUM_THREADS": "1"}  # else a line says what it was set to
-
-    def write(self, text: str, name: str = "script.py") -> str:
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(dedent(text))
-        return str(path)
-
-    def start(self, *argv: object, head: tuple[str, ...] = (), logs: bool = True, **settings: Any) -> Launcher:
-        where = ("--log-dir", str(self.logs)) if logs else ()
-        return Launcher([*head, *RUN, *where, *map(str, argv)], cwd=self.folder, env=self.env, **settings)
-
-    def run(self, *argv: object, **settings: Any) -> Done:
-        with self.start(*argv, **settings) as launcher:
-            return launcher.end()
-
-    def program(self, *argv: object) -> Done:
-        """Run any program here."""
-        with Launcher([str(arg) for arg in argv], cwd=self.folder, env=self.env) as launcher:
-            return launcher.end()
-
-    def log(self, rank: int, name: str = "stdout.log") -> str:
-        (path,) = self.logs.glob(f"*/attempt_0/{rank}/{name}")
-        return path.read_text()
-
-
-def refused(done: Done, *words: str) -> None:
-    """A usage error: status 2, words that help, no traceback, and nothing started."""
-    assert done.status == 2, done
-    assert "Traceback" not in done.err
-    assert "logs in" not in done.err
-    text = " ".join(done.err.split())
-    for word in words:
-        assert word in text
+from tests.support.command import LIMIT, RUN, VARIABLES, Launcher, Place, read_until, refused, terminal
+from tests.support.helpers import Gate, Ready, alive, let_a_request_pass, wait_gone
 
 
 # --- what a worker finds
@@ -853,18 +733,6 @@ def test_prefixes_are_of_one_width(place: Place) -> None:
 
 
 # --- terminals
-
-
-@contextlib.contextmanager
-def terminal() -> Iterator[tuple[int, int]]:
-    """Our end and the program's end of a pseudo-terminal."""
-    ours, theirs = pty.openpty()
-    try:
-        yield ours, theirs
-    finally:
-        os.close(ours)
-        with contextlib.suppress(OSError):
-            os.close(theirs)
 
 
 def on_a_terminal(place: Place, *argv: object) -> str:

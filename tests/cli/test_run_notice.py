@@ -12,7 +12,7 @@ import pytest
 from tests.support.helpers import alive, descendants, let_a_request_pass, wait_gone
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._runs import record
-from tests.cli.test_run import Done, Launcher, Place, read_until, terminal
 from tests.runs.test_runs import put, wait_for_record
+from tests.support.command import Done, Launcher, Place, read_until, terminal
 from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.records import write
 

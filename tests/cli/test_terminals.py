@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import tty as terminals
-from tests.cli.test_log_options import feed_until, on_a_terminal, resize, sh, start_sh
-from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, terminal
+from tests.cli.test_log_options import feed_until, on_a_terminal, resize
 from tests.runs.test_runs import put
+from tests.support.command import LIMIT, Done, Launcher, Place, read_until, sh, start_sh, terminal
 from tests.support.screen import Emulator
 
 if TYPE_CHECKING:

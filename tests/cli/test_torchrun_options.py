@@ -18,13 +18,13 @@ from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.timer import FileTimerServer
-from tests.cli.test_run import refused
 from tests.support import agent_workers
+from tests.support.command import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")

@@ -14,7 +14,7 @@ import pytest
 import phalanx
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

@@ -11,10 +11,10 @@ import pytest
 
 import phalanx
 from phalanx.run import get_args_parser, run
-from tests.cli.test_run import Launcher, Place
+from tests.support.command import Launcher, Place
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Done
+    from tests.support.command import Done
 
 SHIM = (sys.executable, "-P", "-m", "phalanx", "torchrun-shim")  # -P: as the command, it imports nothing from here
 

@@ -14,7 +14,7 @@ from phalanx.run import get_args_parser, run
 from tests.support.torch_names import torch_version
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Done, Place
+    from tests.support.command import Done, Place
 
 pytestmark = pytest.mark.torch
 

@@ -20,10 +20,10 @@ from click.testing import CliRunner
 import phalanx
 from phalanx.cli._commands import cli
 from phalanx.cli.run import run
-from tests.cli.test_run import refused
+from tests.support.command import refused
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 PHALANX = (sys.executable, "-m", "phalanx")
 RIGHT = "expected a time, {}, like 90 (seconds), 90s, 5m{}"

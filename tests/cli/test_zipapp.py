@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.each_python]
 

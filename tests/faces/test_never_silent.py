@@ -36,7 +36,7 @@ from tests.support.workers import run_script
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 METHODS = ("spawn", "forkserver", "fork")

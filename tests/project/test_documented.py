@@ -33,7 +33,7 @@ from tests.support.timer_workers import wait_asleep
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 pytestmark = pytest.mark.long
 

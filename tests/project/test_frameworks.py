@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_run import Launcher
+from tests.support.command import Launcher
 from tests.timers.test_hang_scenarios import first_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.test_run import Done, Place
+    from tests.support.command import Done, Place
 
 pytestmark = pytest.mark.torch
 
