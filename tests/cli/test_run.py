@@ -29,7 +29,6 @@ from phalanx.multiprocessing import Std
 from tests.support.command import LIMIT, RUN, VARIABLES, Launcher, Place, read_until, refused, terminal
 from tests.support.helpers import Gate, Ready, alive, let_a_request_pass, wait_gone
 
-
 # --- what a worker finds
 
 PRINT_ENV = f"""
