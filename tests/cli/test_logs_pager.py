@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +18,6 @@ from tests.runs.test_runs import wait_for_record
 from tests.support.command import LIMIT, LOGS, Place, logs, read_until, reader, start_sh, terminal
 from tests.support.helpers import Gate, Ready
 from tests.support.screen import Emulator
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 COUNT = 40_000
 

@@ -10,15 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 LIMIT = 60.0
 RUN = (sys.executable, "-m", "phalanx", "run")
