@@ -14,14 +14,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import leaks
+from tests.support.command import Place
 from tests.support.disks import Disk, mounted, small
 from tests.support.helpers import Gate, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.cli.test_run import Place
 
 
 # How long an example takes, or its making, is the machine's business: it may be busy.
@@ -151,8 +150,6 @@ def no_gc_callbacks() -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """Where `phalanx run` is tried."""
-    from tests.cli.test_run import Place
-
     folder = tmp_path / "place"
     folder.mkdir()
     return Place(folder)

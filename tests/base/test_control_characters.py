@@ -33,7 +33,7 @@ from tests.support.pump_tools import Memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 
 INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "20000"))

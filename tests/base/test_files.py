@@ -17,7 +17,7 @@ from phalanx._evidence.error_file import read_error_file
 from phalanx._logs import rotated, timeline
 from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
-from tests.cli.test_logs_command import logs
+from tests.support.command import logs
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, rig
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 
 def make_socket(path: str) -> None:

@@ -16,7 +16,7 @@ from phalanx.cli._commands import cli, meant
 from phalanx.cli._declare import sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
-from tests.cli.test_run import RUN, Done, Launcher, Place, refused
+from tests.support.command import RUN, Done, Launcher, Place, refused
 
 PHALANX = (sys.executable, "-m", "phalanx")
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import Launcher, Place
+from tests.support.command import Launcher, Place
 from tests.support.etcd import free_port
-from tests.support.helpers import wait_gone
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
-
+from tests.support.helpers import Ready, wait_gone
 
 LAUNCHER = """
 import sys

@@ -7,14 +7,11 @@ import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.cli.test_run import refused
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+from tests.support.command import Place, refused
 
 pytestmark = pytest.mark.slow
 

@@ -6,18 +6,16 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
+from pathlib import Path
+
 from tests.store.test_etcd import SECRET, want_passwords
 from tests.support.etcd import Etcd
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.long
 

@@ -7,20 +7,16 @@ import os
 import re
 import resource
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.support import workers
+from tests.support.command import Done, Place
 from tests.support.disks import Disk, fill, small
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.cli.test_run import Done, Place
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 pytestmark = [
     pytest.mark.usefixtures("own_temporary_folder"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,13 +14,8 @@ from hypothesis import strategies as st
 from phalanx.cli._job_file import MOST_BYTES, statements
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cli.test_run import Place
-
+from tests.cli.test_run import FLAGS, SETTINGS
+from tests.support.command import Place, refused
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('NAME')]))"
 

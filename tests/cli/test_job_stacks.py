@@ -6,7 +6,8 @@ import os
 import socket
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +17,7 @@ from phalanx._rendezvous.records import Job, Member
 from phalanx._run import job_stacks
 from phalanx._run.job_stacks import MOST_CALLERS, NAME, SEEN, NotToldError, StackDoor, ask
 from phalanx._runs import record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from phalanx._runs.record import Run
-
+from phalanx._runs.record import Run
 
 JOB = Job(3, "running", 2, 2, (Member("a", "host-a", 2, "x"), Member("b", "host-b", 1, "x")))
 HERE = 'Thread 0x01 (most recent call first):\n  File "t.py", line 4 in all_reduce\n'

@@ -8,21 +8,16 @@ import shlex
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from phalanx._logs.pump import STUCK
-from tests.cli.test_log_options import PYTHON, start_sh
-from tests.cli.test_logs_command import LOGS, logs, reader
-from tests.cli.test_run import LIMIT, Place, read_until, terminal
+from tests.cli.test_log_options import PYTHON
 from tests.runs.test_runs import wait_for_record
+from tests.support.command import LIMIT, LOGS, Place, logs, read_until, reader, start_sh, terminal
 from tests.support.helpers import Gate, Ready
 from tests.support.screen import Emulator
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 COUNT = 40_000
 

@@ -8,19 +8,15 @@ import re
 import signal
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._run import node_check
 from phalanx._run.node_check import NodeCheck, pass_check
-from tests.cli.test_run import Place
-from tests.support.helpers import PYTHON, wait_gone
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
+from tests.support.command import Place
+from tests.support.helpers import PYTHON, Ready, wait_gone
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -13,13 +14,8 @@ import pytest
 from phalanx.cli._declare import declarations
 from phalanx.cli._run_config import RunConfig, as_job_file
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cli.test_run import Place
-
+from tests.cli.test_run import FLAGS, SETTINGS
+from tests.support.command import Place, refused
 
 NAMES = [declared.name for declared in declarations(RunConfig)]
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_run import RUN
+from tests.support.command import RUN, Place
 from tests.support.helpers import PYTHON
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
 
 
 def environment(folder: Path) -> Path:

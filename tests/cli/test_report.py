@@ -10,23 +10,18 @@ import sys
 import threading
 import time
 import tomllib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from phalanx.agent import LocalElasticAgent, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from phalanx.launcher import LaunchConfig, elastic_launch
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.multiprocessing.errors import ChildFailedError
-from tests.cli.test_run import Done, refused
 from tests.runs.test_runs import wait_for_record
+from tests.support.command import Done, Place, refused
 from tests.support.helpers import TIMEOUT, Gate, Ready, wait_gone
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.agent import WorkerGroup
-    from tests.cli.test_run import Place
 
 pytestmark = pytest.mark.slow
 

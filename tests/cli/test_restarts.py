@@ -12,17 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._run.run_team import _one_by_one
-from tests.cli.test_run import RUN, Done, Place, refused
+from tests.support.command import RUN, Done, Place, refused
 from tests.support.helpers import Gate, Ready, wait_gone
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 FAILS = """
     import os, sys

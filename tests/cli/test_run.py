@@ -8,16 +8,13 @@ import io
 import json
 import math
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from textwrap import dedent
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -29,126 +26,8 @@ from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import Std
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, let_a_request_pass, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LIMIT = 60.0
-RUN = (sys.executable, "-m", "phalanx", "run")
-VARIABLES = [
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-]  # fmt: skip
-
-
-class Done(NamedTuple):
-    """How a launcher ended, and what it showed."""
-
-    status: int
-    out: str
-    err: str
-
-
-class Launcher:
-    """A launcher that runs. Leaving the context kills it; its workers must then be gone by themselves."""
-
-    def __init__(self, argv: list[str], **settings: Any) -> None:
-        settings.setdefault("stdout", subprocess.PIPE)
-        settings.setdefault("stderr", subprocess.PIPE)
-        settings.setdefault("stdin", subprocess.DEVNULL)
-        self.process = subprocess.Popen(argv, **settings)
-        self._read = {"stdout": b"", "stderr": b""}  # and not returned
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.process.kill()
-        with self.process:
-            pass
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def read_until(self, text: str, stream: str = "stderr") -> str:
-        """What the launcher shows up to the line with `text`. What comes behind that line is left to others."""
-        pipe = getattr(self.process, stream)
-        shown = read_until(pipe.fileno(), text, before=self._read[stream]).encode()
-        line_end = shown.find(b"\n", shown.find(text.encode()))
-        end = line_end + 1 if line_end >= 0 and text.encode() in shown else len(shown)
-        self._read[stream] = shown[end:]
-        return shown[:end].decode()
-
-    def end(self) -> Done:
-        out, err = self.process.communicate(timeout=LIMIT)
-        out, err = self._read["stdout"] + (out or b""), self._read["stderr"] + (err or b"")
-        return Done(self.process.returncode, out.decode(), err.decode())
-
-
-def read_until(fd: int, text: str, timeout: float = TIMEOUT, before: bytes = b"") -> str:
-    """Read a descriptor until `text` has come, or the end. What comes with it is read, and returned, too."""
-    deadline = time.monotonic() + timeout
-    data = before
-    while text.encode() not in data:
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"no {text!r} within {timeout} s: {data!r}"
-        try:
-            chunk = os.read(fd, 65536)
-        except OSError:  # EIO: the last user of the terminal has gone
-            chunk = b""
-        if not chunk:
-            break
-        data += chunk
-    return data.decode()
-
-
-class Place:
-    """A folder with scripts, an environment without a launcher above us, and the ways to start a run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.logs = folder / "logs"
-        self.env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in VARIABLES and not name.startswith(("PHALANX_", "PET_", "TORCHELASTIC_"))
-        } | {"OMP_NUM_THREADS": "1"}  # else a line says what it was set to
-
-    def write(self, text: str, name: str = "script.py") -> str:
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(dedent(text))
-        return str(path)
-
-    def start(self, *argv: object, head: tuple[str, ...] = (), logs: bool = True, **settings: Any) -> Launcher:
-        where = ("--log-dir", str(self.logs)) if logs else ()
-        return Launcher([*head, *RUN, *where, *map(str, argv)], cwd=self.folder, env=self.env, **settings)
-
-    def run(self, *argv: object, **settings: Any) -> Done:
-        with self.start(*argv, **settings) as launcher:
-            return launcher.end()
-
-    def program(self, *argv: object) -> Done:
-        """Run any program here."""
-        with Launcher([str(arg) for arg in argv], cwd=self.folder, env=self.env) as launcher:
-            return launcher.end()
-
-    def log(self, rank: int, name: str = "stdout.log") -> str:
-        (path,) = self.logs.glob(f"*/attempt_0/{rank}/{name}")
-        return path.read_text()
-
-
-def refused(done: Done, *words: str) -> None:
-    """A usage error: status 2, words that help, no traceback, and nothing started."""
-    assert done.status == 2, done
-    assert "Traceback" not in done.err
-    assert "logs in" not in done.err
-    text = " ".join(done.err.split())
-    for word in words:
-        assert word in text
-
+from tests.support.command import LIMIT, RUN, VARIABLES, Launcher, Place, read_until, terminal
+from tests.support.helpers import Gate, Ready, alive, let_a_request_pass, wait_gone
 
 # --- what a worker finds
 
@@ -188,13 +67,6 @@ def test_the_environment_of_the_workers(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
-    place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
-    script = place.write("import os; print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])")
-    assert place.run(script).out == "[0] 3\n"
-
-
-@pytest.mark.slow
 def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     script = place.write("""
         import os, socket
@@ -216,12 +88,13 @@ def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_master_that_the_user_names(place: Place) -> None:
-    script = place.write("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
+def test_a_master_and_settings_of_nccl_are_those_the_user_names(place: Place) -> None:
+    place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    names = "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    script = place.write(f"import os; print(*(os.environ[name] for name in {names}))")
     done = place.run("--master-addr", "node7.invalid", "--master-port", 29500, script)
-    assert done.out == "[0] node7.invalid 29500\n"
-    out = place.run("--master_addr=node7.invalid", script).out
-    assert re.fullmatch(r"\[0\] node7\.invalid [1-9]\d*\n", out)
+    assert done.out == "[0] node7.invalid 29500 3\n"
+    assert re.fullmatch(r"\[0\] node7\.invalid [1-9]\d* 3\n", place.run("--master_addr=node7.invalid", script).out)
 
 
 @pytest.mark.slow
@@ -233,12 +106,6 @@ def test_stdin_is_empty_and_the_folder_is_the_callers(place: Place) -> None:
 # --- how many workers
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "٣", "1e3", "+2", "auto:2"])
-def test_a_number_of_workers_that_cannot_be(place: Place, value: str) -> None:
-    done = place.run(f"--nproc-per-node={value}", place.write(""))
-    refused(done, "--nproc-per-node", repr(value), "at least 1", "auto, cpu or gpu")
-
-
 def test_the_number_of_workers_by_name(place: Place) -> None:
     script = place.write("import os; print(os.environ['WORLD_SIZE'])")
     cpus = len(os.sched_getaffinity(0))
@@ -247,68 +114,73 @@ def test_the_number_of_workers_by_name(place: Place) -> None:
     done = place.run("--nproc-per-node", "cpu", script, head=("taskset", "-c", str(one)))
     assert done.out == "[0] 1\n"
     place.env["CUDA_VISIBLE_DEVICES"] = place.env["HIP_VISIBLE_DEVICES"] = place.env["ROCR_VISIBLE_DEVICES"] = ""
-    refused(place.run("--nproc-per-node", "gpu", script), "gpu", "VISIBLE_DEVICES")
     assert place.run("--nproc-per-node", "auto", script).out.count(f"] {cpus}\n") == cpus
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root folder to which a test gives devices."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    root = tmp_path / "machine"
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-modeset", "null"):
-        path = root / "dev" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    return root
+NVIDIA_SMI = """#!/bin/sh
+cat <<'END'
+GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-5a)
+GPU 1: NVIDIA A100 (UUID: GPU-7c)
+  MIG 1g.5gb      Device  0: (UUID: MIG-5b)
+END
+"""
+NODES, PROC, WSL = "dev/nvidia{}", "proc/driver/nvidia/gpus/0000:{:02x}:00.0/x", "usr/lib/wsl/lib/"
 
 
-def nvidia(root: Path, count: int, *, nodes: bool = True, proc: bool = True) -> None:
-    for number in range(count):
-        if nodes:
-            (root / "dev" / f"nvidia{number}").touch()
-        if proc:
-            (root / "proc/driver/nvidia/gpus" / f"0000:{number:02x}:00.0").mkdir(parents=True)
-
-
-def amd(root: Path, *simds: int) -> None:
+def machine(root: Path, *simds: int, nodes: int = 0, proc: int = 0, library: str = "", smi: str = "") -> str:
+    """A root folder with devices of AMD (by their units), of NVIDIA, or of WSL2."""
+    names = ["dev/nvidiactl", "dev/nvidia-uvm", "dev/nvidia-uvm-tools", "dev/nvidia-caps/nvidia-cap1", "dev/null"]
+    names += [NODES.format(number) for number in range(nodes)] + [PROC.format(number) for number in range(proc)]
+    names += ["dev/dxg", f"{WSL}{library or 'x'}"] if library or smi else []
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
     for number, simd in enumerate(simds):
         node = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
         (node / "properties").write_text(f"cpu_cores_count {0 if simd else 16}\nsimd_count {simd}\nmem_banks_count 1\n")
+    if smi:
+        (root / WSL / "nvidia-smi").write_text(smi)
+        (root / WSL / "nvidia-smi").chmod(0o755)
+    return str(root)
 
 
-def test_devices_are_counted_without_a_framework(machine: Path) -> None:
-    assert devices.count_gpus(str(machine)) == 0
-    assert devices.count_gpus(str(machine / "absent")) == 0
-    nvidia(machine, 12)
-    assert devices.count_gpus(str(machine)) == 12
-
-
-def test_devices_of_a_container_are_those_that_it_was_given(machine: Path) -> None:
-    nvidia(machine, 8, nodes=False)
-    assert devices.count_gpus(str(machine)) == 8  # drivers that show no nodes
-    (machine / "dev" / "nvidia5").touch()
-    assert devices.count_gpus(str(machine)) == 1  # /proc shows the host's
-
-
-def test_devices_of_the_other_make(machine: Path) -> None:
-    amd(machine, 0, 0, 304, 304, 1216)
-    assert devices.count_gpus(str(machine)) == 3
+FOUR = {"nodes": 4, "proc": 4}
+MAKERS = ("CUDA", "ROCR", "HIP")
 
 
 @pytest.mark.parametrize(
-    "value,count",
-    [("", 0), ("0", 1), ("0,2", 2), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
-     ("MIG-GPU-1/1/0,MIG-GPU-1/2/0", 2), ("0,1,2,3,4,5,6,7,8,9", 4), ("4", 0), ("3,4,0", 1), ("0,0", 0), ("0,,1", 1),
-     ("GPU-a,0", 1), ("0 1", 1), ("0,GPU-a", 1)],
+    "devices_there,simds,visible,count",
+    [
+        ({}, (), {}, 0),
+        ({}, (), {"CUDA": "0,1"}, 0),  # a variable makes no device
+        ({"nodes": 12, "proc": 12}, (), {}, 12),
+        ({"proc": 8}, (), {}, 8),  # drivers that show no nodes
+        ({"nodes": 1, "proc": 8}, (), {}, 1),  # in a container, /proc shows the host's
+        ({}, (0, 0, 304, 304, 1216), {}, 3),
+        ({}, (0, *[304] * 4), {"CUDA": "0"}, 1),
+        ({}, (0, *[304] * 4), {"CUDA": "0", "ROCR": "0,1"}, 2),
+        ({}, (0, *[304] * 4), {"CUDA": "0", "ROCR": "0,1", "HIP": "0,1,2"}, 3),
+        *((FOUR, (), {"CUDA": text}, count) for text, count in [
+            ("", 0), ("0", 1), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
+            ("MIG-GPU-1/1/0,MIG-GPU-1/2/0", 2), ("0,1,2,3,4,5", 4), ("4", 0), ("3,4,0", 1), ("0,0", 0), ("0,,1", 1),
+            ("GPU-a,0", 1), ("0 1", 1), ("0,GPU-a", 1)]),
+        *(({"library": name, "smi": NVIDIA_SMI}, (), {}, 2) for name in ("libcuda.so.1", "libnvidia-ml.so.1")),
+        ({"library": "libcuda.so.1", "smi": NVIDIA_SMI}, (), {"CUDA": "1,2"}, 1),
+        ({"smi": NVIDIA_SMI}, (), {}, 0),  # of another maker, under WSL
+        *(({"library": "libcuda.so.1", "smi": smi}, (), {}, 1)  # there is one at least, whoever cannot count it
+          for smi in ("", "#!/bin/sh\nexit 9\n", f"{NVIDIA_SMI}exit 9\n", "#!/bin/sh\necho 'No devices'\n")),
+    ],
 )  # fmt: skip
-def test_visible_devices(machine: Path, monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert devices.count_gpus(str(machine)) == 0  # a variable makes no device
-    nvidia(machine, 4)
-    assert devices.count_gpus(str(machine)) == count
+def test_devices_are_counted_without_a_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices_there: dict[str, Any], simds: tuple[int, ...],
+    visible: dict[str, str], count: int,
+) -> None:  # fmt: skip
+    for maker in MAKERS:
+        monkeypatch.delenv(f"{maker}_VISIBLE_DEVICES", raising=False)
+    for maker, text in visible.items():
+        monkeypatch.setenv(f"{maker}_VISIBLE_DEVICES", text)
+    assert devices.count_gpus(machine(tmp_path, *simds, **devices_there)) == count
 
 
 VISIBLE = [
@@ -328,43 +200,7 @@ def test_visible_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPat
     assert devices.visible(value) == list(map(str, cuda._parse_visible_devices()))
 
 
-def wsl(root: Path, smi: str = "", library: str = "libcuda.so.1") -> Path:
-    """Make it a machine of WSL2, with a script as nvidia-smi."""
-    folder = root / "usr/lib/wsl/lib"
-    folder.mkdir(parents=True)
-    (root / "dev/dxg").touch()
-    if library:
-        (folder / library).touch()
-    if smi:
-        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
-        (folder / "nvidia-smi").chmod(0o755)
-    return folder
-
-
-LISTED = """cat <<'END'
-GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-5a)
-GPU 1: NVIDIA A100 (UUID: GPU-7c)
-  MIG 1g.5gb      Device  0: (UUID: MIG-5b)
-END"""
-
-
-@pytest.mark.parametrize("library", ["libcuda.so.1", "libnvidia-ml.so.1"])
-def test_devices_under_wsl_are_counted_by_nvidia_smi(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
-    wsl(machine, LISTED, library)
-    assert devices.count_gpus(str(machine)) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert devices.count_gpus(str(machine)) == 1
-
-
-@pytest.mark.parametrize("smi", ["", "exit 9", f"{LISTED}\nexit 9", "echo 'No devices were found'"])
-def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -> None:
-    wsl(machine, smi)
-    assert devices.count_gpus(str(machine)) == 1
-
-
-def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_that_does_not_come_to_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the program is by then."""
     started: list[int] = []
 
@@ -375,22 +211,9 @@ def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest
 
     monkeypatch.setattr(subprocess, "Popen", Noted)
     monkeypatch.setattr(devices, "_ASKING", 0.5)
-    wsl(machine, "exec sleep 600")
-    assert devices.count_gpus(str(machine)) == 1
+    assert devices.count_gpus(machine(tmp_path, library="libcuda.so.1", smi="#!/bin/sh\nexec sleep 600\n")) == 1
     assert len(started) == 1
     assert wait_gone(started) == set()
-
-
-def test_devices_of_other_makes_under_wsl_are_none(machine: Path) -> None:
-    wsl(machine, LISTED, library="")
-    assert devices.count_gpus(str(machine)) == 0
-
-
-def test_visible_devices_of_the_other_make(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    amd(machine, 0, 304, 304, 304, 304)
-    for number, name in enumerate(("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), 1):
-        monkeypatch.setenv(name, ",".join("0123"[:number]))
-        assert devices.count_gpus(str(machine)) == number
 
 
 # --- options
@@ -563,15 +386,6 @@ def test_the_command_line_from_python_is_as_torchs(place: Place) -> None:
             assert (done.status, done.out) == (0, said), (which, done)
 
 
-@pytest.mark.parametrize("option", ["--nnodes=0", "--nnodes=4:1", "--nnodes=2:", "--nnodes=1:70000", "--node-rank=-1"])
-def test_numbers_of_machines_that_cannot_be(option: str) -> None:
-    name, _, value = option.partition("=")
-    with pytest.raises(click.BadParameter, match=f"'{value}': expected ") as refused:
-        parsed(option, "script.py")
-    assert refused.value.param is not None
-    assert name in refused.value.param.opts
-
-
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("prefix", ["PET", "PHALANX"])
 def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,16 +397,6 @@ def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.Monke
     assert parsed("script.py")[name] is False
 
 
-def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
-    place.env["PET_NPROC_PER_NODE"] = "many"
-    refused(place.run(place.write("")), "nproc", "'many'")
-
-
-def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
-    place.env["PHALANX_GRACE"] = "nan"
-    refused(place.run(place.write("")), "'--grace'", "'nan': expected a time, 0 or more")
-
-
 @pytest.mark.slow
 def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
@@ -602,38 +406,23 @@ def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_what_follows_the_script_belongs_to_the_script(place: Place) -> None:
-    script = place.write("import sys; print(sys.argv[1:])")
-    tail = ["--nproc-per-node", "9", "-m", "--help", "--", "-r", "3", "--no_python", "--some_option", "a b", ""]
-    assert place.run(script, *tail).out == f"[0] {tail}\n"
-    assert place.run("--", script, "--help").out == "[0] ['--help']\n"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed,expected",
     [
-        ("SCRIPT -- --lr 1", ["--lr", "1"]),
-        ("SCRIPT -- a -- b", ["a", "--", "b"]),
-        ("SCRIPT a -- b", ["a", "--", "b"]),
-        ("SCRIPT -- -- x", ["--", "x"]),
-        ("SCRIPT --", []),
-        ("-- SCRIPT -- x", ["--", "x"]),
-        ("-- SCRIPT a -- b", ["a", "--", "b"]),
-        ("-m train -- --lr 1", ["--lr", "1"]),
+        ("S --role 9 -m --help -r 3 --no_python", ["--role", "9", "-m", "--help", "-r", "3", "--no_python"]),
+        ("S -- a -- b", ["a", "--", "b"]),
+        ("S a -- b", ["a", "--", "b"]),
+        ("S --", []),
+        ("-- S -- --help", ["--", "--help"]),
         ("-m -- train -- x", ["--", "x"]),
-        ("--no-python sys.sh -- -x", ["-x"]),
-        ("--nproc-per-node=1 SCRIPT -- -- SCRIPT --", ["--", "SCRIPT", "--"]),
+        ("--no-python ./sys.sh -- -x", ["-x"]),
     ],
-)
-def test_one_separator_after_the_script_is_left_out(place: Place, typed: str, expected: list[str]) -> None:
+)  # fmt: skip
+def test_the_script_gets_what_follows_but_one_separator(place: Place, typed: str, expected: list[str]) -> None:
     """As torchrun's parser does it: `test_torchrun_options_torch` runs that."""
     script = place.write("import sys; print(sys.argv[1:])", "train.py")
-    binary = place.write("""#!/bin/sh\nprintf "['%s']\\n" "$@"\n""", "sys.sh")
-    os.chmod(binary, 0o700)
-    argv = [{"SCRIPT": script, "sys.sh": binary}.get(word, word) for word in typed.split()]
-    expected = [{"SCRIPT": script}.get(word, word) for word in expected]
-    assert place.run(*argv).out == f"[0] {expected}\n"
+    os.chmod(place.write("""#!/bin/sh\nprintf "['%s']\\n" "$@"\n""", "sys.sh"), 0o700)
+    assert place.run(*(script if word == "S" else word for word in typed.split())).out == f"[0] {expected}\n"
 
 
 @pytest.mark.slow
@@ -652,7 +441,6 @@ def test_a_binary(place: Place) -> None:
     done = place.run("--no-python", "sh", "-c", "echo what it said >&2; exit 3")
     assert done.status == 3
     assert "last lines of stderr:\n    what it said\n" in done.err
-    refused(place.run("--no-python", "-m", "sh"), "--module", "--no-python")
 
 
 def test_a_binary_that_is_not_there(place: Place) -> None:
@@ -661,46 +449,6 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
     assert "absent-binary" in done.err
     assert place.env["PATH"] in done.err
     assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize(
-    "argv,hint",
-    [
-        (["--nproc-per-nod", "2"], "--nproc-per-node"),
-        (["--nproc_per_nodes", "2"], "--nproc-per-node"),
-        (["--redirect", "3"], "--redirects"),
-        (["--log_dirs", "x"], "--log-dir"),
-        (["--start-method", "spwan"], "spawn"),
-        (["--grace", "-1"], "--grace"),
-        (["--grace", "soon"], "--grace"),
-        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': 'nan': expected a time, 0 or more"),
-        (["--settle", "nan"], "'--settle': 'nan': expected a time, 0 or more"),
-        (["--linger", "nan"], "'--linger': 'nan': expected a time, 0 or more"),
-        (["--drain", "nan"], "'--drain': 'nan': expected a time, 0 or more"),
-        (["--hang-timeout", "inf"], "'--hang-timeout': 'inf': expected a time, more than 0"),
-        (["--master-port", "65536"], "--master-port"),
-        (["-r", "4"], "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
-        (["-t", "0:3,1"], "'1'"),
-        (["-r", "5:3", "--nproc-per-node", "2"], "there is no local rank 5; ranks are 0 to 1"),
-        (["-t", "2:3", "--nproc-per-node", "2"], "--tee: there is no local rank 2"),
-        (["--local-ranks-filter", "0,2,3", "--nproc-per-node", "2"], "there is no local rank 2, 3"),
-        (["--local-ranks-filter", "first"], "expected ranks"),
-    ],
-)
-def test_a_mistaken_option_is_refused_with_a_hint(place: Place, argv: list[str], hint: str) -> None:
-    refused(place.run(*argv, place.write("")), hint)
-
-
-def test_a_mistaken_script_is_refused_with_a_hint(place: Place) -> None:
-    place.write("", "train_model.py")
-    place.write("", "sub/train_model.py")
-    refused(place.run("train_modle.py"), "'train_modle.py' does not exist", "did you mean 'train_model.py'?")
-    refused(place.run("sub/train_modle.py"), "did you mean 'sub/train_model.py'?")
-    refused(place.run("quite-different"), "'quite-different' does not exist")
-    refused(place.run("absent/train.py"), "'absent/train.py' does not exist")
-    refused(place.run("sub"), "'sub' is a folder without a __main__.py")
-    refused(place.run(), "Missing argument 'SCRIPT'")
-    refused(place.run(""), "does not exist")
 
 
 # --- consoles and files
@@ -733,19 +481,12 @@ def raw(what: str, *ranks: int) -> set[str]:
     [
         ("", Streams(prefixed("out", 0, 1), prefixed("err", 0, 1), (BOTH, BOTH))),
         ("-r 0", Streams(raw("out", 0, 1), raw("err", 0, 1), ((), ()))),
-        ("-t 0", Streams(raw("out", 0, 1), raw("err", 0, 1), ((), ()))),
         ("-r 1", Streams(set(), raw("err", 0, 1), (("stdout.log",), ("stdout.log",)))),
-        ("-r 2", Streams(raw("out", 0, 1), set(), (("stderr.log",), ("stderr.log",)))),
-        ("-r 3", Streams(set(), set(), (BOTH, BOTH))),
-        ("-t 1", Streams(prefixed("out", 0, 1), raw("err", 0, 1), (("stdout.log",), ("stdout.log",)))),
         ("-t 2", Streams(raw("out", 0, 1), prefixed("err", 0, 1), (("stderr.log",), ("stderr.log",)))),
         ("-r 1 -t 2", Streams(set(), prefixed("err", 0, 1), (BOTH, BOTH))),
-        ("-r 3 -t 1", Streams(prefixed("out", 0, 1), set(), (BOTH, BOTH))),
         ("-r 0:3,1:0", Streams(raw("out", 1), raw("err", 1), (BOTH, ()))),
         ("-t 0:1", Streams(prefixed("out", 0) | raw("out", 1), raw("err", 0, 1), (("stdout.log",), ()))),
-        ("-r 1:3 -t 0:3", Streams(prefixed("out", 0), prefixed("err", 0), (BOTH, BOTH))),
         ("--local-ranks-filter 1", Streams(prefixed("out", 1), prefixed("err", 1), (BOTH, BOTH))),
-        ("--local-ranks-filter 0,1", Streams(prefixed("out", 0, 1), prefixed("err", 0, 1), (BOTH, BOTH))),
         ("-r 0 --local-ranks-filter 0", Streams(raw("out", 0), raw("err", 0), ((), ()))),
         ("-r 3 --local-ranks-filter 0", Streams(set(), set(), (BOTH, BOTH))),
     ],
@@ -773,16 +514,8 @@ def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
     assert done.err.startswith(f"phalanx: 2 workers, logs in {place.logs}/")
 
 
-def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
-    script = place.write("")
-    for _ in range(2):
-        assert place.run("--run-id", "same", script).status == 0
-    assert len(list(place.logs.glob("same_*"))) == 2
-
-
 def test_a_log_folder_that_cannot_be(place: Place) -> None:
     script = place.write("")
-    refused(place.run("--log-dir", script, script), "--log-dir", "script.py")
     done = place.run("--log-dir", f"{script}/below", script)
     assert done.status in (1, 2)
     assert "script.py" in done.err
@@ -805,66 +538,7 @@ def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
     assert len(list(home.glob(".local/state/phalanx/runs/*"))) == 2
 
 
-def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> None:
-    temporary = place.folder / "temporary"
-    temporary.mkdir()
-    place.write("", "file")
-    place.env |= {"HOME": str(place.folder / "file" / "home"), "TMPDIR": str(temporary)}
-    place.env.pop("XDG_STATE_HOME", None)
-    done = place.run(place.write("print('x')"), logs=False)
-    assert done.status == 0
-    assert f"logs in {temporary}/phalanx-{os.geteuid()}/" in done.err
-    assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
-
-
-@pytest.mark.slow
-def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
-    speak = "import sys\nprint('now')\nprint('and here', file=sys.stderr)"
-    script = place.write(f"{speak}\n{gate.python()}\nprint('then')")
-    with place.start(script) as launcher:
-        assert launcher.read_until("now\n", "stdout") == "[0] now\n"
-        launcher.read_until("[0] and here\n")
-        gate.open()
-        assert launcher.end()[:2] == (0, "[0] then\n")
-
-
-@pytest.mark.slow
-def test_only_whole_lines_are_shown(place: Place) -> None:
-    script = place.write("""
-        import os
-        for number in range(300):
-            for part in (f"{os.environ['RANK']}:{number}:", "x" * 50, "y" * 50, "\\n"):
-                os.write(1, part.encode())
-        os.write(1, b"no end \\xff")
-        """)
-    with place.start("--nproc-per-node", 3, script) as launcher:
-        out, _ = launcher.process.communicate(timeout=LIMIT)
-    lines = out.split(b"\n")
-    assert len(lines) == 3 * 301 + 1
-    for rank in range(3):
-        mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
-        whole = [b"[%d] %d:%d:%s%s" % (rank, rank, number, b"x" * 50, b"y" * 50) for number in range(300)]
-        assert mine == [*whole, b"[%d] no end \xff" % rank]
-
-
-def test_prefixes_are_of_one_width(place: Place) -> None:
-    done = place.run("--nproc-per-node", 11, "--no-python", "echo", "x")
-    assert sorted(done.out.splitlines()) == sorted([f" [{rank}] x" for rank in range(10)] + ["[10] x"])
-
-
 # --- terminals
-
-
-@contextlib.contextmanager
-def terminal() -> Iterator[tuple[int, int]]:
-    """Our end and the program's end of a pseudo-terminal."""
-    ours, theirs = pty.openpty()
-    try:
-        yield ours, theirs
-    finally:
-        os.close(ours)
-        with contextlib.suppress(OSError):
-            os.close(theirs)
 
 
 def on_a_terminal(place: Place, *argv: object) -> str:
@@ -876,16 +550,12 @@ def on_a_terminal(place: Place, *argv: object) -> str:
 
 
 def test_colours_are_for_terminals(place: Place) -> None:
-    script = place.write("print('x')")
     failing = place.write("print('x'); raise SystemExit(1)", "failing.py")
-    place.env.pop("NO_COLOR", None)
-    place.env["TERM"] = "xterm"
     done = place.run(failing)
     assert "\033" not in done.out + done.err
-    shown = on_a_terminal(place, "--nproc-per-node", 2, script)
+    shown = on_a_terminal(place, failing)
     assert re.search(r"\033\[36m\[0\]\033\[0m x\r\n", shown)
-    assert re.search(r"\033\[33m\[1\]\033\[0m x\r\n", shown)
-    assert re.search(r"\033\[[0-9;]*m[^\n]*failing.py FAILED", on_a_terminal(place, failing))
+    assert re.search(r"\033\[[0-9;]*m[^\n]*failing.py FAILED", shown)
     place.env["NO_COLOR"] = "1"
     shown = on_a_terminal(place, failing)
     assert "\033" not in shown
@@ -893,9 +563,7 @@ def test_colours_are_for_terminals(place: Place) -> None:
     assert "FAILED" in shown
 
 
-def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
-    place: Place, ready: Ready, gate: Gate
-) -> None:
+def test_a_terminal_that_nobody_reads_holds_up_nobody(place: Place, ready: Ready, gate: Gate) -> None:
     done = f"for _ in range(2_000): print('x' * 50)\n{ready.python()}\n"
     succeeding = place.write(done, "succeeding.py")
     failing = place.write(f"{done}raise SystemExit(3)", "failing.py")
@@ -914,27 +582,6 @@ def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     assert [end.status for end in ends] == [0, 0, 3, 143]
     assert re.search(r"phalanx: … [\d,]+ more lines in \S+/0/stdout.log", ends[0].err)
     assert [path.stat().st_size for path in place.logs.glob("*/attempt_0/0/stdout.log")] == [51 * 2_000] * 4
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Ready, gate: Gate) -> None:
-    script = place.write(f"""
-        print("first")
-        {gate.python()}
-        for _ in range(20_000): print("x" * 50)
-        {ready.python()}
-        """)
-    with place.start("--nproc-per-node", 2, script) as launcher:
-        assert launcher.process.stdout is not None
-        assert "first" in launcher.read_until("first\n", "stdout")
-        launcher.process.stdout.close()
-        gate.open(2)
-        ready.wait(2)
-        launcher.process.wait(LIMIT)
-        assert launcher.process.returncode == 0
-        assert launcher.process.stderr is not None
-        assert b"Traceback" not in launcher.process.stderr.read()
-    assert place.log(1).count("\n") == 20_001
 
 
 @pytest.mark.slow
@@ -1003,24 +650,6 @@ def test_the_report(place: Place, gate: Gate) -> None:
     assert "Other Failures" not in report
 
 
-def test_equal_failures_are_told_once(place: Place, ready: Ready, gate: Gate) -> None:
-    script = place.write(f"""
-        import atexit
-        @atexit.register
-        def leave_together():
-            {ready.python()}
-            {gate.python()}
-        raise ValueError('the same for all')
-        """)
-    with place.start("--nproc-per-node", 3, "-r", 3, "--settle", 60, script) as launcher:
-        ready.wait(3)
-        gate.open(3)
-        done = launcher.end()
-    # The message, and the last two lines of the traceback.
-    assert done.err.count("the same for all") == 3
-    assert re.search(r"ranks \d.*: the same", done.err)
-
-
 SAVE = """
     import os, pathlib, signal
     try:
@@ -1087,7 +716,7 @@ STUBBORN = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [2, 3, 6])
+@pytest.mark.parametrize("times", [2, 6])
 def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Ready, times: int) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
     with place.start(script) as launcher:
@@ -1120,8 +749,8 @@ SAVES = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [0.0, 0.02, 0.06])
-def test_two_signals_that_nobody_can_have_meant_as_two_are_one(place: Place, ready: Ready, apart: float) -> None:
+@pytest.mark.parametrize("apart", [0.0, 0.06])
+def test_two_signals_within_a_moment_are_one(place: Place, ready: Ready, apart: float) -> None:
     with place.start("--nproc-per-node", 2, place.write(SAVES.format(ready=ready.python()))) as launcher:
         ready.wait(2)
         launcher.send(signal.SIGTERM)
@@ -1165,7 +794,7 @@ def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, 
 
 
 @pytest.mark.slow
-def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place, ready: Ready) -> None:
+def test_stubborn_workers_are_killed_after_the_grace(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
     with place.start("--grace", 0.2, script) as launcher:
         pids = [int(pid) for pid in ready.wait()[0].split()]
@@ -1198,19 +827,6 @@ def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready
         assert not wait_gone(pids)
 
 
-@pytest.mark.slow
-def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, ready: Ready) -> None:
-    script = place.write(f"""
-        import subprocess
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        {ready.python("child.pid")}
-        print("done")
-        """)
-    done = place.run("--linger", 0, script)
-    assert done[:2] == (0, "[0] done\n")
-    assert not [pid for pid in ready.pids() if alive(pid)]
-
-
 # --- launchers above and below
 
 
@@ -1237,7 +853,7 @@ def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> N
 
 
 @pytest.mark.slow
-def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place) -> None:
+def test_the_error_file_of_a_launcher_above_has_the_root_cause(place: Place) -> None:
     above = place.folder / "above.json"
     place.env["TORCHELASTIC_ERROR_FILE"] = str(above)
     done = place.run("--nproc-per-node", 2, place.write("raise ValueError('the cause')"))
@@ -1297,7 +913,7 @@ def test_nothing_that_a_run_does_not_need_is_imported(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_the_stack_of_a_fatal_signal_names_files_as_they_are_called(place: Place) -> None:
+def test_a_fatal_signals_stack_has_the_names_of_files(place: Place) -> None:
     """The interpreter's own fault handler escapes what is not ASCII."""
     script = place.write("import ctypes\n\ndef step():\n    ctypes.string_at(0)\n\nstep()\n", "für/日本.py")
     done = place.run(script)
@@ -1339,7 +955,7 @@ def test_a_call_of_the_system_that_is_forbidden_is_named(place: Place, number: i
 
 
 @pytest.mark.slow
-def test_helpers_that_end_at_once_are_one_line_and_a_failed_run(place: Place) -> None:
+def test_helpers_that_end_at_once_fail_the_run_in_one_line(place: Place) -> None:
     program = "import multiprocessing as mp; mp.set_executable('/bin/false'); from phalanx.cli import main; main()"
     done = place.program(sys.executable, "-c", program, "run", "--log-dir", place.logs, "--no-python", "true")
     assert done.status == 1
@@ -1353,7 +969,7 @@ def test_helpers_that_end_at_once_are_one_line_and_a_failed_run(place: Place) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(place: Place, as_module: bool) -> None:
+def test_a_restart_without_the_working_directory_is_named(place: Place, as_module: bool) -> None:
     place.write(
         """
         import os, shutil, sys
@@ -1378,19 +994,8 @@ def test_a_restart_in_a_working_directory_that_is_gone_names_what_is_missing(pla
 def test_nothing_of_ours_opens_a_file_without_an_encoding(place: Place) -> None:
     place.env |= {"PYTHONWARNDEFAULTENCODING": "1", "PYTHONWARNINGS": "error"}
     script = place.write("import os, sys; print(os.getpid()); sys.exit(int(os.environ['RANK']) * 3)")
-    options = (
-        "--nproc-per-node",
-        2,
-        "--cpu-bind",
-        "core",
-        "--log-max-size",
-        "1K",
-        "--rlimit",
-        "nofile=512",
-        "--max-restarts",
-        1,
-    )
-    done = place.run(*options, script)
+    options = "--nproc-per-node 2 --cpu-bind core --log-max-size 1K --rlimit nofile=512 --max-restarts 1"
+    done = place.run(*options.split(), script)
     assert (done.status, "EncodingWarning" in done.err) == (3, False), done
     run = str(next(place.logs.iterdir()))
     for argv in (("runs", "--log-dir", place.logs), ("report", run), ("logs", run)):

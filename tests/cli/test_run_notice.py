@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.helpers import alive, descendants, let_a_request_pass, wait_gone
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
-    from tests.support.helpers import Gate, Ready
-
+from tests.support.command import Place
+from tests.support.helpers import Gate, Ready, alive, descendants, let_a_request_pass, wait_gone
 
 LOOP = """
 import os, phalanx, signal, sys

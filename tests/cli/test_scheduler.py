@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +16,6 @@ from hypothesis import strategies as st
 from phalanx._agent.worker_env import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
 from phalanx._run.scheduler import MOST_HOSTS, PORTS, Allocation, found, hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 Environment = dict[str, str]
 

@@ -6,18 +6,14 @@ import json
 import re
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from phalanx._runs import record
-from tests.cli.test_run import Done, Launcher, Place, read_until, terminal
 from tests.runs.test_runs import put, wait_for_record
-from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
+from tests.support.command import Done, Launcher, Place, read_until, terminal
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.records import write
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
 
 # `phalanx stack`, in which a person waits longer for the ranks: on a machine that is busy not all are in time.
 PATIENT = "from phalanx.cli import main, stack; stack._PATIENCE = 15.0; main()"

@@ -7,19 +7,15 @@ import pty
 import shlex
 import signal
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from typing import Self
 
 import pytest
 
 from phalanx._base import procfs
-from tests.cli.test_run import RUN, read_until, refused
+from tests.support.command import RUN, Done, Place, read_until, refused
 from tests.support.disks import until
 from tests.support.helpers import PYTHON, Ready, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cli.test_run import Done, Place
 
 NOTE = "phalanx: stdin has input that no worker reads; --stdin 0 gives it to rank 0"
 

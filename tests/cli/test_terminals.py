@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._base import tty as terminals
-from tests.cli.test_log_options import feed_until, on_a_terminal, resize, sh, start_sh
-from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, terminal
+from tests.cli.test_log_options import feed_until, on_a_terminal, resize
 from tests.runs.test_runs import put
+from tests.support.command import LIMIT, Done, Launcher, Place, read_until, sh, start_sh, terminal
+from tests.support.helpers import Gate
 from tests.support.screen import Emulator
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Gate
-
 
 EVIL = "evil\033[2J\033]0;title\007"
 SHOWN = r"evil\x1b[2J\x1b]0;title\x07"

@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,9 @@ from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.timer import FileTimerServer
-from tests.cli.test_run import refused
 from tests.support import agent_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cli.test_run import Place
-    from tests.support.helpers import Ready
+from tests.support.command import Place, refused
+from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

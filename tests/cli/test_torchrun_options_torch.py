@@ -7,14 +7,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import phalanx
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+from tests.support.command import Place
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

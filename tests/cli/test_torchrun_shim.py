@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import phalanx
 from phalanx.run import get_args_parser, run
-from tests.cli.test_run import Launcher, Place
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Done
+from tests.support.command import Done, Launcher, Place
 
 SHIM = (sys.executable, "-P", "-m", "phalanx", "torchrun-shim")  # -P: as the command, it imports nothing from here
 

@@ -6,15 +6,13 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from phalanx.run import get_args_parser, run
+from tests.support.command import Done, Place
 from tests.support.torch_names import torch_version
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Done, Place
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,10 +20,7 @@ from click.testing import CliRunner
 import phalanx
 from phalanx.cli._commands import cli
 from phalanx.cli.run import run
-from tests.cli.test_run import refused
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+from tests.support.command import Place, refused
 
 PHALANX = (sys.executable, "-m", "phalanx")
 RIGHT = "expected a time, {}, like 90 (seconds), 90s, 5m{}"

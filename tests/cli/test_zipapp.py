@@ -6,12 +6,10 @@ import subprocess
 import sys
 import zipapp
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+from tests.support.command import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.each_python]
 

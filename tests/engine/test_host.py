@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx.multiprocessing import PContext, SignalException, start_processes
-from tests.cli.test_run import Place, refused
 from tests.support import workers
+from tests.support.command import Place, refused
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:

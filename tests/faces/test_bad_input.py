@@ -10,7 +10,9 @@ import re
 import shutil
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +20,8 @@ import phalanx.spawn
 from phalanx.multiprocessing import DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests.support import workers
 from tests.support.disks import fill
+from tests.support.helpers import Gate, Ready
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

@@ -10,14 +10,12 @@ import logging
 import re
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.support.told import unconfigured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 F = TypeVar("F")
 

@@ -10,9 +10,10 @@ import queue
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -30,14 +31,9 @@ from phalanx.multiprocessing import (
     start_processes,
 )
 from phalanx.spawn import ProcessRaisedException, spawn
-from tests.support.helpers import TIMEOUT, pass_gate, tell
+from tests.support.command import Place
+from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cli.test_run import Place
-    from tests.support.helpers import Gate, Ready
 
 METHODS = ("spawn", "forkserver", "fork")
 LAST = "ValueError: loss is nan"

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +27,6 @@ from tests.support import spawned
 from tests.support.helpers import Gate, Ready, alive, descendants, wait_gone
 from tests.support.waits import when_we_wait
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.each_python
 

@@ -12,9 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.shared_memory import SharedMemory
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,14 +30,8 @@ from phalanx.multiprocessing import (
     start_processes,
 )
 from tests.support import workers
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
 
 METHODS = ("spawn", "forkserver", "fork")
 

@@ -13,19 +13,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from tests.injector import faults
 from tests.injector.check import NS, Record, check
-from tests.injector.plan import make
+from tests.injector.plan import Plan, make
 from tests.injector.planted import PLANTED, plant
 from tests.injector.run import ROOT, carry_out
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from tests.injector.plan import Plan
 
 _ALARM = 180
 """A run that takes so many seconds is given up. No run that works takes as long."""

@@ -15,16 +15,12 @@ checked, and is one that the documentation states.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.injector import worker
-from tests.injector.plan import HANG, HELPERS, sort
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.injector.plan import Fault, Plan
+from tests.injector.plan import HANG, HELPERS, Fault, Plan, sort
 
 NS = 1_000_000_000
 SECOND = 1.0

@@ -17,13 +17,10 @@ import resource
 import select
 import signal
 import tty
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.injector.plan import Reader
+from tests.injector.plan import Reader
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1

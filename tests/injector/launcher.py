@@ -15,8 +15,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import phalanx
 from phalanx.multiprocessing import (
@@ -34,9 +35,6 @@ from phalanx.timer import TimerSpecs
 from tests.injector import worker
 from tests.injector.plan import HANG, PATIENCE, Plan, make
 from tests.support.workers import open_descriptors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 LEAVING = 2.0
 """A thread or a child that is about to end has so many seconds before it counts as left."""

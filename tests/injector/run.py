@@ -19,19 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.injector import faults
 from tests.injector.check import NS, Record, Shot, Word, bounds
 from tests.injector.faults import Crowd, Disk, Ends, Process
-from tests.injector.plan import HELPERS
+from tests.injector.plan import HELPERS, Fault, Plan
 from tests.injector.worker import EVENTS, FIFO, LOGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from tests.injector.plan import Fault, Plan
 
 ROOT = Path(__file__).parents[2]
 MARK = "PHALANX_INJECTOR"

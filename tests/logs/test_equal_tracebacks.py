@@ -19,7 +19,7 @@ from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from phalanx.errors import format_ranks
 from phalanx.multiprocessing import ConsoleSpecs
-from tests.cli.test_log_options import fold_patiently, group
+from tests.support.command import fold_patiently, group
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.timer_workers import wait_asleep
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx._logs.lines import Source
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.each_python

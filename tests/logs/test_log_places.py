@@ -13,8 +13,7 @@ import pytest
 
 from phalanx._runs.paths import default_folder, folder_for_new_runs
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from tests.cli.test_log_options import sh
-from tests.cli.test_run import Place, refused
+from tests.support.command import Place, refused, sh
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

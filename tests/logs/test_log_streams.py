@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_log_options import sh, workers_said
-from tests.cli.test_run import Place, refused
+from tests.support.command import Place, refused, sh, workers_said
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
-from tests.cli.test_run import read_until, terminal
+from tests.support.command import read_until, terminal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,8 +22,8 @@ from phalanx._logs import display
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import rotated_files
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.cli.test_log_options import COUNT, group, path_of, sh, whole
 from tests.support import workers
+from tests.support.command import COUNT, group, path_of, sh, whole
 from tests.support.disks import Disk, sleeping_on_disks, until
 from tests.support.helpers import TIMEOUT, alive, descendants, pass_gate, tell, wait_gone
 from tests.support.pump_tools import Rotated
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from phalanx.multiprocessing import PContext
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from phalanx._logs import search as search_module
 from phalanx.multiprocessing import ConsoleSpecs
-from tests.cli.test_run import Place
 from tests.logs.test_search import chosen
+from tests.support.command import Place
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:

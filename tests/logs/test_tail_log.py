@@ -11,7 +11,7 @@ import pytest
 
 from phalanx._base import linux
 from phalanx.multiprocessing.tail_log import TailLog, tail_logfile
-from tests.cli.test_run import read_until
+from tests.support.command import read_until
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_log_options import path_of
-from tests.cli.test_run import LIMIT, Launcher, Place, read_until
+from tests.support.command import LIMIT, Launcher, Place, path_of, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready
 
 if TYPE_CHECKING:

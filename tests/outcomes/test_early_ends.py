@@ -13,7 +13,7 @@ from phalanx._base import clock
 from phalanx._outcomes.result import _early
 from phalanx.errors import Outcome
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
-from tests.cli.test_run import Launcher
+from tests.support.command import Launcher
 from tests.support.disks import until
 from tests.support.helpers import TIMEOUT, wait_gone
 from tests.support.racing_workers import outlives
@@ -21,7 +21,7 @@ from tests.support.racing_workers import outlives
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 BEGAN = 1000.0

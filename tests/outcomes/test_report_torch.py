@@ -19,7 +19,7 @@ import phalanx.timer
 from tests.project.test_documented import in_environment
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

@@ -22,8 +22,8 @@ from phalanx._placement import devices, topology
 from phalanx._placement import placement as placing
 from phalanx._placement.topology import Topology, divide, quota_of, read, threads
 from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
-from tests.cli.test_run import Place, refused
 from tests.support import workers
+from tests.support.command import Place, refused
 from tests.support.helpers import wait_gone
 from tests.support.workers import limits, look_around
 

@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import uuid
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -36,10 +38,6 @@ from benchmarks.cases import (
 from benchmarks.peer import VARIABLE, PeerError, find_or_make
 from benchmarks.runner import ROOT, Result, RunError, run_contender
 from tests.engine.test_lost_helpers import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import ModuleType
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import re
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +14,6 @@ from benchmarks.clients import runs
 from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Client, run
 from benchmarks.clients.table import BEGIN, END
 from benchmarks.runner import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import pytest
 
@@ -23,10 +23,6 @@ from phalanx._base import clock
 from phalanx._logs.dedup import Dedup
 from phalanx.cli._job_file import JobFile
 from phalanx.cli._run_config import RunConfig
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

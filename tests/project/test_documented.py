@@ -11,8 +11,9 @@ import os
 import re
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import pytest
@@ -27,15 +28,9 @@ from phalanx.cli import stack as cli_stack
 from phalanx.multiprocessing import Placement, start_processes
 from phalanx.timer import TimerSpecs
 from tests.engine.test_lost_helpers import until
-from tests.support.helpers import descendants
+from tests.support.command import Place
+from tests.support.helpers import Gate, descendants
 from tests.support.timer_workers import wait_asleep
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cli.test_run import Place
-    from tests.support.helpers import Gate
-
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"

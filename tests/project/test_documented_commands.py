@@ -9,14 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
-
-if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+from tests.support.command import Place
 
 pytestmark = pytest.mark.long
 

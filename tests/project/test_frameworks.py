@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import Launcher
+from tests.support.command import Done, Launcher, Place
 from tests.timers.test_hang_scenarios import first_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cli.test_run import Done, Place
 
 pytestmark = pytest.mark.torch
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.fuzz import TARGETS, Fuzz, changed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "10000"))
 """Inputs, of all targets together."""

@@ -11,18 +11,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.support import leaks
-from tests.support.helpers import alive, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
+from tests.support.helpers import Ready, alive, wait_gone
 
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 

@@ -11,18 +11,15 @@ import multiprocessing
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from phalanx.multiprocessing import start_processes
 from tests.support import workers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"

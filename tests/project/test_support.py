@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.helpers import alive, descendants, pass_gate, tell, wait_gone
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready, alive, descendants, pass_gate, tell, wait_gone
 
 
 def test_a_worker_says_that_it_is_ready_and_passes_the_gate(ready: Ready, gate: Gate) -> None:

@@ -22,15 +22,14 @@ from phalanx._runs.prune import Stored, choose
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _options
 from phalanx.cli import runs as runs_module
-from tests.cli.test_log_options import sh
-from tests.cli.test_run import Done, Launcher, refused
 from tests.engine.test_lost_helpers import until
 from tests.runs.test_other_users import acting_as
 from tests.runs.test_runs import on_a_terminal
+from tests.support.command import Done, Launcher, refused, sh
 from tests.support.records import example, write
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 

@@ -27,7 +27,7 @@ from tests.support.helpers import TIMEOUT, pass_gate, tell
 from tests.support.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 PHALANX = (sys.executable, "-m", "phalanx")

@@ -21,7 +21,7 @@ import pytest
 from phalanx._base import linux, procfs
 from phalanx._runs import catalog, record
 from phalanx.multiprocessing import Leftover
-from tests.cli.test_run import Done, Place, read_until
+from tests.support.command import Done, Place, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.records import example, write
 

@@ -16,7 +16,7 @@ from tests.support.helpers import TIMEOUT, wait_gone
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "8"))

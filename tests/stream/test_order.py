@@ -21,7 +21,7 @@ from tests.support import hang_workers
 from tests.support.helpers import PYTHON, TIMEOUT, pass_gate
 
 if TYPE_CHECKING:
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from phalanx._agent.group_team import GroupTeam
-from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx.multiprocessing import PContext
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, SubprocessContext
 
 
 class Told(GroupTeam):

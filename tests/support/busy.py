@@ -11,10 +11,7 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 TREE = ast.parse("\n".join(f"def f{n}(a, b={{'k': [1, (3, 'x' * {n})]}}): return a + b['k'][{n}]" for n in range(200)))
 

@@ -13,13 +13,11 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx._engine.pickling import by_value, picklers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BARE = os.environ.get("BY_VALUE") == "cloudpickle"
 ROOT = Path(__file__).parents[2]

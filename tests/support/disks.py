@@ -7,15 +7,12 @@ import fcntl
 import os
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
 

@@ -8,14 +8,11 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Self
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where data are kept: an etcd that waits for a disk tells nothing about us."""

@@ -12,14 +12,11 @@ import shlex
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+from phalanx.multiprocessing import PContext
 from tests.support.helpers import pass_gate, tell
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.multiprocessing import PContext
 
 KINDS = ("binary", "spawn", "forkserver", "fork")
 """Binaries, and functions under each start method."""

@@ -10,13 +10,11 @@ import gc
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousConnectionError, RendezvousParameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SECONDS = 30.0
 

@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 from phalanx._base import linux
 from phalanx._base.channels import _PACKET as PACKET
@@ -47,10 +48,6 @@ from phalanx._timers.table import TimerTable
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.timer import FileTimerRequest, FileTimerServer
 from phalanx.timer._readers import FifoRequestQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
 
 TARGETS = (
     "error_file", "exit_file", "stacks_file", "report_socket", "run_record", "timeline", "timer_table", "timer_pipe",

@@ -19,20 +19,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx import timer
 from phalanx._base import clock
 from phalanx._base.loop import Loop
 from phalanx._timers.escalation import TimerScheduler
+from phalanx._timers.hang import Timer
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx._timers.hang import Timer
 
 LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not
 WATCHED = 60.0  # seconds in which one that hangs has to be killed, on however busy a machine

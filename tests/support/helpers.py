@@ -13,11 +13,9 @@ import shlex
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn, Self
 
 PYTHON = shlex.quote(sys.executable)
 """This interpreter, as a word for a shell."""

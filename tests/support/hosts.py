@@ -10,13 +10,10 @@ import itertools
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Self
 
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Self
 
 NET = "10.77.0"
 _count = itertools.count()

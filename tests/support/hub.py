@@ -8,17 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide, StoreSide
 from tests.support.stores import SOON
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
 
 SCRIPT = """
 import sys

@@ -9,21 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._rendezvous.settings import prefix_of
 from phalanx._store.etcd.settings import EtcdSettings
+from tests.support.etcd import Etcd, Member
 from tests.support.helpers import alive, descendants, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from tests.support.etcd import Etcd, Member
-    from tests.support.hosts import Hosts
+from tests.support.hosts import Hosts
 
 SOON = 40.0
 """Seconds that a line may take; spent only by a test that fails."""

@@ -16,18 +16,15 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.helpers import alive
 from tests.support.workers import open_descriptors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 PATIENCE = 20.0
 """Seconds that what is on its way out may take. Spent only by a test that leaks."""

@@ -17,13 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx._base import procfs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SPAN = 4.0  # seconds that a block may take, and a heartbeat may be away
 BLOCK = 0.3  # that it takes at the most, of itself

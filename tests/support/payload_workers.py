@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.helpers import pass_gate, tell
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass

@@ -5,26 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from phalanx._base import files
 from phalanx._base.loop import Loop
-from phalanx._engine.keeper.log_writer import Rotator
+from phalanx._engine.keeper.log_writer import Compressor, Rotator
 from phalanx._logs.follower import Follower
 from phalanx._logs.lines import Source
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import Text, View
 from phalanx._logs.sink import Sink
-from phalanx._logs.stream import Stream
+from phalanx._logs.stream import FileWatch, Stream
 from phalanx._logs.terminal import PlainOutput
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
-
-    from phalanx._engine.keeper.log_writer import Compressor
-    from phalanx._logs.stream import FileWatch
 
 
 class Memory(Sink):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx._runs import record
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def example(**changes: Any) -> record.Run:

@@ -19,10 +19,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -30,9 +31,6 @@ from tests.support import hosts as hosts_of
 from tests.support.etcd import Etcd
 from tests.support.hosts import Hosts
 from tests.support.jobs import STORE, UNKNOWN, Agent, EtcdJob, Job
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 AWAY, GRACE, TTL = 4.0, 1.0, 2.0
 """Seconds that an agent may be away or stopped; that workers have to end; of a lease."""

@@ -13,20 +13,16 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import pytest
 
 from tests.support import hosts as hosts_of
 from tests.support.etcd import MEMORY
 from tests.support.helpers import descendants, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Self
-
-    from tests.support.hosts import Hosts
+from tests.support.hosts import Hosts
 
 SOON = 30.0
 """Seconds that Slurm may take to be there; spent only where it does not come."""

@@ -6,17 +6,15 @@ import os
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.stack_signals import offer_stacks, stacks_path
 from phalanx._stacks import collect, py_spy, request
 from tests.support.helpers import pass_gate
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

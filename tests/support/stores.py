@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from phalanx._store.store import (
     JOB,
@@ -21,12 +21,10 @@ from phalanx._store.store import (
     Fetched,
     Put,
     Snapshot,
+    Store,
     Transaction,
     Unchanged,
 )
-
-if TYPE_CHECKING:
-    from phalanx._store.store import Store
 
 T = TypeVar("T")
 

@@ -15,14 +15,12 @@ import socket
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOST = 320
 """Connections to each port at a time: more than an agent of this test may have descriptors."""

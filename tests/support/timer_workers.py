@@ -9,15 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from phalanx import timer
 from phalanx.timer import LocalTimerClient, TimerRequest
 from phalanx.timer._readers import MultiprocessingRequestQueue
 from tests.support.helpers import pass_gate, tell
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def trainer_func(mp_queue: Any, address: str, after: float) -> None:

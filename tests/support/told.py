@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from phalanx.events import _recording
-from phalanx.metrics import MetricHandler, NullMetricHandler, _handlers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import pytest
-
-    from phalanx.metrics import MetricData
+from phalanx.metrics import MetricData, MetricHandler, NullMetricHandler, _handlers
 
 
 class Kept(MetricHandler):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
 
 from phalanx._base import interpreter
 from phalanx._base.threads import Latch
@@ -13,12 +16,6 @@ from phalanx._engine import group_lines, keeper_client, keeper_link, result_rece
 from phalanx._stacks import collect, snapshot
 from phalanx._timers import escalation, hang_reporter
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    import pytest
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:

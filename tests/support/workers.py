@@ -12,10 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, ClassVar
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FAILED = {"spawn": {1, 120}, "forkserver": {1}, "fork": {1}}

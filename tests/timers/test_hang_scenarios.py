@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_run import Launcher
+from tests.support.command import Launcher
 from tests.support.helpers import Gate, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.workers import ROOT
@@ -18,7 +18,7 @@ from tests.support.workers import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.disks import Disk
     from tests.support.helpers import Ready
 
