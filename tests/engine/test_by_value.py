@@ -17,7 +17,7 @@ from tests.support.by_value_there import passes
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.each_python
+pytestmark = [pytest.mark.each_python, pytest.mark.slow]
 
 SYNTAX_OF_3_12 = pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
 
@@ -25,7 +25,6 @@ SYNTAX_OF_3_12 = pytest.mark.skipif(sys.version_info < (3, 12), reason="the synt
 # What comes back
 
 
-@pytest.mark.slow
 def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
     passes("""
         import copyreg
@@ -49,7 +48,6 @@ def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_nothing_that_comes_back_changes_a_class_or_its_globals() -> None:
     passes("""
         import copyreg
@@ -68,7 +66,6 @@ def test_nothing_that_comes_back_changes_a_class_or_its_globals() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_what_the_worker_made_itself_comes_back_by_value() -> None:
     passes("""
         class Node: pass
@@ -98,7 +95,6 @@ def test_what_the_worker_made_itself_comes_back_by_value() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_exceptions() -> None:
     passes("""
         class Fault(Exception):
@@ -183,8 +179,7 @@ def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
 # What goes by name
 
 
-@pytest.mark.slow
-def test_what_a_script_holds_goes_by_name_within_what_goes_by_value(tmp_path: Path) -> None:
+def test_what_a_script_holds_goes_by_name_within_a_value(tmp_path: Path) -> None:
     passes(
         """
         import enum, functools, typing
@@ -214,7 +209,6 @@ def test_what_a_script_holds_goes_by_name_within_what_goes_by_value(tmp_path: Pa
     )
 
 
-@pytest.mark.slow
 def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import functools, typing\n"
@@ -247,7 +241,7 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     """)
 
 
-def test_the_import_loads_neither_cloudpickle_nor_multiprocessing() -> None:
+def test_the_import_loads_no_cloudpickle() -> None:
     code = (
         "import sys, phalanx._engine.pickling.by_value, phalanx._engine.pickling.picklers as m; "
         "print(m.wants_by_value(), {'cloudpickle', 'typing'} & {*sys.modules})"
@@ -259,7 +253,6 @@ def test_the_import_loads_neither_cloudpickle_nor_multiprocessing() -> None:
 # Functions
 
 
-@pytest.mark.slow
 def test_cached_functions() -> None:
     passes("""
         import functools
@@ -279,7 +272,6 @@ def test_cached_functions() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_cached_methods() -> None:
     passes("""
         import functools
@@ -294,7 +286,6 @@ def test_cached_methods() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_functions_share_their_globals_and_names_of_modules() -> None:
     passes("""
         import json as j, logging, os.path, types
@@ -316,7 +307,6 @@ def test_functions_share_their_globals_and_names_of_modules() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_functions_of_every_kind() -> None:
     passes("""
         import asyncio, contextlib, functools
@@ -337,7 +327,6 @@ def test_functions_of_every_kind() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
     passes("""
         import numpy
@@ -356,7 +345,7 @@ def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
 
 
 @pytest.mark.long
-def test_private_methods_by_value_though_multiprocessing_has_a_reducer_for_methods() -> None:
+def test_private_methods_go_by_value() -> None:
     passes("""
         import functools, multiprocessing.reduction
         class A:
@@ -403,8 +392,7 @@ def test_private_methods_by_reference() -> None:
     """)
 
 
-@pytest.mark.slow
-def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> None:
+def test_a_method_that_its_object_lost_goes_in_two_parts() -> None:
     passes("""
         import types
         from phalanx._engine.pickling import by_value, picklers
@@ -426,7 +414,6 @@ def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> N
 # Types and marks
 
 
-@pytest.mark.slow
 def test_types_of_typing() -> None:
     passes("""
         import typing as t
@@ -451,7 +438,6 @@ def test_types_of_typing() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_named_tuples_and_typed_dicts() -> None:
     passes("""
         import collections, typing as t
@@ -475,7 +461,6 @@ def test_named_tuples_and_typed_dicts() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_protocols_and_generic_classes() -> None:
     passes("""
         import collections.abc, typing as t
@@ -575,7 +560,6 @@ def test_annotations_with_names_that_are_not_defined_go_as_texts() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_enumerations() -> None:
     passes("""
         import enum
@@ -614,7 +598,6 @@ def test_enumerations() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_enumerations_whose_members_are_made_by_the_class() -> None:
     passes("""
         import enum
@@ -638,7 +621,6 @@ def test_enumerations_whose_members_are_made_by_the_class() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_a_file_is_not_copied() -> None:
     """As for `pickle`; cloudpickle would send what is in it."""
     passes("""
@@ -652,7 +634,6 @@ def test_a_file_is_not_copied() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_flags() -> None:
     passes("""
         import enum
@@ -674,7 +655,6 @@ def test_flags() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_marks_that_are_pickled_by_their_name() -> None:
     passes("""
         class Missing:
@@ -700,7 +680,6 @@ def test_marks_that_are_pickled_by_their_name() -> None:
     """)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement,error",
     [
@@ -726,7 +705,6 @@ else: raise AssertionError
 # Classes
 
 
-@pytest.mark.slow
 def test_data_classes() -> None:
     passes("""
         import dataclasses as d, typing
@@ -765,7 +743,6 @@ def test_data_classes() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_slots() -> None:
     passes("""
         import weakref
@@ -790,7 +767,6 @@ def test_slots() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_abstract_classes_and_descriptors() -> None:
     passes("""
         import abc, functools, operator
@@ -834,7 +810,6 @@ def test_abstract_classes_and_descriptors() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_cached_properties() -> None:
     passes("""
         import functools
@@ -852,7 +827,6 @@ def test_cached_properties() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_a_class_is_not_announced_again_to_its_base() -> None:
     passes("""
         class Base:
@@ -872,7 +846,6 @@ def test_a_class_is_not_announced_again_to_its_base() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_a_class_that_comes_back_is_announced_to_nobody_here() -> None:
     passes("""
         class Meta(type):
@@ -892,8 +865,7 @@ def test_a_class_that_comes_back_is_announced_to_nobody_here() -> None:
     """)
 
 
-@pytest.mark.slow
-def test_a_class_that_the_launcher_knows_by_cloudpickles_number_is_not_changed() -> None:
+def test_a_class_known_to_cloudpickle_is_not_changed() -> None:
     """As is one that a worker has from a pickle of the user's own."""
     passes("""
         import cloudpickle
@@ -908,7 +880,6 @@ def test_a_class_that_the_launcher_knows_by_cloudpickles_number_is_not_changed()
     """)
 
 
-@pytest.mark.slow
 def test_classes_made_from_built_in_ones() -> None:
     passes("""
         import collections, io, threading
@@ -938,7 +909,6 @@ def test_classes_made_from_built_in_ones() -> None:
     """)
 
 
-@pytest.mark.slow
 def test_metaclasses() -> None:
     passes("""
         class Meta(type):

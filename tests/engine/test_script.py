@@ -231,7 +231,7 @@ def test_a_script_finds_what_python_gives_it(house: House, given: Callable[[Hous
 
 
 @pytest.mark.long
-def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: House) -> None:
+def test_the_scripts_folder_is_off_the_path_if_unwanted(house: House) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
     for argv in (["script.py"], ["-m", "script"]):
@@ -529,7 +529,7 @@ def test_a_file_whose_name_is_no_text(house: House) -> None:
     assert "\\udcff" in house.alike(name, os.fsdecode(b"\xfe")).message
 
 
-def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: House) -> None:
+def test_nothing_but_pythons_files_lies_beside_the_script(house: House) -> None:
     house.env.pop("PYTHONDONTWRITEBYTECODE", None)
     house.env.pop("PYTHONPYCACHEPREFIX", None)
     with_neighbours(house)
@@ -549,7 +549,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
 
 
 @pytest.mark.long
-def test_options_of_the_launchers_python_stay_with_it_and_the_environments_reach_the_workers(house: House) -> None:
+def test_workers_have_the_environment_and_not_pythons_options(house: House) -> None:
     house.write("script.py", "import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions)")
     worker = house.as_worker("script.py", launcher=("-O", "-W", "error", "-X", "importtime=0", "-X", "dev"))
     assert worker.out == "0 [] {}\n"
@@ -734,7 +734,7 @@ def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_script_that_enables_faulthandler_itself_has_its_stack_where_it_wants_it(house: House) -> None:
+def test_a_scripts_own_faulthandler_writes_where_it_wants(house: House) -> None:
     house.write("script.py", "import faulthandler, os; faulthandler.enable(); os.abort()")
     worker = house.as_worker("script.py")
     assert worker.status == 128 + signal.SIGABRT

@@ -66,7 +66,7 @@ def test_a_script_finds_what_python_gives_it(house: WarmHouse, given: Callable[[
     assert worker.error is None
 
 
-def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: WarmHouse) -> None:
+def test_the_scripts_folder_is_off_the_path_if_unwanted(house: WarmHouse) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
     house.write("script.py", cold.FACTS + "import neighbour\n")

@@ -59,7 +59,7 @@ def failure_of(function: Callable[..., Any], *arguments: object, **options: Any)
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("in_use", [True, False], ids=["multiprocessing", "without"])
-def test_an_interrupt_leaves_time_for_all_that_an_interpreter_does_at_its_end(
+def test_an_interrupt_leaves_time_for_the_interpreters_end(
     tmp_path: Path, logs: Path, method: str, in_use: bool
 ) -> None:
     """Whether or not the host has `multiprocessing` in use, in whose frame for children workers run then."""
@@ -204,7 +204,7 @@ def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
 
 
 @each_method
-def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_path: Path, method: str) -> None:
+def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method: str) -> None:
     """And what has their numbers now gets no word of ours."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "socket"))
@@ -219,7 +219,7 @@ def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
+def test_a_worker_waits_for_a_deaf_launcher_a_bounded_time() -> None:
     theirs, ours = worker_messages.pair()
     with closing(ours), closing(theirs):
         ours.setblocking(False)
@@ -268,7 +268,7 @@ WELL = "('succeeded', {0: None, 1: None})"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "not flushed"])
-def test_a_stream_from_before_the_fork_says_what_it_was_told_since(tmp_path: Path, flushed: bool) -> None:
+def test_a_stream_from_before_the_fork_is_flushed(tmp_path: Path, flushed: bool) -> None:
     """Whether or not the launcher's flush before the fork has reached what was in its buffers."""
     text = f"""
 out, binary = sys.stdout, sys.stdout.buffer
@@ -314,7 +314,7 @@ def end():
 
 
 @pytest.mark.slow
-def test_a_stream_whose_lock_was_held_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
+def test_a_stream_locked_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
     """By a thread that is not there after it: it is in the middle of a write."""
     text = """
 class Raw(io.RawIOBase):
