@@ -119,7 +119,7 @@ def test_a_latch_lets_all_waiters_through() -> None:
     assert latch.wait(1e300)
 
 
-def test_a_latch_calls_actions_in_the_order_in_which_they_were_given() -> None:
+def test_a_latch_calls_actions_in_their_order() -> None:
     """One that is given while another thread calls the first of them, too; and one by an action itself."""
     latch, called = Latch(), list[str]()
     began, go_on = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
 
 
 @pytest.mark.long
-def test_a_signal_at_any_moment_of_a_wait_is_neither_lost_nor_leaves_anything() -> None:
+def test_a_signal_at_any_moment_of_a_wait_is_raised() -> None:
     """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
 
     class Struck(Exception):  # noqa: N818 - not an error
@@ -257,7 +257,7 @@ def test_no_signal_is_too_late_to_end_a_wait() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_wait_hands_signals_on_to_the_wakeup_descriptor_of_others() -> None:
+def test_a_wait_passes_signals_to_a_hosts_wakeup_descriptor() -> None:
     """An event loop of asyncio, say, whose callback waits for a group."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     before = signal.signal(signal.SIGUSR1, lambda *_: latch.open())
@@ -275,7 +275,7 @@ def test_a_wait_hands_signals_on_to_the_wakeup_descriptor_of_others() -> None:
         os.close(writer)
 
 
-def test_calls_from_other_threads_all_arrive_in_the_order_of_each(loop: Loop) -> None:
+def test_calls_from_other_threads_arrive_in_order(loop: Loop) -> None:
     seen: list[tuple[int, int]] = []
 
     def talk(me: int) -> None:
@@ -732,7 +732,7 @@ process.reap_later(lambda: None)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_a_handler_of_the_host_raises_while_a_thread_starts_is_not_swallowed(
+def test_a_hosts_handler_raises_while_a_thread_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A TimeoutError, say, which is an OSError."""

@@ -18,7 +18,6 @@ from phalanx._logs import rotated, timeline
 from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.support.command import logs
-from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, rig
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def test_a_terminal_or_stderr_can_be_a_log() -> None:
             os.close(fd)
 
 
-def test_a_pipe_with_a_reader_can_be_a_log_and_one_without_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_with_a_reader_can_be_a_log(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     os.mkfifo(path)
     with pytest.raises(files.UnfitError, match="a FIFO that nobody reads"):
@@ -152,13 +151,13 @@ NAMES = ("stdout.log", "stderr.log", "error.json")
 @pytest.mark.parametrize(
     "kind, why", [("a FIFO", "FIFO that nobody reads"), ("a socket", "socket"), ("a folder", "directory")]
 )
-def test_a_log_that_cannot_be_written_ends_the_start_and_is_named(tmp_path: Path, kind: str, why: str) -> None:
+def test_a_log_that_cannot_be_written_ends_the_start(tmp_path: Path, kind: str, why: str) -> None:
     """The keeper opens it. A worker of an earlier attempt, or of a lower rank, can have put it there."""
     with pytest.raises(OSError, match=f"worker 1 was not started; opening its log files.*{why}.*1/stderr.log"):
         start_processes("x", "/bin/true", nprocs=2, logs_specs=Prepared(tmp_path, KINDS[kind]))
 
 
-def test_a_pipe_that_is_read_does_not_rotate_its_worker_writes_to_it(tmp_path: Path) -> None:
+def test_a_pipe_that_is_read_does_not_rotate(tmp_path: Path) -> None:
     """Were it not read, the log writer would wait, and with it the logs of all ranks."""
 
     class Piped(LogsSpecs):
@@ -170,8 +169,7 @@ def test_a_pipe_that_is_read_does_not_rotate_its_worker_writes_to_it(tmp_path: P
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with start_processes("x", "/bin/sh", {0: ("-c", "echo one; echo two")}, logs_specs=Piped()) as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
         assert not result.failures
         assert os.read(reader, 100) == b"one\ntwo\n"
     finally:
@@ -196,8 +194,7 @@ def test_a_worker_that_replaces_all_there_is_holds_up_nobody(
     specs = DefaultLogsSpecs(str(tmp_path), tee=Std.ALL, max_size=max_size, compress=bool(max_size))
     argv = dict.fromkeys(range(2), ("-c", code))
     with start_processes("x", "/bin/sh", argv, logs_specs=specs, duplicate_stdout_filters=["some"], grace=1) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert {failure.exitcode for failure in result.failures.values()} == {3}
     capfd.readouterr()
 
@@ -276,9 +273,7 @@ def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None
     assert list(timeline.read(str(index))) == []
 
 
-def test_no_more_parts_of_a_timeline_are_kept_in_mind_than_is_stated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeline_keeps_no_more_parts_than_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "MOST_PARTS", 3)
     index = tmp_path / "timeline"
     head = timeline.HEAD.pack(timeline.MAGIC, 0)

@@ -17,17 +17,13 @@ from tests.support.by_value_there import passes
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.each_python
+pytestmark = [pytest.mark.each_python, pytest.mark.slow]
 
 SYNTAX_OF_3_12 = pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
 
 
-# What comes back
-
-
-@pytest.mark.slow
-def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
-    passes("""
+PROGRAMS = {
+    "what the launcher sent comes back as the launchers own": """
         import copyreg
         class Node:
             def me(self): return Node
@@ -46,31 +42,8 @@ def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
         assert type(node) is Node and node.x == 5
         assert sub is Sub and type(boom) is Boom and function is helper and inner is closure and method is Node.me
         assert kind.__self__ is Node and nest == [Node, (Sub, {Node: helper})]
-    """)
-
-
-@pytest.mark.slow
-def test_nothing_that_comes_back_changes_a_class_or_its_globals() -> None:
-    passes("""
-        import copyreg
-        LIMIT = 1
-        class Node:
-            def limit(self): return LIMIT
-        copyreg._slotnames(Node)  # pickling notes them in the class
-        names, function = dict(vars(Node)), Node.limit
-        def check():
-            global LIMIT
-            LIMIT, Node.extra, Node.limit = 2, 3, lambda self: 4
-            return Node(), lambda: Node
-        node, made = there(check)
-        assert made() is Node and type(node) is Node and node.limit() == 1
-        assert dict(vars(Node)) == names and Node.limit is function and LIMIT == 1
-    """)
-
-
-@pytest.mark.slow
-def test_what_the_worker_made_itself_comes_back_by_value() -> None:
-    passes("""
+        """,
+    "what the worker made itself comes back by value": """
         class Node: pass
         def helper(): return 1
         def check():
@@ -95,28 +68,8 @@ def test_what_the_worker_made_itself_comes_back_by_value() -> None:
         assert isinstance(own, Node) and own.f() == (helper, type(own))
         assert red is Color.RED is Color(1) is box.v and point.x == 1 and count(5) == 5
         assert type(k).known == {"k": type(k)}
-    """)
-
-
-@pytest.mark.slow
-def test_exceptions() -> None:
-    passes("""
-        class Fault(Exception):
-            def __init__(self, a, *, b): super().__init__(a); self.b = b
-            def __reduce__(self): return make, (type(self), self.args[0], self.b)
-        def make(kind, a, b): return kind(a, b=b)
-        class Group(ExceptionGroup): pass
-        def check():
-            try: raise Fault(1, b=2)
-            except Fault as fault: return fault, Group("g", [fault])
-        fault, group = there(check)
-        assert type(fault) is Fault and fault.b == 2 and type(group) is Group and group.exceptions == (fault,)
-    """)
-
-
-def test_the_parts_of_a_payload_share_what_was_sent() -> None:
-    """As `payload` writes them: the memo is wound back before each rank's arguments."""
-    passes("""
+        """,
+    "the parts of a payload share what was sent": """
         import io, pickle
         from phalanx._engine.pickling import by_value, picklers
         from tests.support.by_value_there import never
@@ -144,11 +97,8 @@ def test_the_parts_of_a_payload_share_what_was_sent() -> None:
         assert type(mine) is One and itself is function
         picklers.received.clear()
         assert not picklers.received and picklers.received.index(there) is None
-    """)
-
-
-def test_a_reference_means_nothing_to_another_unpickler() -> None:
-    passes("""
+        """,
+    "a reference means nothing to another unpickler": """
         import io, pickle
         from phalanx._engine.pickling import by_value, picklers
         from tests.support.by_value_there import never
@@ -158,11 +108,8 @@ def test_a_reference_means_nothing_to_another_unpickler() -> None:
         try: pickle.loads(file.getvalue())
         except pickle.UnpicklingError as error: assert "object 3 is the launcher's" in str(error)
         else: raise AssertionError
-    """)
-
-
-def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
-    passes("""
+        """,
+    "by reference stops at what the other side cannot import": """
         import functools, io
         from phalanx._engine.pickling import by_value, picklers
         from tests.support.by_value_there import never
@@ -177,91 +124,8 @@ def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
             except picklers.NotByName: pass
             else: raise AssertionError(value)
             picklers.plain(io.BytesIO(), {}, importable=lambda _: True).dump(value)
-    """)
-
-
-# What goes by name
-
-
-@pytest.mark.slow
-def test_what_a_script_holds_goes_by_name_within_what_goes_by_value(tmp_path: Path) -> None:
-    passes(
-        """
-        import enum, functools, typing
-        class Base:
-            pass
-        class Color(enum.Enum):
-            RED = 1
-        T = typing.TypeVar("T")
-        class Mark:
-            def __reduce__(self): return "MARK"
-        MARK = Mark()
-        @functools.cache
-        def cached(): return 7
-        def helper(): return __name__
-        if __name__ == "__main__":
-            def outer():
-                class Local(Base):
-                    color = Color.RED
-                    def help(self): return helper(), cached(), MARK is self.mark
-                    mark = MARK
-                return lambda: (Local(), Local().help(), Base(), Color.RED, MARK, helper, cached)
-            local, helped, base, red, mark, function, cache = there(outer(), importable=importable_by_name)
-            assert isinstance(local, Base) and helped == ("__mp_main__", 7, True) and type(base) is Base
-            assert red is Color.RED is local.color and mark is MARK and function is helper and cache is cached
         """,
-        script=tmp_path / "script.py",
-    )
-
-
-@pytest.mark.slow
-def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import functools, typing\n"
-        "T = typing.TypeVar('T')\n"
-        "K = 3\n"
-        "def f(x): return g(x) + K\n"
-        "@functools.cache\n"
-        "def g(x): return x\n"
-        "class A(typing.Generic[T]):\n"
-        "    def m(self): return f(1)\n"
-        "class Mark:\n"
-        "    def __reduce__(self): return 'MARK'\n"
-        "MARK = Mark()\n",
-        encoding="utf-8",
-    )
-    passes(f"""
-        import sys
-        from phalanx._engine.pickling import by_value, picklers
-        assert not picklers.wants_by_value() and "cloudpickle" not in sys.modules
-        sys.path.insert(0, {str(tmp_path)!r})
-        import mine, cloudpickle
-        assert not picklers.wants_by_value()
-        cloudpickle.register_pickle_by_value(mine)
-        assert picklers.wants_by_value()
-        assert there(mine.f, 3) == 6
-        f = mine.f
-        def check(a, mark): return a.m(), a, f(2), mark
-        four, a, five, mark = there(check, mine.A(), mine.MARK)
-        assert (four, five) == (4, 5) and type(a) is mine.A and mark is mine.MARK
-    """)
-
-
-def test_the_import_loads_neither_cloudpickle_nor_multiprocessing() -> None:
-    code = (
-        "import sys, phalanx._engine.pickling.by_value, phalanx._engine.pickling.picklers as m; "
-        "print(m.wants_by_value(), {'cloudpickle', 'typing'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "False set()\n"
-
-
-# Functions
-
-
-@pytest.mark.slow
-def test_cached_functions() -> None:
-    passes("""
+    "cached functions": """
         import functools
         @functools.lru_cache(maxsize=7, typed=True)
         def fib(n):
@@ -276,27 +140,8 @@ def test_cached_functions() -> None:
             assert fib.__wrapped__.__globals__["fib"] is fib
             return fib
         assert there(check) is fib
-    """)
-
-
-@pytest.mark.slow
-def test_cached_methods() -> None:
-    passes("""
-        import functools
-        class A:
-            @functools.cache
-            def twice(self, n): return 2 * n
-            @staticmethod
-            @functools.lru_cache
-            def three(): return 3
-        def check(a): return a.twice(4), a.twice(4), A.three(), A.twice.cache_info().hits
-        assert there(check, A()) == (8, 8, 3, 1)
-    """)
-
-
-@pytest.mark.slow
-def test_functions_share_their_globals_and_names_of_modules() -> None:
-    passes("""
+        """,
+    "functions share their globals and names of modules": """
         import json as j, logging, os.path, types
         log, counter = logging.getLogger("x"), 0
         made = types.ModuleType("made")
@@ -313,33 +158,8 @@ def test_functions_share_their_globals_and_names_of_modules() -> None:
             log.debug("x")
             return A().get(), counter, os.path.join("a", "b"), j.dumps([1]), made.f(), __name__
         assert there(check) == (2, 2, "a/b", "[1]", 3, "__main__") and counter == 0
-    """)
-
-
-@pytest.mark.slow
-def test_functions_of_every_kind() -> None:
-    passes("""
-        import asyncio, contextlib, functools
-        def every(a, /, b=1, *c, d=2, **e): return a, b, c, d, e
-        def count():
-            global counter
-            counter += 1
-            yield counter
-        counter = 0
-        async def later(): return 3
-        @contextlib.contextmanager
-        def context(): yield 5
-        part = functools.partial(every, 9)
-        def check():
-            with context() as five: pass
-            return every(1), part(), next(count()), counter, asyncio.run(later()), five
-        assert there(check) == ((1, 1, (), 2, {}), (9, 1, (), 2, {}), 1, 1, 3, 5) and counter == 0
-    """)
-
-
-@pytest.mark.slow
-def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
-    passes("""
+        """,
+    "an array that a function refers to is a writable copy": """
         import numpy
         weights, large = numpy.arange(10.0), numpy.zeros(1 << 18)
         strided = numpy.asfortranarray(numpy.ones((3, 4)))[:, ::2]
@@ -349,38 +169,8 @@ def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
                 array += 1
             return weights
         assert (there(check) == numpy.arange(10.0) + 1).all() and weights[0] == 0
-    """)
-
-
-# Methods
-
-
-@pytest.mark.long
-def test_private_methods_by_value_though_multiprocessing_has_a_reducer_for_methods() -> None:
-    passes("""
-        import functools, multiprocessing.reduction
-        class A:
-            n = 4
-            def __work(self): return "work", self.n
-            def bound(self): return self.__work
-            @classmethod
-            def __make(cls): return cls
-            def make(self): return self.__make
-        class B(A):
-            def over(self): return super().bound
-            def bound(self): return 9
-        a = A(); a.n = 7
-        assert there(a.bound()) == ("work", 7) == there(functools.partial(a.bound())) and there(a.make()) is A
-        assert there(B().over)()() == ("work", 4) == there(B().over())()
-        a.me = a.bound()  # which refers to what refers to it
-        def check(a): return a.me, a
-        method, b = there(check, a)
-        assert method.__self__ is b and method.__func__ is A._A__work and method() == ("work", 7)
-    """)
-
-
-def test_private_methods_by_reference() -> None:
-    passes("""
+        """,
+    "private methods by reference": """
         import io, multiprocessing.reduction, pickle
         from phalanx._engine.pickling import by_value, picklers
         table = dict(multiprocessing.reduction.ForkingPickler._extra_reducers)
@@ -400,12 +190,8 @@ def test_private_methods_by_reference() -> None:
             assert pickle.loads(file.getvalue())() == method(), method
             assert picklers.reduce_method(method)[0] is getattr
         assert picklers.reduce_method(A().bound())[1][1] == "_A__work"
-    """)
-
-
-@pytest.mark.slow
-def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> None:
-    passes("""
+        """,
+    "a method that its object lost goes in two parts": """
         import types
         from phalanx._engine.pickling import by_value, picklers
         class A:
@@ -420,15 +206,8 @@ def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> N
         def broken(self): return 5
         assert picklers.reduce_method(types.MethodType(broken, b)) == (types.MethodType, (broken, b))
         assert there(b.over()) == "A" and there(types.MethodType(broken, b)) == 5
-    """)
-
-
-# Types and marks
-
-
-@pytest.mark.slow
-def test_types_of_typing() -> None:
-    passes("""
+        """,
+    "types of typing": """
         import typing as t
         UserId = t.NewType("UserId", int)
         T = t.TypeVar("T", bound=int, covariant=True)
@@ -448,12 +227,8 @@ def test_types_of_typing() -> None:
         back, *forms = there(check)
         assert all(a is b for a, b in zip(back, everything, strict=True))
         assert forms == [list[T], Call[P, int], t.Optional[UserId]]
-    """)
-
-
-@pytest.mark.slow
-def test_named_tuples_and_typed_dicts() -> None:
-    passes("""
+        """,
+    "named tuples and typed dicts": """
         import collections, typing as t
         class Point(t.NamedTuple):
             x: int
@@ -472,12 +247,8 @@ def test_named_tuples_and_typed_dicts() -> None:
             return Point(1), Pair(1), Movie, More
         point, pair, *kinds = there(check)
         assert type(point) is Point and type(pair) is Pair and kinds == [Movie, More]
-    """)
-
-
-@pytest.mark.slow
-def test_protocols_and_generic_classes() -> None:
-    passes("""
+        """,
+    "protocols and generic classes": """
         import collections.abc, typing as t
         T, K = t.TypeVar("T"), t.TypeVar("K")
         U = t.TypeVar("U", bound="Node")
@@ -514,6 +285,388 @@ def test_protocols_and_generic_classes() -> None:
         objects, forms, made = there(check)
         assert [type(each) for each in objects] == [Impl, Box, Ints, Registry, Old, Seq, Node]
         assert forms == (IntBox, Maybe, Box.nested) and made().__origin__ is Box
+        """,
+    "enumerations": """
+        import enum
+        class Color(enum.Enum):
+            RED = 1
+            GREEN = 2
+            CRIMSON = 1
+            @property
+            def nice(self): return self.name.title()
+            @classmethod
+            def best(cls): return cls.GREEN
+        class Auto(enum.Enum):
+            def _generate_next_value_(name, start, count, last): return name.lower()
+            @classmethod
+            def _missing_(cls, value): return cls.ONE
+            ONE = enum.auto()
+        class Mixed(enum.Enum):
+            A = {"x": 1}
+            B = enum.member(len)
+            C = enum.nonmember(4)
+        Number, Text = enum.IntEnum("Number", "ONE TWO"), enum.StrEnum("Text", {"X": "x"})
+        def check(red):
+            assert red is Color.RED is Color(1) is Color["RED"] is Color.CRIMSON is Color["CRIMSON"]
+            assert list(Color) == [Color.RED, Color.GREEN] and list(Color.__members__) == ["RED", "GREEN", "CRIMSON"]
+            assert red.nice == "Red" and Color.best() is Color.GREEN and repr(red) == "<Color.RED: 1>"
+            assert Auto.ONE.value == "one" and Auto("zz") is Auto.ONE and {Auto.ONE: 1}[Auto.ONE] == 1
+            assert Mixed.A.value == {"x": 1} and Mixed.B.value is len and Mixed.C == 4
+            assert Number.ONE + 1 == Number.TWO and Text.X == "x" and Number(2) is Number.TWO
+            try: Color.RED = 3
+            except AttributeError: pass
+            else: raise AssertionError
+            return Color.RED, Color.CRIMSON, Auto.ONE, Mixed.B, Number.TWO, Text.X
+        back = there(check, Color.RED)
+        mine = (Color.RED, Color.CRIMSON, Auto.ONE, Mixed.B, Number.TWO, Text.X)
+        assert all(a is b for a, b in zip(back, mine, strict=True)), back
+        """,
+    "enumerations whose members are made by the class": """
+        import enum
+        class Planet(enum.Enum):
+            EARTH = (1.0, 2.0)
+            def __init__(self, mass, radius): self.mass, self.radius = mass, radius
+            @property
+            def density(self): return self.mass / self.radius
+        class Coordinate(bytes, enum.Enum):
+            PX = (0, "P.X")
+            PY = (1, "P.Y")
+            def __new__(cls, value, label):
+                made = bytes.__new__(cls, [value])
+                made._value_, made.label = value, label
+                return made
+        def check():
+            assert Planet.EARTH.density == 0.5 and Planet((1.0, 2.0)) is Planet.EARTH
+            assert Coordinate.PY.label == "P.Y" and Coordinate.PY == b"\\x01" and Coordinate(1) is Coordinate.PY
+            return Planet.EARTH, Coordinate.PY
+        assert [a is b for a, b in zip(there(check), (Planet.EARTH, Coordinate.PY), strict=True)] == [True, True]
+        """,
+    "a file is not copied": """
+        import os, sys, tempfile
+        def check(): return sys.stdout is not None
+        assert there(lambda: sys.stdout is not None)
+        with tempfile.TemporaryFile("w+") as file:
+            try: there(lambda: file.read())
+            except TypeError as error: assert "cannot pickle 'TextIOWrapper' object" in str(error), error
+            else: raise AssertionError
+        """,
+    "flags": """
+        import enum
+        class Perm(enum.Flag):
+            R = enum.auto()
+            W = enum.auto()
+            X = enum.auto()
+            RW = R | W
+        class Bits(enum.IntFlag, boundary=enum.KEEP):
+            A = 1
+        both = Perm.R | Perm.X  # it has no name
+        def check():
+            assert Perm.R | Perm.W is Perm.RW is Perm(3) and list(Perm.RW) == [Perm.R, Perm.W]
+            assert ~Perm.RW is Perm.X and Perm.R | Perm.X is both and Bits(9).value == 9
+            return both, Perm.RW, Perm.W | Perm.X, Perm(0), lambda: Perm.W | Perm.X
+        back = there(check)
+        assert all(a is b for a, b in zip(back, (both, Perm.RW, Perm.W | Perm.X, Perm(0)))), back
+        assert back[4]() is Perm.W | Perm.X
+        """,
+    "marks that are pickled by their name": """
+        class Missing:
+            def __init__(self): self.note = 3
+            def __reduce__(self): return "MISSING"
+        class Slotted:
+            __slots__ = ("a",)
+            def __reduce__(self): return "SLOTTED"
+        class One:
+            one = None
+            def __new__(cls):
+                assert cls.one is None
+                cls.one = object.__new__(cls)
+                return cls.one
+            def __reduce__(self): return "ONE"
+        MISSING, SLOTTED, ONE = Missing(), Slotted(), One()
+        SLOTTED.a = 5
+        def check(x, y=MISSING):
+            assert x is MISSING is y and isinstance(x, Missing) and x.note == 3 and SLOTTED.a == 5 and One.one is ONE
+            return MISSING, SLOTTED, ONE
+        back = there(check, MISSING)
+        assert all(a is b for a, b in zip(back, (MISSING, SLOTTED, ONE), strict=True))
+        """,
+    "data classes": """
+        import dataclasses as d, typing
+        @d.dataclass
+        class P:
+            x: int
+            y: int = 2
+            z: list = d.field(default_factory=list)
+            w: typing.ClassVar[int] = 3
+            i: d.InitVar[int] = 4
+            def __post_init__(self, i): self.sum = self.x + i
+        @d.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+        class F:
+            a: int
+            b: str = "b"
+        @d.dataclass
+        class K:
+            a: int
+            _: d.KW_ONLY
+            b: int = 1
+        def check(p):
+            assert p == P(9) and [field.name for field in d.fields(P)] == ["x", "y", "z"]
+            assert d.fields(P)[0].default is d.MISSING and P.__dataclass_fields__["w"]._field_type is d._FIELD_CLASSVAR
+            assert P(1).z is not P(1).z and d.asdict(P(1)) == {"x": 1, "y": 2, "z": []}
+            assert d.replace(p, x=5, i=2).sum == 7
+            assert P.__dataclass_fields__["i"]._field_type is d._FIELD_INITVAR and K.__annotations__["_"] is d.KW_ONLY
+            f = F(a=1)
+            assert d.replace(f, b="c").b == "c" and f < F(a=2) and hash(f) == hash(F(a=1)) and K(1, b=3).b == 3
+            assert not hasattr(f, "__dict__")
+            for wrong, error in ((lambda: setattr(f, "a", 3), d.FrozenInstanceError), (lambda: F(1), TypeError)):
+                try: wrong()
+                except error: pass
+                else: raise AssertionError
+            return p, f, K(1)
+        assert there(check, P(9)) == (P(9), F(a=1), K(1))
+        """,
+    "slots": """
+        import weakref
+        class Slots:
+            __slots__ = ("a", "__b", "__weakref__")
+            def __init__(self): self.a, self.__b = 1, 2
+            def b(self): return self.__b
+        class Sub(Slots):
+            __slots__ = "c"
+        class Both:
+            __slots__ = {"a": "its doc", "__dict__": ""}
+        def check(slots, sub):
+            assert slots.a == 1 and slots.b() == 2 and sub.c == 3 and sub.b() == 2 and weakref.ref(slots)
+            assert not hasattr(Sub(), "__dict__")
+            both = Both()
+            both.a, both.z = 1, 3
+            return slots, sub, both
+        sub = Sub()
+        sub.c = 3
+        slots, sub, both = there(check, Slots(), sub)
+        assert type(slots) is Slots and slots.b() == 2 and type(sub) is Sub and sub.c == 3 and vars(both) == {"z": 3}
+        """,
+    "abstract classes and descriptors": """
+        import abc, functools, operator
+        class Shape(abc.ABC):
+            @abc.abstractmethod
+            def area(self): ...
+            @property
+            def p(self): return 1
+            @p.setter
+            def p(self, value): self._p = value
+            q = property(operator.attrgetter("_p"), doc="Reads p.")
+            part = functools.partialmethod(lambda self, x, y: (x, y), 1)
+            @staticmethod
+            def s(): return 2
+            @classmethod
+            def c(cls): return cls
+        class Square(Shape):
+            def area(self): return super().p + 1
+            def own(self): return __class__
+            class Inner:
+                class Deep: pass
+        Shape.register(int)
+        class Named:
+            def __set_name__(self, owner, name): self.name = name
+            def __get__(self, obj, owner): return self.name
+        class HasNamed:
+            d = Named()
+        def check():
+            try: Shape()
+            except TypeError: pass
+            else: raise AssertionError
+            square = Square()
+            assert square.area() == 2 and square.own() is Square is square.c() and square.s() == 2
+            assert isinstance(3, Shape) and not isinstance("", Shape) and square.part(2) == (1, 2)
+            square.p = 4
+            assert square.q == 4 and Shape.q.__doc__ == "Reads p."
+            assert Square.Inner.Deep.__qualname__ == "Square.Inner.Deep" and HasNamed().d == "d"
+            return square, Square.Inner.Deep()
+        square, deep = there(check)
+        assert type(square) is Square and type(deep) is Square.Inner.Deep
+        """,
+    "cached properties": """
+        import functools
+        class A:
+            calls = 0
+            @functools.cached_property
+            def p(self):
+                "Costly."
+                self.calls += 1
+                return 5
+        def check(a):
+            assert (a.p, a.p, a.calls) == (5, 5, 1) and A.p.__doc__ == "Costly."
+            return a
+        assert there(check, A()).p == 5
+        """,
+    "a class is not announced again to its base": """
+        class Base:
+            known = {}
+            def __init_subclass__(cls, *, key, **options):
+                super().__init_subclass__(**options)
+                Base.known[key] = cls
+        class One(Base, key="one"): pass
+        class Two(One, key="two"): pass
+        def check(one):
+            assert Base.known == {"one": One, "two": Two} and one is One
+            class New(Base, key="new"): pass
+            assert Base.known["new"] is New
+            return New(), Two()
+        new, two = there(check, One)
+        assert isinstance(new, Base) and type(two) is Two and Base.known == {"one": One, "two": Two}
+        """,
+    "a class that comes back is announced to nobody here": """
+        class Meta(type):
+            made = []
+            def __init__(cls, name, bases, names):
+                super().__init__(name, bases, names)
+                Meta.made.append((name, names["tag"]))
+        class Base(metaclass=Meta):
+            tag = 0
+            known = {}
+            def __init_subclass__(cls): Base.known[cls.tag] = cls
+        def make():
+            class Mine(Base): tag = 7
+            return Mine()
+        mine = there(make)
+        assert mine.tag == 7 and isinstance(mine, Base) and Base.known == {} and Meta.made == [("Base", 0)], Meta.made
+        """,
+    "a class known to cloudpickle is not changed": """
+        import cloudpickle
+        class Config: limit = 1
+        data = cloudpickle.dumps(Config())
+        def check():
+            config = cloudpickle.loads(data)
+            type(config).limit = 99
+            return config
+        back = there(check)
+        assert type(back) is Config and Config.limit == 1
+        """,
+    "metaclasses": """
+        class Meta(type):
+            known = {}
+            def __new__(meta, name, bases, names, *, option=None):
+                made = super().__new__(meta, name, bases, names | {"option": names["must"]})
+                meta.known[name] = made
+                return made
+            def __init__(cls, name, bases, names, *, option=None): super().__init__(name, bases, names)
+            def __call__(cls, *args): return super().__call__(*args)
+            def __setattr__(cls, name, value): raise AttributeError(name)
+            def __len__(cls): return 3
+            @property
+            def title(cls): return cls.__name__
+        class A(metaclass=Meta, option=4):
+            must = 1
+            def __init__(self, y): self.y = y
+        class B(A): must = 2
+        def check():
+            assert Meta.known == {"A": A, "B": B} and type(A) is Meta and (A.option, B.option) == (1, 2)
+            assert A.title == "A" and A(3).y == 3 and len(B) == 3
+            return B(4), B
+        b, kind = there(check)
+        assert type(b) is B is kind and b.y == 4
+        """,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_by_value_it_is_there_and_back_what_it_was(name: str) -> None:
+    passes(PROGRAMS[name])
+
+
+def test_what_a_script_holds_goes_by_name_within_a_value(tmp_path: Path) -> None:
+    passes(
+        """
+        import enum, functools, typing
+        class Base:
+            pass
+        class Color(enum.Enum):
+            RED = 1
+        T = typing.TypeVar("T")
+        class Mark:
+            def __reduce__(self): return "MARK"
+        MARK = Mark()
+        @functools.cache
+        def cached(): return 7
+        def helper(): return __name__
+        if __name__ == "__main__":
+            def outer():
+                class Local(Base):
+                    color = Color.RED
+                    def help(self): return helper(), cached(), MARK is self.mark
+                    mark = MARK
+                return lambda: (Local(), Local().help(), Base(), Color.RED, MARK, helper, cached)
+            local, helped, base, red, mark, function, cache = there(outer(), importable=importable_by_name)
+            assert isinstance(local, Base) and helped == ("__mp_main__", 7, True) and type(base) is Base
+            assert red is Color.RED is local.color and mark is MARK and function is helper and cache is cached
+        """,
+        script=tmp_path / "script.py",
+    )
+
+
+def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import functools, typing\n"
+        "T = typing.TypeVar('T')\n"
+        "K = 3\n"
+        "def f(x): return g(x) + K\n"
+        "@functools.cache\n"
+        "def g(x): return x\n"
+        "class A(typing.Generic[T]):\n"
+        "    def m(self): return f(1)\n"
+        "class Mark:\n"
+        "    def __reduce__(self): return 'MARK'\n"
+        "MARK = Mark()\n",
+        encoding="utf-8",
+    )
+    passes(f"""
+        import sys
+        from phalanx._engine.pickling import by_value, picklers
+        assert not picklers.wants_by_value() and "cloudpickle" not in sys.modules
+        sys.path.insert(0, {str(tmp_path)!r})
+        import mine, cloudpickle
+        assert not picklers.wants_by_value()
+        cloudpickle.register_pickle_by_value(mine)
+        assert picklers.wants_by_value()
+        assert there(mine.f, 3) == 6
+        f = mine.f
+        def check(a, mark): return a.m(), a, f(2), mark
+        four, a, five, mark = there(check, mine.A(), mine.MARK)
+        assert (four, five) == (4, 5) and type(a) is mine.A and mark is mine.MARK
+    """)
+
+
+def test_the_import_loads_no_cloudpickle() -> None:
+    code = (
+        "import sys, phalanx._engine.pickling.by_value, phalanx._engine.pickling.picklers as m; "
+        "print(m.wants_by_value(), {'cloudpickle', 'typing'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False set()\n"
+
+
+@pytest.mark.long
+def test_private_methods_go_by_value() -> None:
+    passes("""
+        import functools, multiprocessing.reduction
+        class A:
+            n = 4
+            def __work(self): return "work", self.n
+            def bound(self): return self.__work
+            @classmethod
+            def __make(cls): return cls
+            def make(self): return self.__make
+        class B(A):
+            def over(self): return super().bound
+            def bound(self): return 9
+        a = A(); a.n = 7
+        assert there(a.bound()) == ("work", 7) == there(functools.partial(a.bound())) and there(a.make()) is A
+        assert there(B().over)()() == ("work", 4) == there(B().over())()
+        a.me = a.bound()  # which refers to what refers to it
+        def check(a): return a.me, a
+        method, b = there(check, a)
+        assert method.__self__ is b and method.__func__ is A._A__work and method() == ("work", 7)
     """)
 
 
@@ -575,132 +728,6 @@ def test_annotations_with_names_that_are_not_defined_go_as_texts() -> None:
     """)
 
 
-@pytest.mark.slow
-def test_enumerations() -> None:
-    passes("""
-        import enum
-        class Color(enum.Enum):
-            RED = 1
-            GREEN = 2
-            CRIMSON = 1
-            @property
-            def nice(self): return self.name.title()
-            @classmethod
-            def best(cls): return cls.GREEN
-        class Auto(enum.Enum):
-            def _generate_next_value_(name, start, count, last): return name.lower()
-            @classmethod
-            def _missing_(cls, value): return cls.ONE
-            ONE = enum.auto()
-        class Mixed(enum.Enum):
-            A = {"x": 1}
-            B = enum.member(len)
-            C = enum.nonmember(4)
-        Number, Text = enum.IntEnum("Number", "ONE TWO"), enum.StrEnum("Text", {"X": "x"})
-        def check(red):
-            assert red is Color.RED is Color(1) is Color["RED"] is Color.CRIMSON is Color["CRIMSON"]
-            assert list(Color) == [Color.RED, Color.GREEN] and list(Color.__members__) == ["RED", "GREEN", "CRIMSON"]
-            assert red.nice == "Red" and Color.best() is Color.GREEN and repr(red) == "<Color.RED: 1>"
-            assert Auto.ONE.value == "one" and Auto("zz") is Auto.ONE and {Auto.ONE: 1}[Auto.ONE] == 1
-            assert Mixed.A.value == {"x": 1} and Mixed.B.value is len and Mixed.C == 4
-            assert Number.ONE + 1 == Number.TWO and Text.X == "x" and Number(2) is Number.TWO
-            try: Color.RED = 3
-            except AttributeError: pass
-            else: raise AssertionError
-            return Color.RED, Color.CRIMSON, Auto.ONE, Mixed.B, Number.TWO, Text.X
-        back = there(check, Color.RED)
-        mine = (Color.RED, Color.CRIMSON, Auto.ONE, Mixed.B, Number.TWO, Text.X)
-        assert all(a is b for a, b in zip(back, mine, strict=True)), back
-    """)
-
-
-@pytest.mark.slow
-def test_enumerations_whose_members_are_made_by_the_class() -> None:
-    passes("""
-        import enum
-        class Planet(enum.Enum):
-            EARTH = (1.0, 2.0)
-            def __init__(self, mass, radius): self.mass, self.radius = mass, radius
-            @property
-            def density(self): return self.mass / self.radius
-        class Coordinate(bytes, enum.Enum):
-            PX = (0, "P.X")
-            PY = (1, "P.Y")
-            def __new__(cls, value, label):
-                made = bytes.__new__(cls, [value])
-                made._value_, made.label = value, label
-                return made
-        def check():
-            assert Planet.EARTH.density == 0.5 and Planet((1.0, 2.0)) is Planet.EARTH
-            assert Coordinate.PY.label == "P.Y" and Coordinate.PY == b"\\x01" and Coordinate(1) is Coordinate.PY
-            return Planet.EARTH, Coordinate.PY
-        assert [a is b for a, b in zip(there(check), (Planet.EARTH, Coordinate.PY), strict=True)] == [True, True]
-    """)
-
-
-@pytest.mark.slow
-def test_a_file_is_not_copied() -> None:
-    """As for `pickle`; cloudpickle would send what is in it."""
-    passes("""
-        import os, sys, tempfile
-        def check(): return sys.stdout is not None
-        assert there(lambda: sys.stdout is not None)
-        with tempfile.TemporaryFile("w+") as file:
-            try: there(lambda: file.read())
-            except TypeError as error: assert "cannot pickle 'TextIOWrapper' object" in str(error), error
-            else: raise AssertionError
-    """)
-
-
-@pytest.mark.slow
-def test_flags() -> None:
-    passes("""
-        import enum
-        class Perm(enum.Flag):
-            R = enum.auto()
-            W = enum.auto()
-            X = enum.auto()
-            RW = R | W
-        class Bits(enum.IntFlag, boundary=enum.KEEP):
-            A = 1
-        both = Perm.R | Perm.X  # it has no name
-        def check():
-            assert Perm.R | Perm.W is Perm.RW is Perm(3) and list(Perm.RW) == [Perm.R, Perm.W]
-            assert ~Perm.RW is Perm.X and Perm.R | Perm.X is both and Bits(9).value == 9
-            return both, Perm.RW, Perm.W | Perm.X, Perm(0), lambda: Perm.W | Perm.X
-        back = there(check)
-        assert all(a is b for a, b in zip(back, (both, Perm.RW, Perm.W | Perm.X, Perm(0)))), back
-        assert back[4]() is Perm.W | Perm.X
-    """)
-
-
-@pytest.mark.slow
-def test_marks_that_are_pickled_by_their_name() -> None:
-    passes("""
-        class Missing:
-            def __init__(self): self.note = 3
-            def __reduce__(self): return "MISSING"
-        class Slotted:
-            __slots__ = ("a",)
-            def __reduce__(self): return "SLOTTED"
-        class One:
-            one = None
-            def __new__(cls):
-                assert cls.one is None
-                cls.one = object.__new__(cls)
-                return cls.one
-            def __reduce__(self): return "ONE"
-        MISSING, SLOTTED, ONE = Missing(), Slotted(), One()
-        SLOTTED.a = 5
-        def check(x, y=MISSING):
-            assert x is MISSING is y and isinstance(x, Missing) and x.note == 3 and SLOTTED.a == 5 and One.one is ONE
-            return MISSING, SLOTTED, ONE
-        back = there(check, MISSING)
-        assert all(a is b for a, b in zip(back, (MISSING, SLOTTED, ONE), strict=True))
-    """)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement,error",
     [
@@ -720,247 +747,4 @@ import enum, functools, pickle
 try: there(lambda: it)
 except (pickle.PicklingError, TypeError) as error: assert {error!r} in str(error), error
 else: raise AssertionError
-    """)
-
-
-# Classes
-
-
-@pytest.mark.slow
-def test_data_classes() -> None:
-    passes("""
-        import dataclasses as d, typing
-        @d.dataclass
-        class P:
-            x: int
-            y: int = 2
-            z: list = d.field(default_factory=list)
-            w: typing.ClassVar[int] = 3
-            i: d.InitVar[int] = 4
-            def __post_init__(self, i): self.sum = self.x + i
-        @d.dataclass(frozen=True, slots=True, kw_only=True, order=True)
-        class F:
-            a: int
-            b: str = "b"
-        @d.dataclass
-        class K:
-            a: int
-            _: d.KW_ONLY
-            b: int = 1
-        def check(p):
-            assert p == P(9) and [field.name for field in d.fields(P)] == ["x", "y", "z"]
-            assert d.fields(P)[0].default is d.MISSING and P.__dataclass_fields__["w"]._field_type is d._FIELD_CLASSVAR
-            assert P(1).z is not P(1).z and d.asdict(P(1)) == {"x": 1, "y": 2, "z": []}
-            assert d.replace(p, x=5, i=2).sum == 7
-            assert P.__dataclass_fields__["i"]._field_type is d._FIELD_INITVAR and K.__annotations__["_"] is d.KW_ONLY
-            f = F(a=1)
-            assert d.replace(f, b="c").b == "c" and f < F(a=2) and hash(f) == hash(F(a=1)) and K(1, b=3).b == 3
-            assert not hasattr(f, "__dict__")
-            for wrong, error in ((lambda: setattr(f, "a", 3), d.FrozenInstanceError), (lambda: F(1), TypeError)):
-                try: wrong()
-                except error: pass
-                else: raise AssertionError
-            return p, f, K(1)
-        assert there(check, P(9)) == (P(9), F(a=1), K(1))
-    """)
-
-
-@pytest.mark.slow
-def test_slots() -> None:
-    passes("""
-        import weakref
-        class Slots:
-            __slots__ = ("a", "__b", "__weakref__")
-            def __init__(self): self.a, self.__b = 1, 2
-            def b(self): return self.__b
-        class Sub(Slots):
-            __slots__ = "c"
-        class Both:
-            __slots__ = {"a": "its doc", "__dict__": ""}
-        def check(slots, sub):
-            assert slots.a == 1 and slots.b() == 2 and sub.c == 3 and sub.b() == 2 and weakref.ref(slots)
-            assert not hasattr(Sub(), "__dict__")
-            both = Both()
-            both.a, both.z = 1, 3
-            return slots, sub, both
-        sub = Sub()
-        sub.c = 3
-        slots, sub, both = there(check, Slots(), sub)
-        assert type(slots) is Slots and slots.b() == 2 and type(sub) is Sub and sub.c == 3 and vars(both) == {"z": 3}
-    """)
-
-
-@pytest.mark.slow
-def test_abstract_classes_and_descriptors() -> None:
-    passes("""
-        import abc, functools, operator
-        class Shape(abc.ABC):
-            @abc.abstractmethod
-            def area(self): ...
-            @property
-            def p(self): return 1
-            @p.setter
-            def p(self, value): self._p = value
-            q = property(operator.attrgetter("_p"), doc="Reads p.")
-            part = functools.partialmethod(lambda self, x, y: (x, y), 1)
-            @staticmethod
-            def s(): return 2
-            @classmethod
-            def c(cls): return cls
-        class Square(Shape):
-            def area(self): return super().p + 1
-            def own(self): return __class__
-            class Inner:
-                class Deep: pass
-        Shape.register(int)
-        class Named:
-            def __set_name__(self, owner, name): self.name = name
-            def __get__(self, obj, owner): return self.name
-        class HasNamed:
-            d = Named()
-        def check():
-            try: Shape()
-            except TypeError: pass
-            else: raise AssertionError
-            square = Square()
-            assert square.area() == 2 and square.own() is Square is square.c() and square.s() == 2
-            assert isinstance(3, Shape) and not isinstance("", Shape) and square.part(2) == (1, 2)
-            square.p = 4
-            assert square.q == 4 and Shape.q.__doc__ == "Reads p."
-            assert Square.Inner.Deep.__qualname__ == "Square.Inner.Deep" and HasNamed().d == "d"
-            return square, Square.Inner.Deep()
-        square, deep = there(check)
-        assert type(square) is Square and type(deep) is Square.Inner.Deep
-    """)
-
-
-@pytest.mark.slow
-def test_cached_properties() -> None:
-    passes("""
-        import functools
-        class A:
-            calls = 0
-            @functools.cached_property
-            def p(self):
-                "Costly."
-                self.calls += 1
-                return 5
-        def check(a):
-            assert (a.p, a.p, a.calls) == (5, 5, 1) and A.p.__doc__ == "Costly."
-            return a
-        assert there(check, A()).p == 5
-    """)
-
-
-@pytest.mark.slow
-def test_a_class_is_not_announced_again_to_its_base() -> None:
-    passes("""
-        class Base:
-            known = {}
-            def __init_subclass__(cls, *, key, **options):
-                super().__init_subclass__(**options)
-                Base.known[key] = cls
-        class One(Base, key="one"): pass
-        class Two(One, key="two"): pass
-        def check(one):
-            assert Base.known == {"one": One, "two": Two} and one is One
-            class New(Base, key="new"): pass
-            assert Base.known["new"] is New
-            return New(), Two()
-        new, two = there(check, One)
-        assert isinstance(new, Base) and type(two) is Two and Base.known == {"one": One, "two": Two}
-    """)
-
-
-@pytest.mark.slow
-def test_a_class_that_comes_back_is_announced_to_nobody_here() -> None:
-    passes("""
-        class Meta(type):
-            made = []
-            def __init__(cls, name, bases, names):
-                super().__init__(name, bases, names)
-                Meta.made.append((name, names["tag"]))
-        class Base(metaclass=Meta):
-            tag = 0
-            known = {}
-            def __init_subclass__(cls): Base.known[cls.tag] = cls
-        def make():
-            class Mine(Base): tag = 7
-            return Mine()
-        mine = there(make)
-        assert mine.tag == 7 and isinstance(mine, Base) and Base.known == {} and Meta.made == [("Base", 0)], Meta.made
-    """)
-
-
-@pytest.mark.slow
-def test_a_class_that_the_launcher_knows_by_cloudpickles_number_is_not_changed() -> None:
-    """As is one that a worker has from a pickle of the user's own."""
-    passes("""
-        import cloudpickle
-        class Config: limit = 1
-        data = cloudpickle.dumps(Config())
-        def check():
-            config = cloudpickle.loads(data)
-            type(config).limit = 99
-            return config
-        back = there(check)
-        assert type(back) is Config and Config.limit == 1
-    """)
-
-
-@pytest.mark.slow
-def test_classes_made_from_built_in_ones() -> None:
-    passes("""
-        import collections, io, threading
-        class D(dict): pass
-        class L(list):
-            def __init__(self, *args):
-                super().__init__(*args)
-                self.n = 1
-        class T(tuple):
-            def __new__(cls, a, b): return super().__new__(cls, (a, b))
-            def __getnewargs__(self): return tuple(self)
-        class Default(collections.defaultdict): pass
-        class Text(str): __slots__ = ()
-        class Fault(ValueError, KeyError): pass
-        class Buffer(io.BytesIO): pass
-        class Thread(threading.Thread):
-            def run(self): self.value = Buffer(b"x").read()
-        def check(*args):
-            thread = Thread()
-            thread.start()
-            thread.join()
-            return *args, Fault(1), thread.value
-        objects = (D(a=1), L([1, 2]), T(1, 2), Default(list), Text("x"))
-        *back, fault, value = there(check, *objects)
-        assert tuple(back) == objects and list(map(type, back)) == list(map(type, objects)) and back[1].n == 1
-        assert type(fault) is Fault and value == b"x"
-    """)
-
-
-@pytest.mark.slow
-def test_metaclasses() -> None:
-    passes("""
-        class Meta(type):
-            known = {}
-            def __new__(meta, name, bases, names, *, option=None):
-                made = super().__new__(meta, name, bases, names | {"option": names["must"]})
-                meta.known[name] = made
-                return made
-            def __init__(cls, name, bases, names, *, option=None): super().__init__(name, bases, names)
-            def __call__(cls, *args): return super().__call__(*args)
-            def __setattr__(cls, name, value): raise AttributeError(name)
-            def __len__(cls): return 3
-            @property
-            def title(cls): return cls.__name__
-        class A(metaclass=Meta, option=4):
-            must = 1
-            def __init__(self, y): self.y = y
-        class B(A): must = 2
-        def check():
-            assert Meta.known == {"A": A, "B": B} and type(A) is Meta and (A.option, B.option) == (1, 2)
-            assert A.title == "A" and A(3).y == 3 and len(B) == 3
-            return B(4), B
-        b, kind = there(check)
-        assert type(b) is B is kind and b.y == 4
     """)

@@ -73,7 +73,7 @@ def test_a_rank_that_fails_is_the_same_failure_under_a_debugger(tmp_path: Path) 
         assert debugger.wait() == 3
 
 
-def test_a_debugger_that_ends_the_program_while_a_worker_rests_leaves_nothing(tmp_path: Path) -> None:
+def test_a_debugger_that_ends_the_program_leaves_nothing(tmp_path: Path) -> None:
     program = _written(tmp_path, _FUNCTION)
     with Debugger([str(program), "spawn"], program, _BREAKPOINT, env={"TMPDIR": str(tmp_path)}) as debugger:
         debugger.stop(goes_on=False)

@@ -268,7 +268,7 @@ def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready
     assert all(result is results[0] for result in results)
 
 
-def test_a_group_that_is_dropped_is_killed_and_lets_go_of_the_signals() -> None:
+def test_a_dropped_group_is_killed_and_restores_the_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     group = start_processes("g", "/bin/sleep", ("600",), nprocs=1)
     supervisor = group._started()
@@ -292,7 +292,7 @@ def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_folders_for_evidence_alone_are_made_once_the_workers_run(ready: Ready, gate: Gate) -> None:
+def test_folders_for_evidence_are_made_once_workers_run(ready: Ready, gate: Gate) -> None:
     """By the group's thread, when it has nothing else to do: they are on nobody's way."""
     args = dict.fromkeys(range(4), (ready.address, gate.address))
     with start_processes("g", workers.announce, args, start_method="fork") as group:

@@ -91,7 +91,7 @@ def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(tmp_path: Path) -> None:
+def test_a_flood_of_requests_to_end_is_announced_once(tmp_path: Path) -> None:
     with Ready(tmp_path / "ready") as ready:
         script = tmp_path / "flood.py"
         script.write_text(

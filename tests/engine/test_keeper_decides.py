@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.slow
 
 SLACK = TIMEOUT
 """Seconds beyond what is promised that a loaded machine may take."""
@@ -109,7 +110,6 @@ FAILED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
     tmp_path: Path, ready: Ready, gate: Gate, method: str
@@ -124,7 +124,6 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
         assert goes_on(launcher) == FAILED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["settling", "stopping"])
 def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate: Gate, when: str) -> None:
     settle, grace = (2.0, 0.3) if when == "settling" else (0.0, 2.0)
@@ -139,7 +138,6 @@ def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate
         assert goes_on(launcher) == FAILED
 
 
-@pytest.mark.slow
 def test_a_launcher_in_a_call_that_holds_the_gil(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     settle, grace = 0.1, 0.5
     with launched(tmp_path, ready, gate, "one_fails", settle=settle, grace=grace, busy=BUSY) as launcher:

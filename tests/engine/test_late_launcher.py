@@ -63,7 +63,7 @@ def failing_at(gate: Gate, ready: Ready, *, stays: bool = False) -> PContext:
 
 
 @pytest.mark.slow
-def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(ready: Ready, gate: Gate) -> None:
+def test_a_lost_keepers_last_words_are_read(ready: Ready, gate: Gate) -> None:
     with failing_at(gate, ready) as group:
         ready.wait(2)
         guard, keeper = helpers_of(group)
@@ -75,8 +75,7 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
             gate.open()
             os.kill(keeper, signal.SIGCONT)
             assert wait_gone([keeper, guard]) == set()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.root_cause is not None
     assert result.root_cause.exitcode == 3
 
@@ -94,8 +93,7 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
         until(lambda: procfs.Stat(pid).state == "Z")
         group.close()  # which wakes the keeper
         assert wait_gone([keeper, guard]) == set()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.state == "succeeded"
     assert capfd.readouterr().err == ""
 
@@ -106,7 +104,7 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],
     ids=["at first", "at last"],
 )
-def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
+def test_unread_messages_of_a_keeper_are_no_silence(
     ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, overdue: Callable[[Supervisor], None]
 ) -> None:
     done: list[str] = []
@@ -123,8 +121,7 @@ def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
         with busy(group, its_deadline_is_over):
             gate.open()
             assert wait_gone(pids) == set()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.state == "failed"
     assert not done
 
@@ -173,17 +170,14 @@ def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, ga
     assert {rank: failure.exitcode for rank, failure in caught.value.failures.items()} == {1: 3}
 
 
-def test_a_helper_that_is_lost_after_all_have_succeeded_changes_no_result(
-    ready: Ready, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_helper_lost_after_success_changes_no_result(ready: Ready, caplog: pytest.LogCaptureFixture) -> None:
     left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
     with start_processes("g", sys.executable, ("-S", "-c", left), nprocs=1, linger=TIMEOUT) as group:
         pids = ready.pids()
         until(lambda: supervisor_of(group).mirror.state == "LINGERING")
         os.kill(helpers_of(group)[1], signal.SIGKILL)
-        result = group.wait(TIMEOUT)
+        result = group.wait()
         assert [pid for pid in pids if alive(pid)] == []
-    assert result is not None
     assert result.succeeded
     assert "the workers had ended before, but the group's keeper process was killed by signal 9" in caplog.text
 
@@ -214,8 +208,7 @@ def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: 
         supervisor_of(group).stop(signal.SIGTERM, TIMEOUT)
         assert wait_gone(pids) == set()
         go_on.set()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert {rank: len(value) for rank, value in result.return_values.items()} == {0: LARGE}
 
 
@@ -227,7 +220,7 @@ class LateError(Exception):
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["it runs", "it does not run yet"])
-def test_a_handler_that_raises_while_the_groups_thread_is_started(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+def test_a_handler_may_raise_while_the_groups_thread_starts(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """Either that thread lets go of everything, or who starts does; never both, never neither."""
     closed: list[object] = []
     close, start, go_on = KeeperClient.close, threading.Thread.start, threading.Event()
@@ -255,7 +248,7 @@ def test_a_handler_that_raises_while_the_groups_thread_is_started(monkeypatch: p
     assert len(set(closed)) == len(closed) == 1
 
 
-def test_a_close_in_the_groups_own_thread_does_not_wait_for_itself(ready: Ready) -> None:
+def test_a_close_in_the_groups_thread_waits_not_for_itself(ready: Ready) -> None:
     """As by a `__del__` that the collector runs there."""
     group = running("binary", ready)
     pids = ready.pids(2)
@@ -266,7 +259,7 @@ def test_a_close_in_the_groups_own_thread_does_not_wait_for_itself(ready: Ready)
 
 
 @pytest.mark.slow
-def test_a_handler_that_closes_a_group_while_another_is_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_may_close_a_group_amid_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds what the end of the first one needs."""
     monkeypatch.setattr(display, "REACTION", 0.3)
     shown = DefaultLogsSpecs(tee=Std.ALL)

@@ -298,7 +298,7 @@ def test_every_state_leads_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("state", [state for state in STATES if state != "GONE"])
-def test_every_state_hears_its_owner_and_the_loss_of_launcher_and_helpers(state: str) -> None:
+def test_every_state_handles_its_owner_and_every_loss(state: str) -> None:
     late = ("KILLING", "DRAINING", "ENDED")
     assert step(state, "KILL")[0] == (state if state in late else "KILLING")
     assert (state, "STOP") in TABLE

@@ -139,7 +139,7 @@ keeper.Keeper.keep = keep
 """
 
 
-def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for_dead(
+def test_a_keeper_that_gets_up_as_its_guard_dies_is_not_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
@@ -234,9 +234,7 @@ def running(kind: str, ready: Ready) -> PContext:
 
 
 @pytest.mark.slow
-def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
-    ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_that_is_stopped_repeatedly_is_replaced(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then its guard is killed: the last resort is not called off by what has been said of the loss before."""
     shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3, DRAIN_WAIT=0.1)
     monkeypatch.setattr(KeeperClient, "wake", lambda _keeper: None)  # somebody stops it faster than it can be woken
@@ -297,7 +295,7 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_socket(ready: Ready) -> None:
+def test_helpers_are_missed_though_a_fork_holds_their_socket(ready: Ready) -> None:
     """It would tell of their end never."""
     with forks_with_every_descriptor() as forks:
         group = running("binary", ready)
@@ -340,9 +338,7 @@ def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest
         assert [pid for pid in pids if alive(pid)] == []
 
 
-def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
-    ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_descriptors_the_failed_search_is_reported(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: None)
     with running("binary", ready) as group:
         pids = ready.pids(2)
@@ -357,7 +353,7 @@ def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
 
 
 @pytest.mark.slow
-def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Ready, tmp_path: Path) -> None:
+def test_the_last_resort_finds_one_whose_first_thread_ended(ready: Ready, tmp_path: Path) -> None:
     """Its state is that of a zombie, and its own environment is empty: those of its threads are not."""
     script = tmp_path / "leaderless.py"
     script.write_text(
@@ -379,9 +375,7 @@ def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Read
 
 
 @pytest.mark.slow
-def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
-    ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_resort_waits_for_no_silent_process(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that sits in a page fault of a disk that does not answer."""
     never = threading.Event()
     look = MarkedProcesses.start_of
@@ -403,7 +397,7 @@ def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
         other.kill()
 
 
-def test_a_stopped_guard_and_keeper_are_woken_when_the_launcher_lets_go() -> None:
+def test_stopped_helpers_are_woken_when_the_launcher_lets_go() -> None:
     client = KeeperClient()
     client.exec(("-I", "-S"))
     try:
@@ -555,7 +549,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", ["failed", "stopped", "succeeded"])
-def test_a_guard_that_is_killed_late_does_not_change_how_the_group_ended(
+def test_a_guard_killed_late_does_not_change_the_end(
     ended: str, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who had failed has failed. What is left is killed at once, for nobody looks after the keeper."""
@@ -569,8 +563,7 @@ def test_a_guard_that_is_killed_late_does_not_change_how_the_group_ended(
         gate.open(2)
         until(lambda: group._started().mirror.state in ("STOPPING", "LINGERING"))
         os.kill(guard, signal.SIGKILL)
-        result = group.wait(TIMEOUT)
-        assert result is not None
+        result = group.wait()
         assert result.state == ended
         if ended == "failed":
             assert result.root_cause is not None
@@ -658,9 +651,7 @@ def pause(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
-    ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """Function workers die with their keeper. Of zombies that it inherits, no SIGCHLD tells."""
     with start_processes("g", pause, (ready.address,), nprocs=2, start_method="spawn") as group:
         pids = ready.pids(2)

@@ -134,7 +134,7 @@ class SlowToTidy(DefaultLogsSpecs):
         super().tidy(logs)
 
 
-def test_a_close_waits_for_what_it_removes_no_longer_than_it_says(
+def test_a_close_waits_for_removal_no_longer_than_it_says(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_ending, "TIDY", 0.2)
@@ -204,7 +204,7 @@ def ask_for_a_tracker(gate: str) -> int:
 
 
 @pytest.mark.long
-def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
+def test_a_stuck_resource_tracker_holds_up_no_result(
     gate: Gate, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def getfd() -> int:
@@ -215,8 +215,7 @@ def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
     monkeypatch.setattr(resource_tracker, "_resource_tracker", resource_tracker.ResourceTracker())
     monkeypatch.setattr(resource_tracker, "getfd", getfd)
     with start_processes("g", ask_for_a_tracker, (gate.address,), nprocs=2, start_method="spawn") as group:
-        result = group.wait(TIMEOUT)
-        assert result is not None
+        result = group.wait()
         assert result.return_values == {0: 3, 1: 3}
 
 
@@ -244,7 +243,7 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
 
 
 @pytest.mark.slow
-def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+def test_a_record_that_cannot_be_written_delays_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
     setting = f"""
     from phalanx._runs import recorder
@@ -287,7 +286,7 @@ def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
-def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(
+def test_reports_come_in_order_and_a_fork_has_its_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stderr, "STALL", TIMEOUT)  # for a thread that does not run yet on a machine that is busy

@@ -167,8 +167,7 @@ for _ in range(1000):
 libc.syscall({leave}, 5)
 """
     with start_processes("g", sys.executable, ("-c", HEAD + code), nprocs=1, notice=(USR1, LONG)) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.outcomes[0].exitcode == 5
 
 
@@ -251,7 +250,7 @@ while True: time.sleep(0.1)
 # --- ends
 
 
-def test_a_failure_after_the_notice_is_one_and_the_others_keep_their_time(ready: Ready, gate: Gate) -> None:
+def test_a_failure_after_the_notice_leaves_the_others_their_time(ready: Ready, gate: Gate) -> None:
     stays = loop(ready, f"{ready.python('1')}; {gate.python()}")
     with commands(loop(ready, "raise OSError('disk full')"), stays, grace=LONG) as group:
         failing, staying = (group.pids()[rank] for rank in (0, 1))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
+pytestmark = pytest.mark.slow
+
 LONG = 20 * TIMEOUT
 """An orphan grace that no test waits for."""
 
@@ -111,7 +113,6 @@ SAVED = 2 * sorted(f"saved {number}" for number in range(2000))
 
 
 @pytest.mark.each_python
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
 def test_workers_have_time_to_save_when_the_launcher_was_killed(
     kind: str, ready: Ready, gate: Gate, tmp_path: Path
@@ -126,7 +127,6 @@ def test_workers_have_time_to_save_when_the_launcher_was_killed(
     assert lines(tmp_path) == SAVED
 
 
-@pytest.mark.slow
 def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("spawn", ready, gate, tmp_path, LONG, size=4096) as launcher:
         found, _guard, _keeper = everybody(launcher, ready)
@@ -138,7 +138,6 @@ def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gat
     assert lines(tmp_path) == SAVED
 
 
-@pytest.mark.slow
 def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0.5) as launcher:
         found, _guard, _keeper = everybody(launcher, ready)
@@ -150,7 +149,6 @@ def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None
     assert lines(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0) as launcher:
         found, _guard, _keeper = everybody(launcher, ready)
@@ -160,7 +158,6 @@ def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path:
         ready.wait(timeout=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", ["guard", "keeper"])
 def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, LONG) as launcher:
@@ -171,10 +168,7 @@ def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate:
         assert wait_gone(found) == set()
 
 
-@pytest.mark.slow
-def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
-    ready: Ready, gate: Gate, tmp_path: Path
-) -> None:
+def test_a_stopped_keeper_is_woken_when_the_launcher_dies(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, LONG) as launcher:
         found, _guard, keeper = everybody(launcher, ready)
         os.kill(keeper, signal.SIGSTOP)
@@ -184,10 +178,7 @@ def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
         assert wait_gone(found) == set()
 
 
-@pytest.mark.slow
-def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
-    ready: Ready, gate: Gate, tmp_path: Path
-) -> None:
+def test_a_stopped_keeper_is_woken_at_the_end_of_the_grace(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 1.0) as launcher:
         found, _guard, keeper = everybody(launcher, ready)
         launcher.kill()
@@ -196,10 +187,7 @@ def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
         assert wait_gone(found) == set()
 
 
-@pytest.mark.slow
-def test_a_fork_of_the_launcher_that_holds_the_socket_holds_up_nothing(
-    ready: Ready, gate: Gate, tmp_path: Path
-) -> None:
+def test_a_fork_that_holds_the_launchers_socket_delays_nothing(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, LONG, forks=True) as launcher:
         messages = ready.wait(5)
         workers = {int(message) for message in messages if message != "forked"}

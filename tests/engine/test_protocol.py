@@ -62,7 +62,7 @@ def test_the_launcher_passes_on_what_the_hang_report_takes() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=name_of)
-def test_a_verb_builds_the_message_of_its_name_and_says_what_it_means(verb: Callable[..., Any]) -> None:
+def test_a_verb_builds_the_message_of_its_name(verb: Callable[..., Any]) -> None:
     values = list(range(len(fields_of(verb))))
     assert verb(*values) == (verb.__name__, *values)
     assert verb.__doc__

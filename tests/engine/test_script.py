@@ -25,7 +25,7 @@ import pytest
 from phalanx._engine.worker import script as script_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from tests.support.helpers import Gate, Ready
 
@@ -119,11 +119,42 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
+class WarmHouse(House):
+    """Runs its workers as forks of a process that has a module more."""
+
+    preload = "json"
+
+    def as_worker(self, *argv: object, launcher: tuple[str, ...] = ()) -> Ended:
+        """Run `phalanx run --preload MODULE ARGV`."""
+        return super().as_worker("--preload", self.preload, *argv, launcher=launcher)
+
+
 @pytest.fixture
-def house(tmp_path: Path, logs: Path) -> House:
+def house(request: pytest.FixtureRequest, tmp_path: Path, logs: Path) -> House:
     folder = tmp_path / "work"
     folder.mkdir()
-    return House(folder, logs)
+    return getattr(request, "param", House)(folder, logs)
+
+
+DIFFERENT = {
+    "modules of its own that are called like ours",  # ours are loaded, and are part of a package all the same
+    "warnings with their places",  # the one above the top names a frame of the keeper's
+}
+"""What the frames below a fork, and the modules that it has, make of a script that looks for them."""
+
+SLOW = {"an exception of the asyncio loop", "a long text", "exit with an object", "exit by number beyond a byte"}
+"""Cases that differ from their neighbours in nothing that the start of a worker has to do with."""
+
+
+def cold_and_warm(name: str, values: Iterable[Any], **options: Any) -> pytest.MarkDecorator:
+    """Run a test with each value in both kinds of houses."""
+    pairs: list[Any] = [(House, value) for value in values]
+    pairs += [
+        pytest.param(WarmHouse, value, marks=pytest.mark.long)
+        for value in values
+        if callable(value) or str(value) not in DIFFERENT | SLOW
+    ]
+    return pytest.mark.parametrize(f"house, {name}", pairs, indirect=["house"], **options)
 
 
 # --- what a program finds
@@ -217,7 +248,7 @@ def as_package(house: House) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@cold_and_warm(
     "given",
     [in_the_folder, by_absolute_path, by_relative_path, by_symlink, without_suffix, as_folder, as_zip, as_zipapp,
      compiled, as_module, as_lone_module, as_package],
@@ -231,7 +262,8 @@ def test_a_script_finds_what_python_gives_it(house: House, given: Callable[[Hous
 
 
 @pytest.mark.long
-def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: House) -> None:
+@pytest.mark.parametrize("house", [House, WarmHouse], indirect=True)
+def test_the_scripts_folder_is_off_the_path_if_unwanted(house: House) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
     for argv in (["script.py"], ["-m", "script"]):
@@ -359,7 +391,7 @@ def with_neighbours(house: House) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLAIN)
+@cold_and_warm("name", PLAIN)
 def test_a_script_does_what_it_does_under_python(house: House, name: str) -> None:
     with_neighbours(house)
     house.write("script.py", PLAIN[name])
@@ -427,7 +459,7 @@ FAILING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAILING)
+@cold_and_warm("name", FAILING)
 def test_a_script_fails_as_under_python_and_leaves_evidence(house: House, name: str) -> None:
     with_neighbours(house)
     message, text = FAILING[name]
@@ -489,11 +521,11 @@ def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@cold_and_warm(
     "argv",
     [["-m", "absent"], ["-m", "package.absent"], ["-m", "package"], ["-m", "absent.module"], ["-m", "broken"],
      ["-m", "misspelt"], ["-m", "package.parent"], ["-m", "..up"], ["empty.zip"]],
-    ids=" ".join,
+    ids=lambda value: value.__name__ if isinstance(value, type) else " ".join(value),
 )  # fmt: skip
 def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: House, argv: list[str]) -> None:
     with_neighbours(house)
@@ -529,7 +561,7 @@ def test_a_file_whose_name_is_no_text(house: House) -> None:
     assert "\\udcff" in house.alike(name, os.fsdecode(b"\xfe")).message
 
 
-def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: House) -> None:
+def test_nothing_but_pythons_files_lies_beside_the_script(house: House) -> None:
     house.env.pop("PYTHONDONTWRITEBYTECODE", None)
     house.env.pop("PYTHONPYCACHEPREFIX", None)
     with_neighbours(house)
@@ -549,7 +581,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
 
 
 @pytest.mark.long
-def test_options_of_the_launchers_python_stay_with_it_and_the_environments_reach_the_workers(house: House) -> None:
+def test_workers_have_the_environment_and_not_pythons_options(house: House) -> None:
     house.write("script.py", "import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions)")
     worker = house.as_worker("script.py", launcher=("-O", "-W", "error", "-X", "importtime=0", "-X", "dev"))
     assert worker.out == "0 [] {}\n"
@@ -632,9 +664,12 @@ WORKERS = """
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("house", [House, WarmHouse], indirect=True)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
 def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str]) -> None:
+    if isinstance(house, WarmHouse):
+        house.preload = "numpy,multiprocessing.pool,concurrent.futures.process"
     house.write("script.py", WORKERS)
     house.write("package/__init__.py", "")
     house.write("package/script.py", WORKERS)
@@ -720,7 +755,7 @@ FATAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FATAL)
+@cold_and_warm("name", FATAL)
 def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
     no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
     path = house.write("script.py", f"{no_core}\ndef deep():\n    {FATAL[name]}\ndeep()\n")
@@ -729,12 +764,13 @@ def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
     assert worker.status == 128 + number
     assert re.fullmatch(rf"Signal {number} \({name}\) received by PID \d+", worker.message)
     assert f'File "{path}", line 3 in deep' in worker.stack
-    assert f'File "{path}", line 4 in <module>' in worker.report
-    assert OURS not in worker.stack
+    if type(house) is House:
+        assert f'File "{path}", line 4 in <module>' in worker.report
+        assert OURS not in worker.stack
 
 
 @pytest.mark.long
-def test_a_script_that_enables_faulthandler_itself_has_its_stack_where_it_wants_it(house: House) -> None:
+def test_a_scripts_own_faulthandler_writes_where_it_wants(house: House) -> None:
     house.write("script.py", "import faulthandler, os; faulthandler.enable(); os.abort()")
     worker = house.as_worker("script.py")
     assert worker.status == 128 + signal.SIGABRT

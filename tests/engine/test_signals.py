@@ -108,9 +108,7 @@ def test_a_group_is_not_a_forks_to_close_nor_to_wait_for() -> None:
 # --- twice
 
 
-def test_the_same_request_does_not_cut_short_what_the_first_has_brought_about(
-    ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_request_cuts_nothing_short(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `timeout` sends SIGTERM, and a closing terminal SIGHUP: twice within a moment."""
     monkeypatch.setattr(host_signals, "_APART", 3600.0)  # however busy the machine is
     code = f"""
@@ -154,7 +152,7 @@ def test_a_further_request_is_one() -> None:
 # --- swallowed
 
 
-def test_an_exception_that_is_swallowed_is_raised_by_the_next_wait() -> None:
+def test_a_swallowed_exception_is_raised_by_the_next_wait() -> None:
     with start_processes("g", "sleep", ("600",), nprocs=1) as group:
         with contextlib.suppress(Exception):  # what a library does: logging's own handlers, say
             os.kill(os.getpid(), signal.SIGTERM)
@@ -188,7 +186,7 @@ def test_the_next_start_raises_it_too() -> None:
             start_processes("h", "sleep", ("600",), nprocs=1)
 
 
-def test_one_that_comes_while_a_value_is_read_is_no_failure_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_amid_the_reading_of_a_value_fails_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(_worker: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -217,7 +215,7 @@ def test_one_in_the_midst_of_the_tidying_leaves_no_handler(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_in_the_midst_of_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_amid_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is raised there is lost."""
     monkeypatch.setattr(PContext, "__repr__", lambda _self: os.kill(os.getpid(), signal.SIGTERM))
     group = start_processes("g", "sleep", ("600",), nprocs=1)
@@ -266,12 +264,12 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["put back", "put back twice", "chained"])
-def test_a_handler_of_ours_that_the_host_keeps_does_what_was_done_before(how: str, tmp_path: Path) -> None:
+def test_a_handler_of_ours_that_a_host_keeps_passes_on(how: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SWAPPED, how)
     assert done.returncode == -signal.SIGTERM, done
 
 
-def test_a_fork_that_another_thread_makes_during_a_start_has_its_own_interrupt() -> None:
+def test_a_fork_amid_a_start_has_its_own_interrupt() -> None:
     with host_signals.postpone():
         pids: list[int] = []
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = pytest.mark.each_python
+pytestmark = [pytest.mark.each_python, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,7 @@ def start(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int 
 def run(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]:
     """What each rank returned, all of which must succeed."""
     with start(function, args, **options) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert not result.is_failed(), result.failures
     return dict(result.return_values)
 
@@ -98,8 +97,7 @@ def guard_of(group: PContext) -> int:
 # --- preload
 
 
-@pytest.mark.slow
-def test_what_is_preloaded_is_imported_once_and_every_worker_has_it(modules: Modules) -> None:
+def test_a_preload_is_imported_once_for_all_workers(modules: Modules) -> None:
     first, second = modules.write("first"), modules.write("second")
     found = run(has, first, second, "colorsys", nprocs=3, preload=[first, second])
     assert [which for _pid, which in found.values()] == [[True, True, False]] * 3
@@ -112,7 +110,6 @@ def test_a_submodule_is_preloaded() -> None:
     assert run(has, "xml.etree.ElementTree", preload=["xml.etree.ElementTree"], nprocs=1)[0][1] == [True]
 
 
-@pytest.mark.slow
 def test_what_a_preload_prints_is_printed_once(modules: Modules, capfd: pytest.CaptureFixture[str]) -> None:
     modules.write("talks", "import ctypes; print('in python'); ctypes.CDLL(None).printf(b'in C\\n')")
     run(add, 1, 2, preload=["talks"])
@@ -139,7 +136,6 @@ faulthandler.register(signal.SIGUSR2, stacks)
 """
 
 
-@pytest.mark.slow
 def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules, tmp_path: Path) -> None:
     stacks, log = tmp_path / "stacks", tmp_path / "signals"
     module = modules.write("handles", HANDLERS.format(stacks=str(stacks), log=str(log)))
@@ -152,7 +148,6 @@ def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules,
     assert stacks.read_text().count("signals_with") == 3 * once > 0
 
 
-@pytest.mark.slow
 def test_a_host_without_heed_for_signals_hands_none_of_it_down(modules: Modules, tmp_path: Path) -> None:
     """Those that it ignores or blocks are a worker's as ever, and a module finds them so."""
     module = modules.write("looks", "import signal; found = signal.getsignal(signal.SIGHUP); reached = [int(found)]")
@@ -177,7 +172,6 @@ if __name__ == "__main__":
     assert preloaded == cold == "0 ['<built-in', 'function', 'default_int_handler>'] set() [0]"
 
 
-@pytest.mark.slow
 def test_helpers_run_no_signal_handler_of_what_is_preloaded(
     modules: Modules, tmp_path: Path, ready: Ready, gate: Gate
 ) -> None:
@@ -257,7 +251,7 @@ def test_a_process_that_dies_before_it_imports(modules: Modules, monkeypatch: py
         it.__enter__()
 
 
-def test_a_warm_that_is_closed_by_another_thread_while_it_imports(ready: Ready, modules: Modules) -> None:
+def test_a_thread_may_close_a_warm_that_imports(ready: Ready, modules: Modules) -> None:
     (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
     it = warm(preload=["slow"])
     errors: list[BaseException] = []
@@ -279,9 +273,7 @@ def test_a_warm_that_is_closed_by_another_thread_while_it_imports(ready: Ready, 
     assert wait_gone(pids) == set()
 
 
-def test_an_import_that_takes_longer_than_it_may_is_killed_with_what_it_has_started(
-    ready: Ready, modules: Modules
-) -> None:
+def test_a_late_import_is_killed_with_what_it_started(ready: Ready, modules: Modules) -> None:
     (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
     it = warm(preload=["slow"])
     it.begin()
@@ -307,13 +299,11 @@ def test_threads_are_refused(modules: Modules) -> None:
     assert (caught.value.module, caught.value.traceback) == ("threads", "")
 
 
-@pytest.mark.slow
 def test_a_thread_that_has_ended_is_none(modules: Modules) -> None:
     modules.write("thread", "import threading; it = threading.Thread(target=int); it.start(); it.join()")
     assert run(add, 1, 2, preload=["thread"]) == {0: 3, 1: 3}
 
 
-@pytest.mark.slow
 def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None:
     """None of Python's any more, and yet in /proc/self/task: so is one that has just been joined, for a moment."""
     modules.write(
@@ -328,27 +318,23 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
     assert run(add, 1, 2, preload=["leaving"]) == {0: 3, 1: 3}
 
 
-@pytest.mark.slow
 def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> None:
     modules.write("stays", "import _thread, time; _thread.start_new_thread(time.sleep, (600,))")
     with pytest.raises(PreloadError, match=r"'stays' has started 1 thread, which a fork would not have"):
         start(add, (1, 2), preload=["stays"])
 
 
-@pytest.mark.slow
 def test_numpy_whose_threads_know_about_forks_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # else there is one thread in tests, see conftest
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
 
 
-@pytest.mark.slow
 def test_no_two_workers_draw_alike() -> None:
     drawn = run(chances, preload=["numpy.random", "uuid"], nprocs=3)
     for name in ("numpy", "random", "uuid"):
         assert len({found[name] for found in drawn.values()}) == 3, name
 
 
-@pytest.mark.slow
 def test_nor_do_they_with_torch(modules: Modules) -> None:
     modules.write(
         "torch",
@@ -414,7 +400,6 @@ def test_warm_refuses_the_same() -> None:
 # --- keeping warm
 
 
-@pytest.mark.slow
 def test_a_second_group_costs_forks_only(modules: Modules) -> None:
     marked = modules.write("marked")
     guards = set()
@@ -422,8 +407,7 @@ def test_a_second_group_costs_forks_only(modules: Modules) -> None:
         for _ in range(3):
             with start(has, (marked,)) as group:
                 guards.add(guard_of(group))
-                result = group.wait(TIMEOUT)
-            assert result is not None
+                result = group.wait()
             assert [which for _pid, which in result.return_values.values()] == [[True]] * 2
         assert modules.importers(marked) == [fork_server_of(it)]
         assert repr(it) == "<Warm, marked preloaded, open>"
@@ -431,7 +415,6 @@ def test_a_second_group_costs_forks_only(modules: Modules) -> None:
     assert repr(it) == "<Warm, marked preloaded, closed>"
 
 
-@pytest.mark.slow
 def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
         with (
@@ -444,12 +427,10 @@ def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
             one.close()
             assert two.is_open
             gate.open(2)
-            result = two.wait(TIMEOUT)
-        assert result is not None
+            result = two.wait()
         assert not result.is_failed()
 
 
-@pytest.mark.slow
 def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -475,7 +456,6 @@ def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monke
         os.close(before)
 
 
-@pytest.mark.slow
 def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> None:
     outer, inner = modules.write("outer"), modules.write("inner")
     with warm(preload=[outer]):
@@ -488,7 +468,6 @@ def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> No
     assert len(modules.importers(inner)) == 2
 
 
-@pytest.mark.slow
 def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
     first, second = modules.write("first"), modules.write("second")
     with warm(preload=[first]) as one, warm(preload=[second]):
@@ -496,7 +475,6 @@ def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
         assert run(has, first, second, nprocs=1)[0][1] == [False, True]
 
 
-@pytest.mark.slow
 def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
@@ -505,8 +483,7 @@ def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> Non
     assert len(modules.importers(marked)) == 1
 
 
-@pytest.mark.slow
-def test_a_warm_may_be_left_in_another_context_than_it_was_entered_in(modules: Modules) -> None:
+def test_a_warm_may_be_left_in_another_context(modules: Modules) -> None:
     marked = modules.write("marked")
     it = warm(preload=[marked])
     contextvars.copy_context().run(it.__enter__)
@@ -516,7 +493,6 @@ def test_a_warm_may_be_left_in_another_context_than_it_was_entered_in(modules: M
     assert not it.is_open
 
 
-@pytest.mark.slow
 def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     broken = modules.write("broken", "raise ValueError('no')")
     with pytest.raises(PreloadError, match="'broken' could not be imported"), warm(preload=[broken]):
@@ -524,7 +500,6 @@ def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     assert run(has, "colorsys", nprocs=1)[0][1] == [False]
 
 
-@pytest.mark.slow
 def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
@@ -545,7 +520,6 @@ def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
         assert run(add, 1, 2) == {0: 3, 1: 3}
 
 
-@pytest.mark.slow
 def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
         forkserver = fork_server_of(it)
@@ -554,12 +528,10 @@ def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: 
         assert not alive(forkserver)
         pids = set(ready.pids(2))
         gate.open(2)
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert set(result.return_values.values()) == pids
 
 
-@pytest.mark.slow
 def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it, start(announce, (ready.address, gate.address)) as group:
         pids = set(ready.pids(2))
@@ -567,12 +539,10 @@ def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> No
         assert wait_gone([fork_server_of(it)]) == set()
         assert all(map(alive, pids))
         gate.open(2)
-        result = group.wait(TIMEOUT)
-        assert result is not None
+        result = group.wait()
         assert set(result.return_values.values()) == pids
 
 
-@pytest.mark.slow
 def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     marked = modules.write("marked")
     found: list[dict[int, Any]] = []
@@ -588,7 +558,6 @@ def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     assert len(modules.importers(marked)) == 2
 
 
-@pytest.mark.slow
 def test_functions_and_results_by_value_as_under_spawn() -> None:
     base = 10
 
@@ -601,12 +570,10 @@ def test_functions_and_results_by_value_as_under_spawn() -> None:
 
     for options in ({"start_method": "spawn"}, {"start_method": "forkserver", "preload": ["json"]}):
         with start_processes("by value", swap, (Pair(1, 2),), nprocs=2, **options) as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
         assert [(pair.left, pair.right) for pair in result.return_values.values()] == [(2, 11)] * 2
         with start_processes("lambda", lambda n: n + base, (1,), nprocs=2, **options) as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
         assert result.return_values == {0: 11, 1: 11}
 
 
@@ -617,7 +584,6 @@ def members_of(ready: Ready) -> set[int]:
     return set(ready.pids(WORKERS * SIZE))
 
 
-@pytest.mark.slow
 def test_nobody_is_left_of_a_warm_group_that_is_closed(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
         members = members_of(ready)
@@ -644,8 +610,7 @@ def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
-def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+def test_no_warm_group_survives_its_killed_launcher(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
         members = members_of(ready)
         everybody = members | descendants(launcher.pid)
@@ -657,8 +622,7 @@ def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, 
     print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
 
 
-@pytest.mark.slow
-def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready: Ready, gate: Gate) -> None:
+def test_no_warm_group_survives_its_killed_helpers(ready: Ready, gate: Gate) -> None:
     from phalanx.multiprocessing import KeeperLostError
 
     with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
@@ -691,7 +655,6 @@ STARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "way, number",
     [(way, number) for way in STARTS for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -725,7 +688,7 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
         assert err.splitlines()[-1].startswith(name)
 
 
-def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready, modules: Modules) -> None:
+def test_an_interrupt_amid_an_import_is_a_signal_exception(ready: Ready, modules: Modules) -> None:
     (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
 
     def interrupt() -> None:
@@ -742,7 +705,6 @@ def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready,
 # --- hosts of every kind
 
 
-@pytest.mark.slow
 def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
@@ -765,7 +727,6 @@ if __name__ == "__main__":
     assert done.stdout == "done\n", done.stderr
 
 
-@pytest.mark.slow
 def test_a_host_without_standard_descriptors(tmp_path: Path) -> None:
     found = tmp_path / "found"
     run_script(tmp_path, f"""
@@ -787,7 +748,6 @@ if __name__ == "__main__":
     assert found.read_text() == "{0: 8, 1: 8}" * 2
 
 
-@pytest.mark.slow
 def test_a_host_that_ignores_its_children(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import signal
@@ -802,8 +762,7 @@ if __name__ == "__main__":
     assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
 
 
-@pytest.mark.slow
-def test_a_host_that_ignores_its_children_preloads_what_has_threads(tmp_path: Path) -> None:
+def test_a_host_that_ignores_its_children_refuses_threads(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
     done = run_script(tmp_path, """
 import signal
@@ -817,7 +776,6 @@ except PreloadError as error:
     assert "'threaded' has started 1 thread" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the fork, if a test before has left a thread of its own
 def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
     marked = modules.write("marked")
@@ -837,7 +795,6 @@ def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> N
         assert len(modules.importers(marked)) == 2
 
 
-@pytest.mark.slow
 def test_a_fork_server_that_is_stopped_is_killed_and_replaced(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -862,10 +819,7 @@ class LateError(Exception):
     """What a handler of the host's raises: its own timeout."""
 
 
-@pytest.mark.slow
-def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
-    modules: Modules, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_answer_is_for_no_later_group(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     modules.write("fine")
 
     def late(*_: object) -> None:
@@ -893,10 +847,7 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
         assert warmed._fork_server is forkserver
 
 
-@pytest.mark.slow
-def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_fork_server_dies(
-    modules: Modules, ready: Ready, gate: Gate
-) -> None:
+def test_a_child_of_an_import_delays_no_end_of_the_fork_server(modules: Modules, ready: Ready, gate: Gate) -> None:
     """It has the socket, which does not tell of the fork server's end then."""
     child = f"if os.fork() == 0:\n    {ready.python()}\n    signal.pause()\n    os._exit(0)\n"
     modules.write("forking", f"import os, signal\n{child}{gate.python()}\nos._exit(3)")
@@ -917,7 +868,7 @@ def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_fork_serv
     os.kill(child_pid, signal.SIGKILL)
 
 
-def test_a_fork_server_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
+def test_a_fork_server_of_a_dead_launcher_leaves_at_once() -> None:
     """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
     code = """
 import os, sys
@@ -941,8 +892,7 @@ if os.fork() == 0:
         assert poll.poll(TIMEOUT * 1000)
 
 
-@pytest.mark.slow
-def test_a_fork_server_that_outlives_its_kill_is_waited_for_by_nobody(
+def test_nobody_waits_for_a_fork_server_that_cannot_be_killed(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules.write("fine")
@@ -974,15 +924,13 @@ def loaded_before(name: str) -> bool | None:
     return None if module is None else all(each is not module for each in gc.get_objects())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preload", [None, ["json"]])
 def test_the_pickler_is_loaded_once_for_all_workers_that_need_it(preload: list[str] | None) -> None:
     said = []
     for function in (loaded_before, lambda name, seen=loaded_before: seen(name)):  # by reference, and by value
         options: dict[str, Any] = {"nprocs": 2, "start_method": "forkserver", "preload": preload}
         with start_processes("pickler", function, ("cloudpickle.cloudpickle",), **options) as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
         assert not result.is_failed(), result.failures
         said.append(result.return_values)
     assert said == [{0: None, 1: None}, {0: True, 1: True}]

@@ -1,7 +1,4 @@
-"""A script that starts warm cannot tell itself from one that python starts, no more than one that starts cold can.
-
-The same programs as in `test_script`, each as `python -u SCRIPT` and as `phalanx run --preload`, and some more.
-"""
+"""Scripts that start warm: what they rely on beyond the programs of `test_script`, and what is preloaded for them."""
 
 from __future__ import annotations
 
@@ -15,35 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine import test_script as cold
-from tests.engine.test_script import FAILING, LIMIT, OURS, PLAIN, House, with_neighbours
+from tests.engine.test_script import LIMIT, WarmHouse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.engine.test_script import Ended
 
 pytestmark = [pytest.mark.long, pytest.mark.each_python]
-
-DIFFERENT = {
-    "modules of its own that are called like ours",  # ours are loaded, and are part of a package all the same
-    "warnings with their places",  # the one above the top names a frame of the keeper's
-}
-"""What the frames below a fork, and the modules that it has, make of a script that looks for them."""
-
-SLOW = {"an exception of the asyncio loop", "a long text", "exit with an object", "exit by number beyond a byte"}
-"""Cases that differ from their neighbours in nothing that the start of a worker has to do with."""
-
-
-class WarmHouse(House):
-    """Runs its workers as forks of a process that has a module more."""
-
-    preload = "json"
-
-    def as_worker(self, *argv: object, launcher: tuple[str, ...] = ()) -> Ended:
-        """Run `phalanx run --preload MODULE ARGV`."""
-        return super().as_worker("--preload", self.preload, *argv, launcher=launcher)
 
 
 @pytest.fixture
@@ -51,45 +26,6 @@ def house(tmp_path: Path, logs: Path) -> WarmHouse:
     folder = tmp_path / "work"
     folder.mkdir()
     return WarmHouse(folder, logs)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [cold.in_the_folder, cold.by_relative_path, cold.by_symlink, cold.as_folder, cold.as_zipapp, cold.compiled,
-     cold.as_module, cold.as_lone_module, cold.as_package],
-    ids=lambda given: given.__name__,
-)  # fmt: skip
-def test_a_script_finds_what_python_gives_it(house: WarmHouse, given: Callable[[House], list[object]]) -> None:
-    worker = house.alike(*given(house), "--lr", "0.1", "", "-m", "two words", "--nproc-per-node=7")
-    assert worker.status == 0, worker.err
-    assert "guarded" in worker.out
-    assert worker.error is None
-
-
-def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: WarmHouse) -> None:
-    house.env["PYTHONSAFEPATH"] = "1"
-    house.write("neighbour.py", "print('must not be found')")
-    house.write("script.py", cold.FACTS + "import neighbour\n")
-    house.alike("script.py")
-
-
-@pytest.mark.parametrize("name", sorted(PLAIN.keys() - DIFFERENT - SLOW))
-def test_a_script_does_what_it_does_under_python(house: WarmHouse, name: str) -> None:
-    with_neighbours(house)
-    house.write("script.py", PLAIN[name])
-    house.alike("script.py")
-
-
-@pytest.mark.parametrize("name", sorted(FAILING.keys() - SLOW))
-def test_a_script_fails_as_under_python_and_leaves_evidence(house: WarmHouse, name: str) -> None:
-    with_neighbours(house)
-    message, text = FAILING[name]
-    house.write("script.py", text)
-    worker = house.alike("script.py")
-    assert worker.status == (7 if "exits" in name else 1)
-    assert worker.message.startswith(message)
-    assert OURS not in worker.err + worker.stack
-    assert worker.message.split("\n")[0][:60] in worker.report
 
 
 MORE = {
@@ -193,42 +129,6 @@ def test_an_interrupted_script_dies_of_the_signal(house: WarmHouse) -> None:
     assert "at exit" in worker.out
 
 
-@pytest.mark.parametrize(
-    "argv", [["-m", "absent"], ["-m", "package"], ["-m", "broken"], ["-m", "misspelt"]], ids=" ".join
-)
-def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: WarmHouse, argv: list[str]) -> None:
-    with_neighbours(house)
-    house.write("package/__init__.py", "")
-    plain, worker = house.plainly(*argv), house.as_worker(*argv)
-    pattern = r'  File "<frozen (runpy|importlib\._bootstrap(_external)?)>".*\n'
-    assert worker.status == plain.status == 1
-    assert re.sub(pattern, "", worker.err) == re.sub(pattern, "", plain.err)
-    assert OURS not in worker.err
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-@pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
-def test_multiprocessing_in_a_script(house: WarmHouse, method: str, argv: list[str]) -> None:
-    house.preload = "numpy,multiprocessing.pool,concurrent.futures.process"
-    house.write("script.py", cold.WORKERS)
-    house.write("package/__init__.py", "")
-    house.write("package/script.py", cold.WORKERS)
-    worker = house.as_worker(*argv, method)
-    assert worker.status == 0, worker.err
-    plain = house.plainly(*argv, method)
-    assert sorted(worker.out.splitlines()) == sorted(plain.out.splitlines())
-    assert worker.err == plain.err
-
-
-@pytest.mark.parametrize("name", cold.FATAL)
-def test_a_fatal_signal_leaves_the_stack(house: WarmHouse, name: str) -> None:
-    no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
-    path = house.write("script.py", f"{no_core}\ndef deep():\n    {cold.FATAL[name]}\ndeep()\n")
-    worker = house.alike("script.py")
-    assert f"({name}) received by PID" in worker.message
-    assert f'File "{path}", line 3 in deep' in worker.stack
-
-
 def test_faulthandler_by_the_environment(house: WarmHouse) -> None:
     house.env["PYTHONFAULTHANDLER"] = "1"
     house.write("script.py", "import os; os.abort()")
@@ -283,22 +183,9 @@ def test_every_worker_is_a_fork_of_one_import(house: WarmHouse, way: str) -> Non
     if way == "environment":
         house.env["PHALANX_PRELOAD"] = "json,beside"
     options = ["--preload", "json,beside"] if way == "option" else []
-    command = [
-        "-m",
-        "phalanx",
-        "run",
-        "--nproc-per-node",
-        3,
-        "-r",
-        0,
-        "--log-dir",
-        house.folder / "l",
-        *options,
-        "script.py",
-    ]
-    done = house._run(sys.executable, *command)
+    done = run(house, "--nproc-per-node", 3, "-r", 0, *options, "script.py")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.decode()) == ["0", "1", "2"]
+    assert sorted(done.stdout) == ["0", "1", "2"]
     assert (house.folder / "imports").read_text() == "."
 
 
@@ -327,22 +214,22 @@ def test_a_preload_that_fails_is_told_before_any_worker_starts(house: WarmHouse)
     assert not (house.folder / "started").exists()
 
 
-def test_what_cannot_be_preloaded_is_refused(house: WarmHouse) -> None:
+@pytest.mark.parametrize(
+    "options, env, told",
+    [
+        (["--preload", "js-on", "script.py"], {}, "'js-on' is not the name of a module"),
+        (["--preload", "json,__main__", "script.py"], {}, "__main__ is the script"),
+        (["--preload", "json", "--no-python", "true"], {}, "a binary imports nothing"),
+        (["--preload", "json", "script.py"], {"PYTHON_EXEC": "/usr/bin/python3-of-another"}, "PYTHON_EXEC"),
+    ],
+)
+def test_what_cannot_be_preloaded_is_refused(
+    house: WarmHouse, options: list[str], env: dict[str, str], told: str
+) -> None:
     house.write("script.py", "")
-    done = run(house, "--preload", "js-on", "script.py")
+    done = run(house, *options, **env)
     assert done.returncode == 2
-    assert "'js-on' is not the name of a module" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = run(house, "--preload", "json,__main__", "script.py")
-    assert done.returncode == 2
-    assert "__main__ is the script" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = run(house, "--preload", "json", "--no-python", "true")
-    assert done.returncode == 2
-    assert "a binary imports nothing" in done.stderr
-    done = run(house, "--preload", "json", "script.py", PYTHON_EXEC="/usr/bin/python3-of-another")
-    assert done.returncode == 2
-    assert "PYTHON_EXEC" in done.stderr
+    assert told in done.stderr
     assert "Traceback" not in done.stderr
 
 

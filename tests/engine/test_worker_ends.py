@@ -44,9 +44,7 @@ each_method = pytest.mark.parametrize("method", METHODS)
 def run(function: Callable[..., Any], *arguments: object, **options: Any) -> RunProcsResult:
     """Run one worker and return what became of it."""
     with start_processes("test", function, {0: arguments}, **options) as group:
-        result = group.wait()
-    assert result is not None
-    return result
+        return group.wait()
 
 
 def failure_of(function: Callable[..., Any], *arguments: object, **options: Any) -> ProcessFailure:
@@ -59,7 +57,7 @@ def failure_of(function: Callable[..., Any], *arguments: object, **options: Any)
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("in_use", [True, False], ids=["multiprocessing", "without"])
-def test_an_interrupt_leaves_time_for_all_that_an_interpreter_does_at_its_end(
+def test_an_interrupt_leaves_time_for_the_interpreters_end(
     tmp_path: Path, logs: Path, method: str, in_use: bool
 ) -> None:
     """Whether or not the host has `multiprocessing` in use, in whose frame for children workers run then."""
@@ -119,7 +117,6 @@ def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: 
         assert (logs / "0/error.json.exit").exists()
         gate.open()
         result = group.wait()
-    assert result is not None
     assert result.failures[0].exitcode == 3
     assert result.failures[0].evidence_ns is not None
 
@@ -188,7 +185,6 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
         fill(small_disk)
         gate.open()
         result = group.wait()
-    assert result is not None
     failure = result.failures[0]
     assert failure.message == "ValueError: on a full disk"
     assert failure.exitcode in FAILED[method]
@@ -204,7 +200,7 @@ def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
 
 
 @each_method
-def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_path: Path, method: str) -> None:
+def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method: str) -> None:
     """And what has their numbers now gets no word of ours."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "socket"))
@@ -219,7 +215,7 @@ def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
+def test_a_worker_waits_for_a_deaf_launcher_a_bounded_time() -> None:
     theirs, ours = worker_messages.pair()
     with closing(ours), closing(theirs):
         ours.setblocking(False)
@@ -237,12 +233,20 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
 # --- streams
 
 
-def streams(tmp_path: Path, text: str, method: str, **env: str) -> str:
-    """Run a host with ``work`` and ``begin`` in its ``text``, until the group has ended. Returns its stdout."""
+WELL = "('succeeded', {0: None, 1: None})"
+
+
+def streams(tmp_path: Path, text: str, method: str, result: str = WELL, **env: str) -> tuple[str, str, str]:
+    """Run a host whose ``text`` has ``work``, and may have ``begin`` and ``end``, until the group has ended.
+
+    Returns what the host has printed, and what each of the two workers has.
+    """
     text = f"""
 import io, os, sys, threading
 from pathlib import Path
 from phalanx.multiprocessing import start_processes, Std
+def begin(): pass
+def end(): pass
 {text}
 if __name__ == "__main__":
     begin()
@@ -254,21 +258,15 @@ if __name__ == "__main__":
     end()
 """
     (tmp_path / "logs").mkdir()
-    return run_script(tmp_path, text, env={"PYTHONUNBUFFERED": "", **env}).stdout
-
-
-def said(tmp_path: Path) -> tuple[str, str]:
-    """What the two workers have said on stdout."""
+    out = run_script(tmp_path, text, env={"PYTHONUNBUFFERED": "", **env}).stdout
+    assert (tmp_path / "result").read_text() == result
     first, second = ((tmp_path / f"logs/{rank}/stdout.log").read_text() for rank in (0, 1))
-    return first, second
-
-
-WELL = "('succeeded', {0: None, 1: None})"
+    return out, first, second
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "not flushed"])
-def test_a_stream_from_before_the_fork_says_what_it_was_told_since(tmp_path: Path, flushed: bool) -> None:
+def test_a_stream_from_before_the_fork_is_flushed(tmp_path: Path, flushed: bool) -> None:
     """Whether or not the launcher's flush before the fork has reached what was in its buffers."""
     text = f"""
 out, binary = sys.stdout, sys.stdout.buffer
@@ -288,9 +286,8 @@ def end():
     print("end of the host", file=out, flush=True)
 """
     before = "before;" if flushed else "binary before;before;after that;"
-    assert streams(tmp_path, text, "fork") == before + "end of the host\n"
-    assert (tmp_path / "result").read_text() == WELL
-    assert said(tmp_path) == ("line 0\nnew;binary;end;", "line 1\nnew;binary;end;")
+    told = (f"line {rank}\nnew;binary;end;" for rank in (0, 1))
+    assert streams(tmp_path, text, "fork") == (before + "end of the host\n", *told)
 
 
 @pytest.mark.slow
@@ -305,16 +302,12 @@ def begin():
 def work(rank):
     import kept
     kept.out.write("end;")
-def end():
-    pass
 """
-    streams(tmp_path, text, "forkserver")
-    assert (tmp_path / "result").read_text() == WELL
-    assert said(tmp_path) == ("end;", "end;")
+    assert streams(tmp_path, text, "forkserver") == ("", "end;", "end;")
 
 
 @pytest.mark.slow
-def test_a_stream_whose_lock_was_held_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
+def test_a_stream_locked_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
     """By a thread that is not there after it: it is in the middle of a write."""
     text = """
 class Raw(io.RawIOBase):
@@ -342,9 +335,7 @@ def end():
     go_on.set()
     thread.join()
 """
-    assert streams(tmp_path, text, "fork") == "of the host\n"
-    assert (tmp_path / "result").read_text() == WELL
-    assert said(tmp_path) == ("of the worker\n", "of the worker\n")
+    assert streams(tmp_path, text, "fork") == ("of the host\n", "of the worker\n", "of the worker\n")
 
 
 @pytest.mark.long
@@ -363,9 +354,7 @@ def work(rank):
 def end():
     sys.stdout = sys.stderr = None
 """
-    assert streams(tmp_path, text, method) == ""
-    assert (tmp_path / "result").read_text() == WELL
-    assert said(tmp_path) == ("of the worker\n", "of the worker\n")
+    assert streams(tmp_path, text, method) == ("", "of the worker\n", "of the worker\n")
 
 
 @pytest.mark.slow
@@ -383,16 +372,12 @@ class Tee:
         self.stream.flush()
         self.file.flush()
 sys.stdout = Tee(sys.stdout, os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.log"))
-def begin():
-    pass
 def work(rank):
     print("step", flush=True)
 def end():
     sys.stdout = sys.__stdout__
 """
-    assert streams(tmp_path, text, method) == ""
-    assert (tmp_path / "result").read_text() == WELL
-    assert said(tmp_path) == ("step\n", "step\n")
+    assert streams(tmp_path, text, method) == ("", "step\n", "step\n")
     assert (tmp_path / "train.log").read_text() == "step\n" * 2
 
 
@@ -400,16 +385,12 @@ def end():
 @each_method
 def test_streams_are_unbuffered_where_the_interpreters_are(tmp_path: Path, method: str) -> None:
     text = """
-def begin():
-    pass
 def work(rank):
     sys.stdout.write("no line end")
     os._exit(0)
-def end():
-    pass
 """
-    streams(tmp_path, text, method, PYTHONUNBUFFERED="1")
-    assert said(tmp_path) == ("no line end", "no line end")
+    found = streams(tmp_path, text, method, PYTHONUNBUFFERED="1")
+    assert found == ("", "no line end", "no line end")
 
 
 @pytest.mark.slow
@@ -430,8 +411,6 @@ sys.stdout, sys.stderr = Wrapper(sys.stdout), Wrapper(sys.stderr)
 """)
     os.mkfifo(tmp_path / "fifo")
     text = f"""
-def begin():
-    pass
 def work(rank):
     print("of the worker")
     if rank == 0:
@@ -439,13 +418,11 @@ def work(rank):
         os._exit(0)
     Path({str(tmp_path / "fifo")!r}).read_bytes()  # until the other one has ended
     os.kill(os.getpid(), 9)
-def end():
-    pass
 """
     root = Path(__file__).parents[2]
-    streams(tmp_path, text, method, PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), str(root / "src"), str(root)]))
-    assert (tmp_path / "result").read_text() == "('failed', {0: None})"
-    assert said(tmp_path)[1] == "of the worker\n"
+    path = os.pathsep.join([str(tmp_path / "site"), str(root / "src"), str(root)])
+    found = streams(tmp_path, text, method, "('failed', {0: None})", PYTHONPATH=path)
+    assert found[2] == "of the worker\n"
 
 
 @each_method

@@ -225,12 +225,12 @@ def test_global_tensors_are_copies(told: Any, way: str) -> None:
     assert told["launcher"] == [0.0, 0.0, 0.0]
 
 
-def test_what_a_closure_holds_is_a_copy_unless_it_is_in_shared_memory(told: Any) -> None:
+def test_a_closure_holds_copies_but_of_shared_memory(told: Any) -> None:
     assert told["closure"] == [[[1.0, 0.0]] * 2, 2.0]
 
 
 @each_way
-def test_shared_tensors_are_shared_and_come_back_as_the_same_memory(told: Any, way: str, run: tuple[str, str]) -> None:
+def test_shared_tensors_come_back_as_the_same_memory(told: Any, way: str, run: tuple[str, str]) -> None:
     ranks = {"import": 2, "value": 4}[way]
     by_name = run[1] == "file_system"  # which only holds where the top of the script does
     changes = ranks + (1 if way == "import" else 1 if by_name else 2)
@@ -260,9 +260,7 @@ def test_what_comes_back_is_in_no_file(told: Any) -> None:
 
 
 @each_way
-def test_tensors_whose_bytes_are_not_their_values_and_such_as_are_made_to_be_pickled(
-    told: Any, way: str, run: tuple[str, str]
-) -> None:
+def test_unusual_tensors_arrive_as_they_were(told: Any, way: str, run: tuple[str, str]) -> None:
     """Conjugated, quantized, on no device; and those that nobody holds when their bytes are read."""
     if run[0] == "forkserver":
         assert told[f"odd {way}"] == ["not sent" if way == "import" else True, True, True, True]

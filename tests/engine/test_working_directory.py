@@ -113,7 +113,7 @@ def test_the_command(options: tuple[str, ...], marks: Path, tmp_path: Path) -> N
     assert not os.listdir(marks)
 
 
-def test_a_function_of_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
+def test_a_function_of_the_working_directory_is_found(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "functions.py").write_text("def double(number):\n    return 2 * number\n")

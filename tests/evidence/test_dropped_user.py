@@ -16,7 +16,6 @@ from phalanx._evidence.cleanup import remove_empty
 from phalanx._evidence.error_file import has_left, message_of, read_error_file, write_error_file
 from phalanx._evidence.fatal_signals import fatal_path, read_fallback, read_fatal_stacks
 from phalanx.multiprocessing import start_processes
-from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +51,7 @@ def drops_and_raises() -> NoReturn:
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_functions_exception_is_known(method: str) -> None:
     with start_processes("drop", drops_and_raises, nprocs=2, start_method=method) as group:
-        result = group.wait(TIMEOUT)
-        assert result is not None
+        result = group.wait()
         for rank, failure in result.failures.items():
             assert failure.message == "ValueError: after the drop"
             assert "in drops_and_raises" in failure.traceback
@@ -211,12 +209,11 @@ def jailed(folder: str) -> NoReturn:
 @pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_the_evidence_of_a_function_with_another_root_is_where_it_belongs(method: str, tmp_path: Path) -> None:
+def test_a_function_with_another_root_leaves_its_evidence(method: str, tmp_path: Path) -> None:
     jail = tmp_path / "jail"
     jail.mkdir()
     with start_processes("jail", jailed, {0: (str(jail),)}, start_method=method) as group:
-        result = group.wait(TIMEOUT)
-        assert result is not None
+        result = group.wait()
         failure = result.failures[0]
         assert (failure.exitcode, failure.message) == (1, "ValueError: loss is nan")
         assert "in jailed" in failure.traceback

@@ -409,7 +409,7 @@ def test_what_has_come_of_another_has_its_date_and_its_own_text(error_file: Path
     assert info(error_file)["before"]["message"] == "ValueError: first"
 
 
-def test_a_recorded_exception_is_held_by_nobody_and_says_when_it_went(error_file: Path) -> None:
+def test_a_recorded_exception_is_held_by_nobody(error_file: Path) -> None:
     class Seen(Exception):  # noqa: N818 - one that can be referred to weakly
         pass
 
@@ -443,9 +443,7 @@ def raised_and_recorded(text: str) -> BaseException:
     return exc
 
 
-def test_what_another_thread_records_while_one_is_handled_is_not_lost(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_thread_records_amid_a_handling_is_not_lost(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = written_by
 
     def late(data: dict[str, Any] | None) -> int | None:
@@ -465,9 +463,7 @@ def test_what_another_thread_records_while_one_is_handled_is_not_lost(
     assert has_left(read_error_file(str(error_file))[0])
 
 
-def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_handled_exception_writes_one_file(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     replace = os.replace
 
@@ -514,7 +510,7 @@ class Slotted(Exception):  # noqa: N818 - not an error, a trial
 
 
 @pytest.mark.parametrize("kind", [Frozen, Slotted])
-def test_exceptions_that_take_no_attributes_are_marked_all_the_same(error_file: Path, kind: type[Exception]) -> None:
+def test_exceptions_without_attributes_are_marked(error_file: Path, kind: type[Exception]) -> None:
     exc = raised(kind("x"))
     assert recording.record(exc)
     first = error_file.read_text()
@@ -570,7 +566,7 @@ def test_a_file_that_the_users_code_wrote_is_not_lost(error_file: Path, kind: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1 << 20, 15 << 20])
-def test_a_large_file_that_the_users_code_wrote_leaves_one_that_can_be_read(error_file: Path, size: int) -> None:
+def test_a_large_file_of_the_user_leaves_a_readable_one(error_file: Path, size: int) -> None:
     for message in ("ValueError: x", "another"):
         error_file.write_text(json.dumps({"message": message, "much": "m" * size}))
         os.utime(error_file, (time.time() - 3600,) * 2)
@@ -579,7 +575,7 @@ def test_a_large_file_that_the_users_code_wrote_leaves_one_that_can_be_read(erro
         assert (why, data is None) == ("", False)
 
 
-def test_a_launcher_that_torch_has_recorded_keeps_the_cause_below(error_file: Path) -> None:
+def test_a_launcher_that_torch_recorded_keeps_the_cause(error_file: Path) -> None:
     class ChildFailedError(Exception):
         def get_first_failure(self) -> None: ...
 
@@ -696,7 +692,7 @@ def test_evidence_of_a_process_below_is_said_to_be_that(tmp_path: Path) -> None:
     assert killed.detail == "recorded by process 123, below the worker, 1h00m before its end: ValueError: bad shape"
 
 
-def test_a_file_that_was_written_long_before_the_end_is_said_to_be_that(tmp_path: Path) -> None:
+def test_a_file_from_long_before_the_end_is_named_so(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text('{"message": "flat"}')
     now, wall = time.monotonic_ns(), time.time_ns()
@@ -720,7 +716,7 @@ def test_a_file_that_is_not_ours_is_dated_by_its_own_time(tmp_path: Path, after:
         assert failure.evidence_ns is None
 
 
-def test_ranks_that_differ_in_such_times_alone_have_the_same_failure(tmp_path: Path) -> None:
+def test_ranks_that_differ_in_times_alone_failed_alike(tmp_path: Path) -> None:
     failures = {
         rank: ended(tmp_path / f"{rank}.json", -9, 3600 + rank, by=100 + rank).replace(pid=5000 + rank)
         for rank in range(3)
@@ -751,7 +747,7 @@ def test_what_follows_an_exception_that_has_left_is_added_to_it(error_file: Path
     assert told(error_file) == "OSError: another end"
 
 
-def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_file: Path) -> None:
+def test_evidence_of_a_stranger_yields_to_ours(error_file: Path) -> None:
     write_error_file(str(error_file), "a child's", "", pid=os.getpid() + 1)
     assert recording.record(ValueError("ours"), tb_text="given")
     assert info(error_file)["py_callstack"] == "given"
@@ -788,7 +784,7 @@ def test_stacks_show_none_of_our_frames_and_all_of_the_users() -> None:
         assert without_own_frames(head + found) == head + left
 
 
-def test_what_a_script_loads_by_path_runs_on_old_pythons_and_imports_next_to_nothing() -> None:
+def test_what_a_script_loads_by_path_runs_on_old_pythons() -> None:
     loaded = [script.__file__]
     for path in loaded:
         tree = ast.parse(Path(path).read_text(), feature_version=(3, 8))
@@ -862,9 +858,7 @@ def test_a_damaged_file_is_unreadable_and_nothing_worse(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     "exitcode,after,is_first", [(-9, 90, True), (-9, 110, False), (3, 4, True), (3, 6, False), (-15, 6, False)]
 )
-def test_for_how_long_nobody_may_notice_an_end_that_a_peer_has_seen(
-    tmp_path: Path, exitcode: int, after: int, is_first: bool
-) -> None:
+def test_an_end_may_go_unnoticed_for_a_while(tmp_path: Path, exitcode: int, after: int, is_first: bool) -> None:
     """Of one with no evidence, that is noticed so many milliseconds after a peer's evidence. A kill takes longest."""
     failure = ProcessFailure(0, 4242, exitcode, str(tmp_path / "error.json"), observed_ns=(1000 + after) * MS)
     assert (failure.first_key < 1000 * MS) == is_first
@@ -994,7 +988,7 @@ def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) ->
     assert first(late_exit, failure(11, None, 1006, exitcode=-11)) == 0
 
 
-def test_of_failures_without_a_moment_the_timestamp_tells_the_first(tmp_path: Path) -> None:
+def test_the_timestamp_orders_failures_without_a_moment(tmp_path: Path) -> None:
     failures = {}
     for rank, timestamp in enumerate(["9", "5", "7"]):
         path = tmp_path / f"{rank}.json"
@@ -1023,7 +1017,7 @@ def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["error.json.fatal"]
 
 
-def test_the_file_for_fatal_signals_is_removed_when_nothing_happened(tmp_path: Path) -> None:
+def test_an_unused_file_for_fatal_signals_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     code = "from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch(); catch()"
     assert run(code, path)[0].returncode == 0
@@ -1167,7 +1161,7 @@ def test_a_handler_is_told_of_whom_and_how_it_ended() -> None:
     ]  # fmt: skip
 
 
-def test_a_success_that_cannot_be_recorded_is_no_failure_of_the_function(error_file: Path) -> None:
+def test_an_unrecorded_success_is_no_failure(error_file: Path) -> None:
     class Fails(ErrorHandler):
         def record_success(self) -> None:
             raise OSError("no telemetry")
@@ -1248,7 +1242,7 @@ def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("contents", [None, b'{"message": {"mess'])
-def test_a_failed_launcher_without_a_root_cause_file_records_its_report(
+def test_a_failed_launcher_without_a_cause_records_its_report(
     error_file: Path, tmp_path: Path, contents: bytes | None
 ) -> None:
     root = tmp_path / "root.json"
@@ -1539,7 +1533,7 @@ def test_a_number_after_a_colon_is_not_always_a_port(text: str) -> None:
     assert "the same" not in report
 
 
-def test_who_raised_has_the_same_failure_where_our_signal_ended_the_teardown() -> None:
+def test_a_signal_in_the_teardown_makes_no_difference() -> None:
     failures = {rank: failed(rank, "ValueError: nan", "Traceback") for rank in range(3)}
     failures[2] = failures[2].replace(detail=f"SIGTERM, sent by us, {WHILE_LEAVING}")
     assert "ranks 1-2: the same" in format_report("x", failures)
@@ -1556,7 +1550,7 @@ def test_failures_that_differ_are_not_called_the_same() -> None:
     assert "ranks 1-7: the same" in format_report("x", same)
 
 
-def test_a_rank_that_was_stopped_after_it_had_raised_has_the_same_failure() -> None:
+def test_a_stop_after_the_exception_makes_no_difference() -> None:
     trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in step\nValueError: no'
     failures = {rank: failed(rank, "ValueError: no", trace, exitcode=code) for rank, code in enumerate((1, -15, 1))}
     assert "ranks 1-2: the same" in format_report("x", failures)

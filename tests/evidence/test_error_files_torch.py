@@ -66,9 +66,7 @@ def test_an_error_file_is_passed_on_as_the_original_does(
     assert texts[0] == texts[1]
 
 
-def test_what_the_originals_decorator_recorded_and_was_handled_is_not_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_torch_recorded_and_was_handled_is_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.multiprocessing import errors as original
 
     path = tmp_path / "error.json"

@@ -160,7 +160,7 @@ def test_data_that_are_small_are_not_touched(value: Any) -> None:
     assert truncate_data(data) == data
 
 
-def test_a_file_that_is_too_long_is_not_read_and_the_limit_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "m" * (16 * MIB)}))
     failure = ProcessFailure(0, 77, 1, path)
@@ -191,7 +191,7 @@ def differing(count: int, size: int) -> dict[int, ProcessFailure]:
 
 
 @pytest.mark.long
-def test_many_different_tracebacks_make_a_report_that_can_be_read() -> None:
+def test_many_different_tracebacks_make_a_readable_report() -> None:
     failures = differing(400, 40_000)
     with not_for_ever():
         report = format_report("x", failures)

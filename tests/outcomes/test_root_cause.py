@@ -75,9 +75,7 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(entrypoint: Any, args: dict[int, tuple[Any, ...]], **options: Any) -> RunProcsResult:
     with start_processes("root cause", entrypoint, args, **options) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
-    return result
+        return group.wait()
 
 
 def states(result: RunProcsResult) -> list[str]:
@@ -129,8 +127,7 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
         with group:
             ready.wait(4)
             gate.open()
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
         named.append(cause(result))
         assert [result.outcomes[rank].signal_sent for rank in (1, 2)] == [15, 15]
         assert states(result)[1:] == ["stopped", "stopped", "failed"]
@@ -160,8 +157,7 @@ def test_evidence_counts_more_than_the_order_of_exits(
     with start_processes("evidence", worker, args, start_method=method, settle=settle, grace=grace) as group:
         ready.wait(3)
         gate.open()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert cause(result) == 1
     assert result.root_cause is not None
     assert result.root_cause.message == "ValueError: the cause"
@@ -237,7 +233,7 @@ def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambd
     "loss,way",
     [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
 )
-def test_a_lost_connection_is_not_the_cause_however_it_is_wrapped(loss: str, way: str) -> None:
+def test_a_lost_connection_is_no_cause_however_wrapped(loss: str, way: str) -> None:
     """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
 
     Nor does it end the settle window, in which the cause sleeps.
@@ -292,14 +288,14 @@ def test_of_lost_connections_the_first_is_named(ways: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_that_follows_a_handled_loss_is_the_cause_if_nothing_else_failed() -> None:
+def test_a_failure_after_a_handled_loss_may_be_the_cause() -> None:
     result = run_connected(both_lose, ("real", "wrapped"), method="fork", settle=TIMEOUT)
     assert (states(result), cause(result)) == (["failed", "failed"], 0)
     assert result.root_cause.message == "ValueError: the cause"
 
 
 @pytest.mark.slow
-def test_binaries_are_ordered_by_their_exits_as_the_kernel_saw_them(ready: Ready, tmp_path: Path) -> None:
+def test_binaries_are_ordered_by_their_exits(ready: Ready, tmp_path: Path) -> None:
     # A chain: each exits when the one before it has exited, of which a pidfd tells. The ranks are shuffled,
     # and the settle window is long enough for all.
     order = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -330,11 +326,10 @@ os._exit(10 + {position})
         with start_processes("chain", sys.executable, args, settle=TIMEOUT) as group:
             ready.wait(len(order))
             os.write(held[0], b"0")
-            result = group.wait(TIMEOUT)
+            result = group.wait()
     finally:
         for fd in held:
             os.close(fd)
-    assert result is not None
     assert [failure.local_rank for failure in sorted(result.failures.values(), key=lambda f: f.first_key)] == order
     assert cause(result) == order[0]
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {
@@ -395,8 +390,7 @@ def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None
     with start_processes("stopped", worker, {rank: (rank,) for rank in range(4)}, settle=0.0) as group:
         ready.wait(4)
         gate.open()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert list(result.failures) == [0]
     assert states(result) == ["failed", "stopped", "stopped", "stopped"]
     assert [result.outcomes[rank].exitcode for rank in range(4)] == [1, 9, 1, -15]
@@ -422,8 +416,7 @@ def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) ->
     args = {rank: (rank, gate.address) for rank in range(3)}
     with start_processes("all", raises, args, start_method=method, settle=TIMEOUT) as group:
         gate.open(3)
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert sorted(result.failures) == [0, 1, 2]
     for rank, failure in result.failures.items():
         assert failure.message == f"ValueError: rank {rank} fell"
@@ -448,8 +441,7 @@ def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
     with start_processes("killed", waits, (ready.address,), nprocs=2) as group:
         ready.wait(2)
         os.kill(group.pids()[1], signal.SIGKILL)
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.failures[1].detail == "SIGKILL, not sent by us"
     assert cause(result) == 1
     assert list(result.failures) == [1]
@@ -556,8 +548,7 @@ def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: s
         group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), **times)
         group.start()
         with group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
     else:
         args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
         result = run(serve_and_leave, args, start_method=kind, **times)
@@ -597,10 +588,9 @@ WAYS = ["thread", "pool", "exit handler", "sys.exit"]
 @pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", ["script", *METHODS])
-def test_who_has_failed_and_does_not_exit_is_the_cause_and_holds_up_nobody(tmp_path: Path, kind: str, how: str) -> None:
+def test_a_failed_rank_that_stays_is_the_cause(tmp_path: Path, kind: str, how: str) -> None:
     with staying(tmp_path, kind, how, settle=0.1, grace=0.2) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert states(result) == ["stopped", "failed"]
     assert (result.outcomes[0].signal_sent, result.outcomes[1].signal_sent) == (15, 9)
     assert cause(result) == 1
@@ -622,8 +612,7 @@ def test_it_is_found_where_it_stays(tmp_path: Path, kind: str) -> None:
         exits.extend([event] if event["name"] == "worker.exited" else [])
 
     with staying(tmp_path, kind, "thread", settle=0.1, grace=3.0, on_event=observe) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert "exception, in _shutdown (threading.py:" in result.failures[1].detail
     assert {event["rank"]: (event["state"], event["signal_sent"]) for event in exits} == {
         0: ("stopped", signal.SIGTERM),
@@ -635,8 +624,7 @@ def test_it_is_found_where_it_stays(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["script", "spawn"])
 def test_a_group_of_one_that_does_not_exit_ends_as_well(tmp_path: Path, kind: str) -> None:
     with staying(tmp_path, kind, "thread", 1, settle=0.1, grace=0.2) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert states(result) == ["failed"]
     assert result.failures[0].message == "ValueError: loss is nan"
 
@@ -646,8 +634,7 @@ def test_a_group_of_one_that_does_not_exit_ends_as_well(tmp_path: Path, kind: st
 def test_who_has_failed_may_finish_within_the_grace_period(tmp_path: Path, kind: str) -> None:
     """Its exit handlers upload, or save: our death signal, which would end it at once, is for the others."""
     with staying(tmp_path, kind, "saves", settle=0.1, grace=TIMEOUT) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert states(result) == ["stopped", "failed"]
     assert (result.outcomes[1].signal_sent, result.failures[1].detail) == (None, "")
     assert result.outcomes[1].exitcode == 1
@@ -658,8 +645,7 @@ def test_who_has_failed_may_finish_within_the_grace_period(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", ["script", "fork"])
 def test_who_has_failed_has_failed_whatever_its_exit_code(tmp_path: Path, kind: str) -> None:
     with staying(tmp_path, kind, "exits well", settle=0.1) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert cause(result) == 1
     assert result.outcomes[1].exitcode == 0
     assert result.failures[1].message == "ValueError: loss is nan"
@@ -667,12 +653,11 @@ def test_who_has_failed_has_failed_whatever_its_exit_code(tmp_path: Path, kind: 
 
 
 @pytest.mark.slow
-def test_who_has_failed_and_does_not_exit_gets_the_signal_of_an_ordered_end(tmp_path: Path) -> None:
+def test_a_failed_rank_that_stays_gets_an_ordered_signal(tmp_path: Path) -> None:
     with staying(tmp_path, "script", "exit handler", settle=0.1, grace=3600) as group:
         until(lambda: set(group.alive) == {1})  # rank 0 has been stopped
         group.close(timeout=3600)
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert cause(result) == 1
     assert result.failures[1].detail == "SIGTERM, sent by us, came while it was leaving"
 
@@ -684,7 +669,7 @@ def test_a_fork_that_fails_is_not_its_worker(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_returned_and_does_not_exit_is_announced_and_left_alone(
+def test_a_returned_rank_that_stays_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper_link, "LATE", 0.2)
@@ -714,8 +699,7 @@ def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
     group = ScriptContext("slow", str(script), {0: ()}, {0: {}}, DefaultLogsSpecs())
     group.start()
     with group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.succeeded
 
 
@@ -739,8 +723,7 @@ def test_an_exit_that_takes_long(
         gate.open(2)
         until(looked.exists)
         disk.thaw()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert cause(result) == 0
     assert states(result) == ["failed", "failed"]
     assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)
@@ -773,8 +756,7 @@ def script_group(tmp_path: Path, source: str, *argv: str, nprocs: int = 1) -> Sc
 def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
         with script_group(tmp_path, SCRIPT, way, "") as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
     else:
         result = run(handled_before, {0: (way, "")}, start_method=kind)
     failure = result.failures[0]
@@ -798,8 +780,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
 def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
         with script_group(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way) as group:
-            result = group.wait(TIMEOUT)
-        assert result is not None
+            result = group.wait()
     else:
         result = run(exits_while_handling, {0: (way,)}, start_method=kind)
     if way == "0":
@@ -815,7 +796,7 @@ def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str,
     assert not re.search("SystemExit|_engine", failure.traceback)
 
 
-def test_a_failure_has_its_own_time_and_not_that_of_the_end_of_its_group(ready: Ready) -> None:
+def test_a_failure_has_its_own_time(ready: Ready) -> None:
     ways = ("exit", "_exit", "kill", "abort", "waits")
     result = run(ends_at_once, {rank: (way, ready.address) for rank, way in enumerate(ways)}, settle=2.5)
     assert states(result) == ["failed"] * 4 + ["stopped"]
@@ -825,7 +806,7 @@ def test_a_failure_has_its_own_time_and_not_that_of_the_end_of_its_group(ready: 
         assert failure.timestamp <= failure.observed_ns / 1e9 + offset + 0.1
 
 
-def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: Path) -> None:
+def test_a_childs_evidence_is_kept_when_its_parent_exits(tmp_path: Path) -> None:
     child = "from phalanx.errors import record\n@record\ndef main(): raise KeyError('the cause')\nmain()\n"
     parent = (
         "import subprocess, sys\n"
@@ -833,14 +814,13 @@ def test_what_a_child_has_left_is_kept_when_its_parent_exits_for_that(tmp_path: 
         "except subprocess.CalledProcessError as error: sys.exit(error.returncode)"
     )
     with script_group(tmp_path, parent % child) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert result.failures[0].message == "KeyError: 'the cause'"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
+def test_an_exception_handled_long_ago_is_no_failure(
     method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx._outcomes.failure.SOON_NS", 0)  # of the launcher, for which a moment is long now
@@ -848,8 +828,7 @@ def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
     with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
         ready.wait(2)
         gate.open()
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     assert states(result) == ["stopped", "failed"]
     assert cause(result) == 1
 
@@ -880,8 +859,7 @@ raise SystemExit(77) if {exits} else RuntimeError("no checkpoint")
 @pytest.mark.parametrize("exits", [True, False])
 def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, exits: bool) -> None:
     with script_group(tmp_path, CUSTOM.replace("{exits}", str(exits))) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     failure = result.failures[0]
     assert failure.message == "the disk is full"
     assert failure.error_file_data["custom"] == [1]
@@ -890,13 +868,13 @@ def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, 
     assert failure.evidence_ns is not None
 
 
-def test_an_error_file_that_a_binary_writes_at_once_has_its_folder() -> None:
+def test_an_error_file_of_a_binary_has_its_folder() -> None:
     scripts = ['echo \'{"message": "mine"}\' > $TORCHELASTIC_ERROR_FILE; exit 3'] * 8
     result = run("/bin/sh", shell(*scripts), settle=TIMEOUT)
     assert {failure.message for failure in result.failures.values()} == {"mine"}
 
 
-def test_who_wrote_a_file_of_its_own_first_is_the_cause_however_long_it_takes_to_leave(tmp_path: Path) -> None:
+def test_the_first_file_is_the_cause_however_late_the_exit(tmp_path: Path) -> None:
     go = shlex.quote(str(tmp_path / "go"))
     os.mkfifo(tmp_path / "go")
     write = 'echo \'{"message": "%s"}\' > $TORCHELASTIC_ERROR_FILE'
@@ -924,7 +902,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_cause_below_a_launcher_that_is_a_worker_is_passed_up(tmp_path: Path) -> None:
+def test_the_cause_below_a_nested_launcher_is_passed_up(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"
         "@record\ndef main(): raise ValueError('far below')\n"
@@ -932,8 +910,7 @@ def test_the_cause_below_a_launcher_that_is_a_worker_is_passed_up(tmp_path: Path
     )
     began = time.monotonic_ns()
     with script_group(tmp_path, NESTED.replace("{python}", sys.executable).replace("{code!r}", repr(code))) as group:
-        result = group.wait(TIMEOUT)
-    assert result is not None
+        result = group.wait()
     failure = result.failures[0]
     assert failure.message == "ValueError: far below"
     assert "in main" in failure.traceback

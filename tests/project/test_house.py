@@ -60,9 +60,9 @@ MOST_LINES = 600
 
 MAY_ONLY_FALL = {
     "private modules imported": 479,
-    "private attributes": 588,
+    "private attributes": 587,
     "private names patched": 246,
-    "long names": 400,
+    "long names": 258,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
 

@@ -200,7 +200,7 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
 
 
 @pytest.mark.slow
-def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
+def test_another_thread_takes_a_signal_that_main_blocks(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then only a time in which nothing comes tells of the dump's end: who writes it may wait for a processor."""
@@ -305,7 +305,7 @@ def test_a_stopped_process_is_not_asked(tmp_path: Path, ready: Ready) -> None:
 
 
 @without_py_spy
-def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: Path, ready: Ready) -> None:
+def test_one_that_stops_is_waited_for_no_longer_than_agreed(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         pid = worker.process.pid
 
@@ -436,7 +436,7 @@ def test_a_signal_that_somebody_uses_is_not_taken(tmp_path: Path, ready: Ready, 
 
 
 @without_py_spy
-def test_the_signal_for_all_threads_is_not_taken_either_if_somebody_uses_it(tmp_path: Path, ready: Ready) -> None:
+def test_a_used_signal_for_all_threads_is_not_taken(tmp_path: Path, ready: Ready) -> None:
     offer = f"signal.signal({ALL}, lambda *_: os._exit(9)); assert offer()"
     with Worker(tmp_path, ready, SLEEP, offer=offer) as worker:
         assert shown(worker.ask()) == [["work", "<module>"]]
@@ -587,9 +587,7 @@ def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) ->
 @pytest.mark.slow
 @without_py_spy
 @pytest.mark.parametrize("doomed", [False, True])
-def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(
-    tmp_path: Path, ready: Ready, doomed: bool
-) -> None:
+def test_a_fork_without_an_offer_writes_into_no_others_file(tmp_path: Path, ready: Ready, doomed: bool) -> None:
     code = """
         def below(depth):
             if depth: below(depth - 1)
@@ -615,7 +613,7 @@ def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(
 
 
 @without_py_spy
-def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path: Path, ready: Ready) -> None:
+def test_a_fork_of_a_ranks_second_process_shows_its_own(tmp_path: Path, ready: Ready) -> None:
     code = """
         if os.fork() == 0:
             def below(): ready(); time.sleep(1000)
@@ -935,7 +933,7 @@ def test_a_program_that_has_called_the_engine_keeps_its_frames(called: tuple[str
     assert str(dump.top(threads)) == "step (train.py:41)"
 
 
-def test_a_program_that_imports_what_starts_a_worker_keeps_its_frames() -> None:
+def test_a_program_that_imports_our_starters_keeps_its_frames() -> None:
     """Its own group may be of start method fork, and a disk may not answer."""
     read = "<frozen importlib._bootstrap_external>", 1073, "get_data"
     imported = os.path.join(ROOT, "_engine", "keeper", "guard.py"), 23, "<module>"
