@@ -436,13 +436,6 @@ def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_may_be_enough(events: Events) -> None:
-    failure = result_of(start(hang_workers.hang, (), events, on_expiry=["terminate", ("kill", 60)])).failures[0]
-    assert failure.exitcode == -signal.SIGTERM
-    assert re.fullmatch(HANG, failure.message)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step", ["report", "dump"])
 def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate: Gate, logs: Path) -> None:
     args = (0.05, gate.address, gate.address)
@@ -612,17 +605,6 @@ def _beat_or_not(gate: str) -> str | None:
         return hang_workers.never_beat(gate)
     hang_workers.beat_once(41, gate)
     return None
-
-
-@pytest.mark.slow
-def test_the_failure_names_the_last_step(events: Events, gate: Gate) -> None:
-    group = start(hang_workers.beat_once, (41, gate.address), events, hang_timeout=0.1)
-    failure = result_of(group).root_cause
-    assert failure is not None
-    assert failure.exitcode == -signal.SIGKILL
-    assert failure.message == "Hang: no heartbeat for 0.1 s (the last at step 41)"
-    assert "in beat_once" in failure.traceback or "in pass_gate" in failure.traceback
-    assert events.all[-1]["scope"] == "heartbeat"
 
 
 @pytest.mark.slow
@@ -873,28 +855,6 @@ def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
     )
     assert result_of(group).failures[0].exitcode == -signal.SIGTERM
     assert "Hang: 'load'" in found.read_text()
-
-
-@pytest.mark.slow
-def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 300
-    reads: list[str] = []
-
-    def read(text: str) -> list[dump.Thread]:
-        reads.append(text)
-        return parse(text)
-
-    parse = dump.parse
-    monkeypatch.setattr(dump, "parse", read)
-    it = Snapshot({})
-    it.texts = dict.fromkeys(
-        range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
-    )
-    it._main = {rank: rank for rank in range(count)}
-    for rank in range(count):
-        assert it.sum_up(hang_of(rank, rank, thread=1)) == f"all {count} ranks are in f (t.py:4)"
-        assert it.outliers() == set()
-    assert len(reads) <= 3 * count
 
 
 def in_(function: str, head: str = "Thread 0x01") -> str:
