@@ -40,14 +40,6 @@ CHAINED = ONE + b"\nDuring handling of the above exception, another exception oc
 CAUSED = ONE + b"\nThe above exception was the direct cause of the following exception:\n\n" + ONE
 
 
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock that moves when told."""
-    fake = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", fake)
-    return fake
-
-
 class Console:
     """What comes out for some ranks: whole texts, after the ranks that they are of."""
 

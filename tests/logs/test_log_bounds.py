@@ -16,7 +16,7 @@ from phalanx._engine.keeper.log_writer import Compressor
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import numbers, rotated_files
 from phalanx.multiprocessing import DefaultLogsSpecs
-from tests.cli.test_log_options import place, sh  # noqa: F401 - a fixture
+from tests.cli.test_log_options import sh
 from tests.cli.test_logs_command import logs
 from tests.cli.test_run import Place, refused
 from tests.support.helpers import TIMEOUT
@@ -292,7 +292,7 @@ FLOOD = "n=0; while [ $n -lt 1500 ]; do n=$((n+1)); echo line $n; done"
 
 
 @pytest.mark.long
-def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the fixture
+def test_a_run_with_compressed_logs(place: Place) -> None:
     compressed = "until ls $LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
     place.env["LOGS"] = str(place.logs)
     done = sh(place, f"{FLOOD}; {compressed}; {FLOOD}", "--log-max-size", "1k", "--log-compress", n=2)
@@ -307,7 +307,7 @@ def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the f
     assert not [name for name in names(folder) if "new" in name]
 
 
-def test_a_run_that_keeps_few(place: Place) -> None:  # noqa: F811 - as above
+def test_a_run_that_keeps_few(place: Place) -> None:
     done = sh(place, FLOOD, "--log-max-size", "1k", "--log-keep", 2, "--log-compress")
     assert done.status == 0
     [log] = place.logs.glob("*/attempt_0/0/stdout.log")
@@ -322,12 +322,12 @@ def test_a_run_that_keeps_few(place: Place) -> None:  # noqa: F811 - as above
 
 
 @pytest.mark.parametrize("option", [["--log-keep", "3"], ["--log-compress"]])
-def test_bounds_without_rotation_are_refused(place: Place, option: list[str]) -> None:  # noqa: F811 - as above
+def test_bounds_without_rotation_are_refused(place: Place, option: list[str]) -> None:
     refused(sh(place, "echo", *option), option[0], "only with --log-max-size")
     assert not place.logs.exists()
 
 
-def test_bounds_that_cannot_be(place: Place) -> None:  # noqa: F811 - as above
+def test_bounds_that_cannot_be(place: Place) -> None:
     refused(sh(place, "echo", "--log-keep", "0", "--log-max-size", "1k"), "--log-keep")
     given: list[tuple[dict[str, Any], str]] = [
         ({"keep": 3}, "keep: without max_size no file is set aside"),

@@ -10,14 +10,7 @@ from tests.cli.test_log_options import sh, workers_said
 from tests.cli.test_run import Place, refused
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
+    pass
 
 
 BOTH = "echo out $RANK; echo err $RANK >&2"

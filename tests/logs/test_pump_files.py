@@ -26,7 +26,6 @@ from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput, TerminalOutput
-from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
 from tests.support.screen import Emulator
@@ -34,14 +33,6 @@ from tests.support.screen import Emulator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock that moves when told."""
-    fake = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", fake)
-    return fake
 
 
 @pytest.fixture

@@ -30,15 +30,6 @@ from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.screen import Emulator
 
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock that moves when told."""
-    fake = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", fake)
-    return fake
-
-
 # --- lines
 
 
@@ -71,7 +62,9 @@ def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[byt
     for part in parts:
         whole += part
         cutter.cut(part)
-        assert cutter.rest == last_state(whole[whole.rfind(b"\n") + 1 :])
+        unfinished = whole[whole.rfind(b"\n") + 1 :]
+        assert cutter.rest == last_state(unfinished)
+        assert cutter.rewritten == (cutter.rest != unfinished)
         assert cutter.held == len(cutter.rest)
 
 

@@ -29,11 +29,6 @@ def search(grep: Sequence[str] = (), exclude: Sequence[str] = (), *, ignore_case
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
-@pytest.fixture
 def re2() -> None:
     pytest.importorskip("re2", reason="RE2 is not installed")
 

@@ -56,13 +56,6 @@ class Wall:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    it = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", it)
-    return it
-
-
-@pytest.fixture
 def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Wall:
     it = Wall(time)
     monkeypatch.setattr(clock, "wall", it)

@@ -60,8 +60,8 @@ MOST_LINES = 600
 
 MAY_ONLY_FALL = {
     "private modules imported": 477,
-    "private attributes": 573,
-    "private names patched": 235,
+    "private attributes": 571,
+    "private names patched": 231,
     "long names": 396,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
