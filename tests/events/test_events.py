@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from phalanx import events
-from phalanx._base.handler_guard import MOST_NESTED
 from phalanx.events import Event, EventSource, NodeState, RdzvEvent
 from tests.support.helpers import TIMEOUT
 from tests.support.told import KeptRecords, fail, unconfigured
@@ -308,32 +307,6 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- handlers that fail
 
 
-def test_a_handler_that_raises_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    handler = registered(then=fail)
-    for _ in range(3):
-        events.record(event(), "mine")
-    assert len(handler.got) == 3
-    assert reports(caplog) == ["the handler tests.support.told.KeptRecords raised; what else it raises is not reported"]
-
-
-def test_a_handler_that_records_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    def twice(_: object) -> None:
-        events.record(event(), "mine")
-        events.record(event(), "mine")
-
-    handler = registered(then=twice)
-    events.record(event(), "mine")
-    assert len(handler.got) == 2**MOST_NESTED - 1
-    assert len(reports(caplog)) == 1
-
-
-def test_a_handler_may_record_elsewhere() -> None:
-    other = registered("other")
-    registered(then=lambda _: events.record(event("b"), "other"))
-    events.record(event("a"), "mine")
-    assert names(other) == ["b"]
-
-
 # --- rendezvous
 
 
@@ -360,45 +333,6 @@ def test_an_event_of_a_rendezvous() -> None:
 
 
 # --- posted
-
-
-@pytest.fixture
-def may() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
-def test_who_posts_does_not_wait(may: threading.Event) -> None:
-    begun = threading.Event()
-
-    def block(_: object) -> None:
-        begun.set()
-        may.wait()
-
-    blocked, other = registered(then=block), registered("other")
-    for count in range(100):
-        assert events.post(event(str(count)), "mine")  # returns, though the first call of the handler does not
-    begun.wait()
-    assert not events.flush(0)
-    assert events.post(event("a"), "other")  # has a thread of its own
-    while not other.got:
-        events.flush(0.01)
-    assert not events.flush(0.01)
-    may.set()
-    assert events.flush(TIMEOUT)
-    assert names(blocked) == [str(count) for count in range(100)]
-    assert threading.get_ident() not in blocked.threads + other.threads
-
-
-def test_a_handler_that_raises_when_it_is_posted_to(caplog: pytest.LogCaptureFixture) -> None:
-    handler = registered(then=fail)
-    for name in ("a", "b", "c"):
-        events.post(event(name), "mine")
-    assert events.flush(TIMEOUT)
-    assert names(handler) == ["a", "b", "c"]
-    (report,) = reports(caplog)
-    assert report.endswith("raised; what else it raises is not reported")
 
 
 def test_what_is_posted_may_change() -> None:
@@ -432,66 +366,6 @@ def test_nothing_is_begun_for_nowhere() -> None:
     )
     done = program(code)
     assert (done.stdout, done.stderr) == ("True True\nset() True\n", "")
-
-
-def test_a_handler_that_posts_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    handler = registered(then=lambda _: (events.post(event(), "mine"), events.post(event(), "mine")))
-    events.post(event(), "mine")
-    assert events.flush(TIMEOUT)
-    assert len(handler.got) == 2**MOST_NESTED - 1
-    assert len(reports(caplog)) == 1
-
-
-def test_a_fork_posts_what_is_its_own(may: threading.Event) -> None:
-    begun = threading.Event()
-
-    def block(_: object) -> None:
-        begun.set()
-        may.wait()
-
-    handler = registered(then=block)
-    events.post(event("a"), "mine")
-    events.post(event("b"), "mine")
-    begun.wait()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            mine = registered("child")
-            events.post(event("c"), "child")
-            done = events.flush(TIMEOUT)
-            os._exit(0 if done and names(mine) == ["c"] else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
-    may.set()
-    assert events.flush(TIMEOUT)
-    assert names(handler) == ["a", "b"]
-
-
-def test_threads_that_post_and_register_at_once() -> None:
-    handlers, every, barrier = [KeptRecords(), KeptRecords()], 200, threading.Barrier(4)
-    events.register_logging_handler("mine", handlers[0])
-
-    def post(number: int) -> None:
-        barrier.wait()
-        for count in range(every):
-            events.post(event(f"{number}.{count}"), "mine")
-            events.record(event(f"{number}.{count}"), "mine")
-
-    def register() -> None:
-        barrier.wait()
-        for count in range(every):
-            events.register_logging_handler("mine", handlers[count % 2])
-
-    threads = [threading.Thread(target=post, args=(number,)) for number in range(3)]
-    threads.append(threading.Thread(target=register))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert events.flush(TIMEOUT)
-    found = sorted(names(handlers[0]) + names(handlers[1]))
-    assert found == sorted([f"{number}.{count}" for number in range(3) for count in range(every)] * 2)
 
 
 def program(code: str) -> subprocess.CompletedProcess[str]:

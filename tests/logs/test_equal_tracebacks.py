@@ -40,14 +40,6 @@ CHAINED = ONE + b"\nDuring handling of the above exception, another exception oc
 CAUSED = ONE + b"\nThe above exception was the direct cause of the following exception:\n\n" + ONE
 
 
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock that moves when told."""
-    fake = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", fake)
-    return fake
-
-
 class Console:
     """What comes out for some ranks: whole texts, after the ranks that they are of."""
 
@@ -107,25 +99,6 @@ def test_the_rank_before_each_line_makes_no_difference(time: FakeClock, text: by
     assert shown.index(after[0]) > shown.index(("0,2-3", text))
 
 
-def test_a_mark_within_a_line_is_a_difference(time: FakeClock) -> None:
-    it = Console(2)
-    texts = [ONE.replace(b"nan", b"x [rank%d]: nan" % rank) for rank in range(2)]
-    for rank, text in enumerate(texts):
-        it.take(rank, text)
-    it.wait(time, QUIET)
-    it.wait(time, LONG)
-    assert it.by_rank == texts
-
-
-def test_another_ranks_number_is_a_difference(time: FakeClock) -> None:
-    it = Console(2)
-    for rank in range(2):
-        it.take(rank, marked(0, ONE))
-    it.wait(time, QUIET)
-    it.wait(time, LONG)
-    assert it.by_rank == [marked(0, ONE), marked(0, ONE)]
-
-
 def test_line_by_line(time: FakeClock) -> None:
     """As a worker writes them, whose stderr has no buffer."""
     it = Console(2)
@@ -141,15 +114,6 @@ def test_an_empty_line_after_it_is_no_part_of_it(time: FakeClock) -> None:
     it.take(0, ONE)
     it.take(1, ONE + b"\n")
     assert it.wait(time, QUIET) + it.wait(time, dedup.WINDOW) == [("0-1", ONE), ("1", b"\n")]
-
-
-def test_different_ones_are_whole(time: FakeClock) -> None:
-    it = Console(3)
-    other = ONE.replace(b"nan", b"inf")
-    for rank, text in enumerate((ONE, other, ONE)):
-        it.take(rank, text)
-    it.wait(time, QUIET)
-    assert it.wait(time, LONG) == [("0,2", ONE), ("1", other)]
 
 
 def test_one_that_comes_late_is_shown_again(time: FakeClock) -> None:
@@ -178,14 +142,6 @@ def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
     it.wait(time, QUIET)
     it.take(0, b"and now\n")  # what is held is not of that rank
     assert it.out == [("0", b"and now\n")]
-
-
-def test_lines_after_equal_ones_are_folded_too(time: FakeClock) -> None:
-    """Notes of an exception are such lines, whatever they look like."""
-    it = Console(2)
-    for rank in range(2):
-        it.take(rank, ONE + b"A note.\n")
-    assert it.wait(time, QUIET) == [("0-1", ONE), ("0-1", b"A note.\n")]
 
 
 @pytest.mark.parametrize(

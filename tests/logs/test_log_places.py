@@ -21,13 +21,6 @@ PHALANX = (sys.executable, "-m", "phalanx")
 BOTH = "echo out; echo err >&2; exit 3"
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
-
-
 def modes(folder: Path, *, files: bool = False) -> set[int]:
     """Permissions of a folder and of all folders in it, or of all files."""
     found = [folder, *folder.rglob("*")]

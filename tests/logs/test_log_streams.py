@@ -9,14 +9,7 @@ import pytest
 from tests.support.command import Place, refused, sh, workers_said
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
+    pass
 
 
 BOTH = "echo out $RANK; echo err $RANK >&2"

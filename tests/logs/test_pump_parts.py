@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import termios
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from phalanx._base.loop import Loop
 from phalanx._logs import dedup, render
 from phalanx._logs import sink as sink_module
 from phalanx._logs.dedup import Dedup
-from phalanx._logs.lines import Cutter, Source, half_letter, last_state, settled
+from phalanx._logs.lines import Cutter, Source, half_letter, last_state
 from phalanx._logs.render import QUIET, STATE, Json, Text, View
 from phalanx._logs.search import Search
 from phalanx._logs.sink import Sink, TailSink
@@ -29,46 +30,7 @@ from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.screen import Emulator
 
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock that moves when told."""
-    fake = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", fake)
-    return fake
-
-
 # --- lines
-
-
-@pytest.mark.parametrize(
-    "chunks,blocks,rest,rewritten",
-    [
-        ([], [], b"", False),
-        ([b"a\nb"], [b"a\n"], b"b", False),
-        ([b"a", b"b", b"c\n\nd"], [b"", b"", b"abc\n\n"], b"d", False),
-        ([b"dos\r", b"\nx\r\n"], [b"", b"dos\r\nx\r\n"], b"", False),
-        ([b"dos\r"], [b""], b"dos\r", False),
-        ([b" 1%\r 2%"], [b""], b" 2%", True),
-        ([b" 1%\r", b" 2%\r"], [b"", b""], b" 2%\r", True),
-        ([b"\r 1%", b"\r 2%"], [b"", b""], b" 2%", True),
-        ([b" 1%\r 2%", b"\r 3%\nnext"], [b"", b" 3%\n"], b"next", False),
-        ([b"\r\r\n"], [b"\r\r\n"], b"", False),
-        ([b"a\rb\r\r\nc\rd\n"], [b"b\r\r\nd\n"], b"", False),
-    ],
-)
-def test_a_cutter(chunks: list[bytes], blocks: list[bytes], rest: bytes, rewritten: bool) -> None:
-    cutter = Cutter()
-    assert [cutter.cut(chunk) for chunk in chunks] == blocks
-    assert (cutter.rest, cutter.rewritten) == (rest, rewritten)
-
-
-def test_a_cutter_takes_so_many_bytes_of_a_buffer_and_leaves_it_alone() -> None:
-    cutter = Cutter()
-    buffer = bytearray(b"one\ntwo\nold\n")
-    assert cutter.cut(buffer, 6) == b"one\n"
-    buffer[:] = b""  # no view of it is left
-    assert cutter.rest == b"tw"
 
 
 def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
@@ -100,7 +62,9 @@ def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[byt
     for part in parts:
         whole += part
         cutter.cut(part)
-        assert cutter.rest == last_state(whole[whole.rfind(b"\n") + 1 :])
+        unfinished = whole[whole.rfind(b"\n") + 1 :]
+        assert cutter.rest == last_state(unfinished)
+        assert cutter.rewritten == (cutter.rest != unfinished)
         assert cutter.held == len(cutter.rest)
 
 
@@ -117,13 +81,6 @@ def test_a_piece_ends_with_a_whole_letter_and_no_return(data: bytes, text: bool)
             assert piece
             if text and half_letter(line[:end]) < end:  # else there is nothing but half a letter
                 piece.decode()
-
-
-def test_last_state_and_settled() -> None:
-    assert last_state(b"") == b""
-    assert last_state(b"\r\r") == b"\r\r"
-    assert last_state(b"a\rb\r") == b"b\r"
-    assert settled(b"a\rb\nc\r\n\r\n") == b"b\nc\r\n\r\n"
 
 
 # --- a view on paper
@@ -150,12 +107,6 @@ class Desk:
             self.view.finish(it)
         self.view.close()
         return self.memory.taken()
-
-
-def test_each_line_has_its_prefix() -> None:
-    desk, one = Desk(), source()
-    assert desk.take(one, b"a\n\nb\n") == b"[0] a\n[0] \n[0] b\n"
-    assert desk.finish(one) == b""
 
 
 def test_a_prefix_may_tell_the_time() -> None:
@@ -193,15 +144,6 @@ def test_more_that_can_be_read_at_once_is_waited_for(time: FakeClock) -> None:
     assert desk.tick() == b"[0] half"
 
 
-def test_another_ranks_line_breaks_an_unfinished_one(time: FakeClock) -> None:
-    desk, one, other = Desk(), source(0), source(1)
-    desk.take(one, b"half")
-    time.advance(QUIET)
-    assert desk.tick() == b"[0] half"
-    assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
-    assert desk.take(one, b" and half\n") == b"[0]  and half\n"
-
-
 def test_a_line_that_was_broken_at_its_end_is_not_ended_twice(time: FakeClock) -> None:
     desk, one, other = Desk(), source(0), source(1)
     for end in (b"\n", b"\r\n"):
@@ -231,29 +173,19 @@ def test_nobody_ends_the_last_line(time: FakeClock) -> None:
     assert desk.finish(one, other) == b"\n[1] held\n"
 
 
-def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(time: FakeClock) -> None:
+@pytest.mark.parametrize("form, first", [(b"\r%3d%%", 0), (b"%3d%%\r", 1)])
+def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(form: bytes, first: int, time: FakeClock) -> None:
     desk, one = Desk(), source()
     shown = b""
     for percent in range(101):
-        shown += desk.take(one, b"\r%3d%%" % percent)
+        shown += desk.take(one, form % percent)
         shown += desk.tick()
         time.advance(0.025)
-    assert shown == b"[0]   0%\n[0]  40%\n[0]  80%\n"
+    assert shown == b"".join(b"[0] %3d%%\n" % (40 * second + first) for second in range(3))
     time.advance(STATE)
     assert desk.tick() == b"[0] 100%\n"
     assert desk.take(one, b"\n") == b""
     assert desk.take(one, b"done\n") == b"[0] done\n"
-
-
-def test_a_progress_bar_that_returns_after_each_state(time: FakeClock) -> None:
-    desk, one = Desk(), source()
-    shown = b""
-    for percent in range(101):
-        shown += desk.take(one, b"%3d%%\r" % percent)
-        shown += desk.tick()
-        time.advance(0.025)
-    assert shown == b"[0]   1%\n[0]  41%\n[0]  81%\n"
-    assert desk.take(one, b"\n") == b"[0] 100%\r\n"
 
 
 def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
@@ -327,28 +259,15 @@ def test_any_bytes_are_valid_json(chunks: list[bytes]) -> None:
         assert (it["rank"], it["stream"]) == (3, "stderr")
 
 
-def test_the_fields_of_a_json_line() -> None:
+def test_what_a_json_line_holds() -> None:
     desk, one = Desk(Json("node1")), source()
-    desk.view.time = lambda: 1700000000.125
-    [it] = objects(desk.take(one, b'"\xc3\xa9"\t\xff\0\\\n'))
-    assert list(it) == ["host", "time", "rank", "stream", "text"]
-    del it["time"]
-    assert it == {"host": "node1", "rank": 0, "stream": "stdout", "text": '"é"\t\\xff\0\\'}
-
-
-def test_the_time_of_a_json_line_has_milliseconds_and_an_offset() -> None:
-    from datetime import datetime
-
-    desk, one = Desk(Json()), source()
     desk.view.time = lambda: 1700000000.1256
-    [it] = objects(desk.take(one, b"x\n"))
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.125[+-]\d\d:\d\d", it["time"])
-    assert datetime.fromisoformat(it["time"]).timestamp() == 1700000000.125
-
-
-def test_no_json_text_has_its_line_end() -> None:
-    desk, one = Desk(Json()), source()
-    assert [it["text"] for it in objects(desk.take(one, b"a\r\nb\r\n\r\nc\n"))] == ["a", "b", "", "c"]
+    [it] = objects(desk.take(one, b'"\xc3\xa9"\t\xff\0\\\r\n'))
+    assert list(it) == ["host", "time", "rank", "stream", "text"]
+    moment = it.pop("time")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.125[+-]\d\d:\d\d", moment)
+    assert datetime.fromisoformat(moment).timestamp() == 1700000000.125
+    assert it == {"host": "node1", "rank": 0, "stream": "stdout", "text": '"é"\t\\xff\0\\'}
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"", b"\rother\n"])

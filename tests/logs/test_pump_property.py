@@ -245,8 +245,12 @@ def feed(
     out = f"{folder}/console"
     target: object = out
     fd = -1
+    reader = -1
     if console == "file":
         target = fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    elif console == "pipe":
+        reader, fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        target = fd
     try:
         with (
             mock.patch.object(sink, "TURN", turn),
@@ -261,13 +265,12 @@ def feed(
     finally:
         if fd >= 0:
             os.close(fd)
-    with open(out, "rb") as file:
+    with open(reader if reader >= 0 else out, "rb") as file:
         return file.read()
 
 
-@pytest.mark.long
 @few
-@given(turns(barred), st.sampled_from([1, 2, 7, 64, 16384]), st.sampled_from(["path", "file"]), st.booleans())
+@given(turns(barred), st.sampled_from([1, 2, 7, 64, 16384]), st.sampled_from(["path", "file", "pipe"]), st.booleans())
 def test_files_through_the_pump(said: list[tuple[int, bytes]], turn: int, console: str, together: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, stopped_clock(start=0.0):
         shown = unprefixed(feed(folder, said, turn, console=console, together=together))
@@ -283,28 +286,6 @@ def test_files_through_the_pump_with_long_lines(said: list[tuple[int, bytes]], t
         shown = unprefixed(feed(folder, said, turn))
     for rank in range(RANKS):
         assert shown[rank].translate(None, b"\r\n") == of_rank(rank, said).translate(None, b"\r\n")
-
-
-@few
-@given(turns(plain))
-def test_files_through_the_pump_into_a_pipe(said: list[tuple[int, bytes]]) -> None:
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        with tempfile.TemporaryDirectory() as folder, stopped_clock():
-            paths = [f"{folder}/{rank}.log" for rank in range(RANKS)]
-            with rig(paths, writer) as it:
-                for rank, data in said:
-                    append(paths[rank], data)
-                it.finish()
-            os.close(writer)
-            writer = -1
-            shown = unprefixed(os.read(reader, 1 << 20))
-    finally:
-        os.close(reader)
-        if writer >= 0:
-            os.close(writer)
-    for rank in range(RANKS):
-        assert shown[rank] == ended(of_rank(rank, said))
 
 
 @few

@@ -157,20 +157,6 @@ def test_a_number_that_nobody_expects(tmp_path: Path) -> None:
         assert read_on(it) == b"next\n"
 
 
-def test_the_number_that_is_expected_takes_no_look_at_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be thousands of files in it, and it is looked for at each rotation."""
-    path = tmp_path / "log"
-    append(str(path), b"one\n")
-    with followed(path) as it:
-        assert read_on(it) == b"one\n"
-        rotate(path, 1)
-        it.open()
-        monkeypatch.setattr("phalanx._logs.follower.numbers", lambda _path: pytest.fail("it looks at the folder"))
-        assert it._own_number() == 1
-
-
 def test_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
     """The file has two numbers: it got the first one, but not its new name, and grew on."""
     path = tmp_path / "log"

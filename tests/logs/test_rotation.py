@@ -25,7 +25,7 @@ from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostEr
 from tests.support import workers
 from tests.support.command import COUNT, group, path_of, sh, whole
 from tests.support.disks import Disk, sleeping_on_disks, until
-from tests.support.helpers import TIMEOUT, alive, descendants, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.support.pump_tools import Rotated
 
 if TYPE_CHECKING:
@@ -442,19 +442,6 @@ def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place)
     expected = ["before", *(f"child {i}" for i in range(1, 201)), "after"]
     assert whole(path_of(place, 0)).decode().splitlines() == expected
     assert done.out.splitlines() == [f"[0] {line}" for line in expected]
-
-
-@pytest.mark.slow
-def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
-    script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")
-    with place.start("--nproc-per-node", 2, "--log-max-size", "10k", "-r", 3, script) as launcher:
-        ready.wait(2)
-        everybody = descendants(launcher.process.pid)  # what writes the files is one of them, and may be the last
-        launcher.process.kill()
-        launcher.process.wait()
-        assert not wait_gone(everybody)
-    for rank in range(2):
-        assert whole(path_of(place, rank)).decode() == "".join(f"line {n}\n" for n in range(5000))
 
 
 @pytest.mark.each_python

@@ -190,21 +190,6 @@ def test_what_is_held_as_context_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert chosen(search, b"x" * 2000 + b"\n", b"hit\n") == b"--\nhit\n"
 
 
-def test_what_cannot_be_held_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    lines_of = module._lines
-
-    def lines(block: bytes) -> list[bytes]:
-        taken.append(block.count(b"\n"))
-        return lines_of(block)
-
-    monkeypatch.setattr(module, "_lines", lines)
-    search = Search(["hit"], before=1_000_000)
-    assert chosen(search, b"\n" * 65_536) == b""
-    assert chosen(search, b"hit\n") == b"\n" * (module._MOST_HELD // (1 + 64)) + b"hit\n"
-    assert max(taken) < 5000
-
-
 # --- what is refused
 
 

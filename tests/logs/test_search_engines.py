@@ -15,23 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._logs import search as search_module
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.logs.test_search import chosen
 from tests.support.command import Place
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 def search(grep: Sequence[str] = (), exclude: Sequence[str] = (), *, ignore_case: bool = False) -> Any:
     return ConsoleSpecs(grep=grep, exclude=exclude, ignore_case=ignore_case).search()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
 
 
 @pytest.fixture
@@ -82,38 +76,6 @@ def test_what_is_not_read_changes_no_choice(lines: list[str], data: st.DataObjec
         plain = {line: bool(chosen(search([pattern]), f"{line}\n".encode())) for line in lines}
         expected = b"".join(text for text, line in zip(raw, lines, strict=True) if plain[line])
         assert chosen(search([pattern]), b"".join(raw)) == expected
-
-
-class Counted:
-    """A pattern whose searches are counted, and the bytes that they are given."""
-
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = pattern
-        self.bytes = self.matches = 0
-
-    def finditer(self, text: bytes) -> Iterable[Any]:
-        self.bytes += len(text)
-        for match in self._pattern.finditer(text):
-            self.matches += 1
-            yield match
-
-
-@pytest.mark.usefixtures("re2")
-@pytest.mark.parametrize("pattern", ["(a|aa)+$", "[ab]c", "b|c", "(a*)*b"])
-def test_a_block_is_looked_at_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Counted] = []
-    real = search_module._compiled
-
-    def compiled(*given: str) -> Any:
-        made.append(Counted(real(*given)))
-        return made[-1]
-
-    monkeypatch.setattr(search_module, "_compiled", compiled)
-    its = search([pattern])
-    text = (b"a" * 5000 + b"!\n") * 20
-    for _ in range(4):
-        assert chosen(its, text) == b""
-    assert [(it.bytes, it.matches) for it in made if it.bytes] == [(4 * len(text), 0)]
 
 
 @pytest.mark.usefixtures("re2")

@@ -79,36 +79,6 @@ def test_a_file_that_appears_later(tmp_path: Path, console: Console, below: str)
     assert console.getvalue() == "[t0]:one\n[t0]:two\n"
 
 
-def test_folders_that_appear_one_by_one(tmp_path: Path, console: Console) -> None:
-    path = tmp_path / "a" / "b" / "0.log"
-    other = tmp_path / "seen.log"
-    tail = TailLog("t", {0: str(path), 1: str(other)}, console).start()
-    for number, folder in enumerate((path.parent.parent, path.parent)):
-        folder.mkdir()
-        append(other, b"%d\n" % number)
-        console.wait_for(f"[t1]:{number}\n")
-    append(path, b"here\n")
-    console.wait_for("[t0]:here\n")
-    tail.stop()
-
-
-def test_a_file_that_is_moved_into_its_place(tmp_path: Path, file: Path, console: Console) -> None:
-    append(tmp_path / "other", b"moved\n")
-    with_nothing = TailLog("t", {0: str(file), 1: str(tmp_path / "never" / "1.log")}, console).start()
-    os.rename(tmp_path / "other", file)
-    console.wait_for("[t0]:moved\n")
-    with_nothing.stop()
-
-
-def test_a_file_that_is_cut_short(file: Path, console: Console) -> None:
-    append(file, b"a long beginning\n")
-    tail = TailLog("t", {0: str(file)}, console).start()
-    console.wait_for("beginning\n")
-    file.write_bytes(b"new\n")
-    console.wait_for("[t0]:new\n")
-    tail.stop()
-
-
 def test_many_files_and_one_thread(tmp_path: Path, console: Console) -> None:
     before = threading.active_count()
     paths = {rank: tmp_path / f"{rank}.log" for rank in range(300)}
@@ -118,14 +88,6 @@ def test_many_files_and_one_thread(tmp_path: Path, console: Console) -> None:
         append(path, b"of %d\n" % rank)
     tail.stop()
     assert sorted(console.getvalue().splitlines()) == sorted(f"[t{rank}]:of {rank}" for rank in paths)
-
-
-def test_more_than_one_line_at_a_time(file: Path, console: Console) -> None:
-    text = b"".join(b"line %d\n" % n for n in range(50_000))
-    tail = TailLog("t", {0: str(file)}, console, {0: ""}).start()
-    append(file, text)
-    tail.stop()
-    assert console.getvalue().encode() == text
 
 
 # --- where lines go
@@ -262,12 +224,6 @@ def test_stop_from_many_threads(file: Path, console: Console) -> None:
         assert not thread.is_alive()
     assert tail.stopped()
     assert console.getvalue() == "[t0]:one\n"
-
-
-def test_stop_without_start(file: Path, console: Console) -> None:
-    tail = TailLog("t", {0: str(file)}, console)
-    tail.stop()
-    assert tail.stopped()
 
 
 @pytest.mark.parametrize("what", ["no files", "no destination"])

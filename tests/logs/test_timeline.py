@@ -56,13 +56,6 @@ class Wall:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    it = FakeClock(100.0)
-    monkeypatch.setattr(clock, "now", it)
-    return it
-
-
-@pytest.fixture
 def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Wall:
     it = Wall(time)
     monkeypatch.setattr(clock, "wall", it)
@@ -168,20 +161,6 @@ def test_a_cut_is_told(time: FakeClock, times: TimelineWriter) -> None:
     ]  # fmt: skip
 
 
-def test_a_log_that_is_cut_while_the_run_goes_on(tmp_path: Path, time: FakeClock, times: TimelineWriter) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for path, text, stream in ((one, b"void\n", 0), (other, b"first\n", 1), (one, b"", 0), (one, b"new\n", 0),
-                               (other, b"second\n", 1), (one, b"and newer\n", 0)):  # fmt: skip
-        if not text:
-            os.truncate(path, 0)
-        append(str(path), text)
-        times.note(stream, os.path.getsize(path))
-        time.advance(1)
-    assert merged(times, one, other) == [
-        (1.0, 1, b"first\n"), (3.0, 0, b"new\n"), (4.0, 1, b"second\n"), (5.0, 0, b"and newer\n")
-    ]  # fmt: skip
-
-
 def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: TimelineWriter) -> None:
     """What the file holds now was written after all that is known of it."""
     path = tmp_path / "log"
@@ -205,37 +184,6 @@ def test_copies_of_a_log_that_is_not_rotated_are_none_of_its_files(
     append(str(path), b"new\n")
     times.note(0, 4)
     assert merged(times, path) == [(1.0, 0, b"new\n")]
-
-
-@pytest.mark.parametrize("removed", [set(), {1}, {2}, {3}, {1, 2, 3}])
-def test_rotated_files_that_are_there_have_their_own_times(
-    tmp_path: Path, time: FakeClock, times: TimelineWriter, removed: set[int]
-) -> None:
-    path = tmp_path / "log"
-    path.touch()
-    growth = Growth(str(path), rotates=True)
-    said = []
-
-    def look() -> None:
-        for number, size in growth.look():
-            times.note(0, size, number)
-
-    look()
-    for number in (1, 2, 3, 4):
-        for what in (b"begin", b"go on", b"end"):
-            time.advance(1)
-            line = b"%s %d\n" % (what, number)
-            append(str(path), line)
-            look()
-            if number not in removed:
-                said.append((time() - 100, 0, line))
-        if number < 4:
-            rotate(path, number)
-    for number in removed:
-        os.unlink(f"{path}.{number}")
-    for number in {1, 3} - removed:
-        compress(path, number)
-    assert merged(times, path) == [(at, stream, line) for at, stream, line in said]
 
 
 def test_a_compressed_file_that_is_larger_than_it_tells(

@@ -6,9 +6,7 @@ import asyncio
 import functools
 import io
 import logging
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +17,7 @@ import pytest
 
 from phalanx import metrics
 from phalanx._base import clock
-from phalanx._base.handler_guard import MOST_NESTED, MOST_REPORTED
-from phalanx.multiprocessing import SignalException
+from phalanx._base.handler_guard import MOST_REPORTED
 from tests.support.helpers import TIMEOUT
 from tests.support.told import Kept, KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
@@ -226,20 +223,6 @@ def reports(caplog: pytest.LogCaptureFixture, name: str = "phalanx.metrics") -> 
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 
-def test_a_handler_that_raises_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    handler = Kept(fail)
-    metrics.configure(handler)
-    metrics.configure(handler, "mine")
-    for group in ("torchelastic", "mine", "mine"):
-        metrics.put_metric("a", 1, group)
-    assert len(handler.got) == 3
-    assert reports(caplog) == ["the handler tests.support.told.Kept raised; what else it raises is not reported"]
-    assert "no such host" in caplog.text
-    metrics.configure(Kept(fail))
-    metrics.put_metric("a", 1)
-    assert len(reports(caplog)) == 2
-
-
 def test_what_a_function_does_is_not_changed_by_a_handler_that_raises() -> None:
     handler = Kept(fail)
     metrics.configure(handler)
@@ -250,18 +233,6 @@ def test_what_a_function_does_is_not_changed_by_a_handler_that_raises() -> None:
     assert [name.rpartition("step.")[2] for name in handler.names] == [
         "success", "duration.ms", "failure", "duration.ms",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), SignalException("x", signal.SIGTERM)])
-def test_what_ends_a_program_is_not_kept_from_it(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    def end(_: object) -> None:
-        raise error
-
-    metrics.configure(Kept(end))
-    with pytest.raises(type(error)) as raised:
-        metrics.put_metric("a", 1)
-    assert raised.value is error
-    assert reports(caplog) == []
 
 
 def test_logging_that_raises_is_no_matter() -> None:
@@ -337,73 +308,7 @@ def test_without_a_console(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 # --- handlers that emit
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_handler_may_emit_to_another_one(background: bool) -> None:
-    last = Kept()
-    metrics.configure(last, "last")
-    first = Kept(lambda data: metrics.put_metric(f"{data.name}.seen", 1, "last"))
-    handler = metrics.BackgroundMetricHandler(first) if background else first
-    metrics.configure(handler, "first")
-    metrics.put_metric("a", 1, "first")
-    if isinstance(handler, metrics.BackgroundMetricHandler):
-        assert handler.flush(TIMEOUT)
-    assert last.names == ["a.seen"]
-
-
-def test_a_handler_that_emits_to_itself_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    def twice(_: object) -> None:
-        metrics.put_metric("again", 1)
-        metrics.put_metric("again", 1)
-
-    handler = Kept(twice)
-    metrics.configure(handler)
-    metrics.put_metric("a", 1)
-    assert len(handler.got) == 2**MOST_NESTED - 1
-    assert reports(caplog) == [
-        "the handler tests.support.told.Kept causes calls of itself: those that are more than 8 deep are dropped"
-    ]
-    before = len(handler.got)
-    metrics.put_metric("a", 1)
-    assert len(handler.got) == 2 * before
-
-
-def test_a_handler_in_the_background_that_emits_to_itself_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    kept = Kept(lambda _: metrics.put_metric("again", 1))
-    handler = metrics.BackgroundMetricHandler(kept)
-    metrics.configure(handler)
-    metrics.put_metric("a", 1)
-    assert handler.flush(TIMEOUT)
-    assert kept.names == ["a", "again", "again", "again"]  # each is within two calls: to be queued, and of the handler
-    assert len(reports(caplog)) == 1
-
-
 # --- threads, forks, signals
-
-
-def test_threads_that_emit_and_configure_at_once() -> None:
-    handlers = [Kept(), Kept()]
-    metrics.configure(handlers[0], "mine")
-    every, barrier = 500, threading.Barrier(5)
-
-    def emit(number: int) -> None:
-        barrier.wait()
-        for count in range(every):
-            metrics.put_metric(f"{number}.{count}", count, "mine")
-
-    def configure() -> None:
-        barrier.wait()
-        for count in range(every):
-            metrics.configure(handlers[count % 2], "mine")
-            metrics.configure(handlers[count % 2])
-
-    threads = [threading.Thread(target=emit, args=(number,)) for number in range(4)]
-    threads.append(threading.Thread(target=configure))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    names = sorted(handlers[0].names + handlers[1].names)
-    assert names == sorted(f"{number}.{count}" for number in range(4) for count in range(every))
 
 
 @pytest.fixture
@@ -420,22 +325,6 @@ def gated() -> Iterator[tuple[Kept, threading.Event, threading.Event]]:
 
 
 Gated = tuple[Kept, threading.Event, threading.Event]
-
-
-def test_in_the_background_nobody_waits(gated: Gated) -> None:
-    kept, begun, may = gated
-    handler = metrics.BackgroundMetricHandler(kept)
-    metrics.configure(handler)
-    for count in range(100):
-        metrics.put_metric(str(count), count)  # returns, though the first call does not
-    begun.wait()
-    assert not handler.flush(0)
-    assert not handler.flush(0.01)
-    may.set()
-    assert handler.flush(TIMEOUT)
-    assert handler.flush(0)
-    assert kept.names == [str(count) for count in range(100)]
-    assert threading.get_ident() not in kept.threads
 
 
 def test_what_is_too_much_for_the_background_is_dropped(gated: Gated) -> None:
@@ -468,21 +357,6 @@ def test_what_is_too_much_for_the_background_is_dropped(gated: Gated) -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [OSError("x"), SystemExit(3), KeyboardInterrupt()])
-def test_what_a_handler_raises_in_the_background(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    def end(_: object) -> None:
-        raise error
-
-    kept = Kept(end)
-    handler = metrics.BackgroundMetricHandler(kept)
-    metrics.configure(handler)
-    metrics.put_metric("a", 1)
-    metrics.put_metric("b", 1)
-    assert handler.flush(TIMEOUT)
-    assert kept.names == ["a", "b"]
-    assert len(reports(caplog)) == 1
-
-
 def test_a_handler_that_flushes_itself_does_not_wait() -> None:
     answers: list[bool] = []
     handler = metrics.BackgroundMetricHandler(Kept(lambda _: answers.append(handler.flush(TIMEOUT))))
@@ -490,33 +364,6 @@ def test_a_handler_that_flushes_itself_does_not_wait() -> None:
     metrics.put_metric("a", 1)
     assert handler.flush(TIMEOUT)
     assert answers == [False]
-
-
-def test_a_fork_has_a_queue_of_its_own(gated: Gated) -> None:
-    """While the parent's is full, and its thread in a call."""
-    kept, begun, may = gated
-    handler = metrics.BackgroundMetricHandler(kept)
-    metrics.configure(handler)
-    metrics.put_metric("first", 0)
-    begun.wait()
-    metrics.put_metric("second", 0)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kept.then = lambda data: os.write(writer, data.name.encode())
-            assert handler.flush(0)
-            metrics.put_metric("of the child", 0)
-            os._exit(0 if handler.flush(TIMEOUT) else 1)
-        finally:
-            os._exit(2)
-    os.close(writer)
-    with open(reader, "rb") as stream:
-        assert stream.read() == b"of the child"
-    assert os.waitpid(pid, 0)[1] == 0
-    may.set()
-    assert handler.flush(TIMEOUT)
-    assert kept.names == ["first", "second"]
 
 
 def test_a_signal_handler_may_emit_at_any_moment(gated: Gated) -> None:
@@ -534,35 +381,13 @@ def test_a_signal_handler_may_emit_at_any_moment(gated: Gated) -> None:
     assert kept.names == ["first", "second"]
 
 
-EXIT = """
-import sys, threading
+SHOWS = """
+import multiprocessing, sys, threading
 from phalanx import metrics
 
 class Shown(metrics.MetricHandler):
     def emit(self, metric_data):
-        if metric_data.value == {blocks}:
-            threading.Event().wait()
-        print(metric_data.name, flush=True)
-
-metrics.configure(metrics.BackgroundMetricHandler(Shown()))
-for count in range(100):
-    metrics.put_metric(str(count), count)
-"""
-
-
-def test_the_end_of_a_program_waits_for_the_background() -> None:
-    done = program(EXIT.format(blocks=-1))
-    assert done.stdout.split() == [str(count) for count in range(100)]
-    assert done.stderr == ""
-
-
-IN_CHILD = """
-import multiprocessing, threading
-from phalanx import metrics
-
-class Shown(metrics.MetricHandler):
-    def emit(self, metric_data):
-        if metric_data.value == {blocks}:
+        if metric_data.value == int(sys.argv[1]):
             threading.Event().wait()
         print(metric_data.name, flush=True)
 
@@ -571,34 +396,20 @@ def work():
     for count in range(100):
         metrics.put_metric(str(count), count)
 
-process = multiprocessing.get_context("fork").Process(target=work)
-process.start()
-process.join()
 """
+ENDS = {
+    "a program": "work()",
+    "a fork": 'it = multiprocessing.get_context("fork").Process(target=work); it.start(); it.join()',  # by `os._exit`
+}
 
 
-def test_the_end_of_a_fork_waits_for_the_background() -> None:
-    """One of `multiprocessing`, which ends by `os._exit`."""
-    done = program(IN_CHILD.format(blocks=-1))
-    assert done.stdout.split() == [str(count) for count in range(100)]
-    assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_the_end_of_a_fork_waits_for_a_time() -> None:
-    done = program(IN_CHILD.format(blocks=98))
-    assert done.stderr == "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
-
-
-@pytest.mark.slow
-def test_the_end_of_a_program_waits_for_a_time() -> None:
-    done = program(EXIT.format(blocks=98))
-    assert done.stdout.split() == [str(count) for count in range(98)]
-    assert done.stderr == "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
-
-
-def program(code: str) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": f"{ROOT}/src"}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=TIMEOUT
-    )
+@pytest.mark.parametrize("blocks", [-1, pytest.param(98, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ENDS)
+def test_the_end_waits_for_the_background_and_so_long(what: str, blocks: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWS + ENDS[what], str(blocks)],
+        env={"PYTHONPATH": f"{ROOT}/src"}, check=True, capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(count) for count in range(blocks if blocks > 0 else 100)]
+    lost = "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
+    assert done.stderr == (lost if blocks > 0 else "")

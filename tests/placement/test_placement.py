@@ -156,12 +156,6 @@ def test_what_the_cpuset_forbids_is_not_there(two_sockets: Machine) -> None:
     assert read([4, 5], two_sockets.root).nodes == ((4, 5),)
 
 
-def test_without_smt(machine: Machine) -> None:
-    machine.cores((0,), (1,), (2,), (3,))
-    machine.nodes("0-3")
-    assert divide("core", 2, read(range(4), machine.root)) == [(0, 1), (2, 3)]
-
-
 @pytest.mark.parametrize("text", ["", "garbage\n", "7-3\n", "0-\n"])
 def test_without_a_sys_that_says_anything(machine: Machine, text: str) -> None:
     expected = Topology((0, 1, 5), ((0,), (1,), (5,)), ((0, 1, 5),))

@@ -19,7 +19,6 @@ from phalanx._runs import catalog
 from phalanx._runs import prune as pruning
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
-from phalanx._runs.recorder import Recorder
 from phalanx.cli import _options
 from phalanx.cli import runs as runs_module
 from tests.engine.test_lost_helpers import until
@@ -430,18 +429,6 @@ def test_so_many_are_kept(place: Place) -> None:
     assert [name.split("_")[0] for name in names(place)] == ["run-1", "today"]
     assert "--keep-runs" not in sh(place, "echo x", "--keep-runs", 3).err
     assert "phalanx: --keep-runs 3: removed 1 run, " in sh(place, "echo x", "--keep-runs", 3).err
-
-
-def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(root: str, keep: int) -> None:
-        raise PermissionError(13, f"{root}, {keep}")
-
-    monkeypatch.setattr(pruning, "prune", fail)
-    said: list[str] = []
-    recorder = Recorder("x", {}, run_id="", command=[], warn=said.append, keep_runs=3)
-    recorder._folder = "/runs/x"
-    recorder._prune()
-    assert said == ["--keep-runs: [Errno 13] /runs, 3"]
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from phalanx._runs import prune as pruning
 from phalanx._runs import record as records
 from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.engine.test_lost_helpers import helpers_of, lose_both, until
+from tests.engine.test_lost_helpers import helpers_of, until
 from tests.logs.test_logs import OneFolder
 from tests.support.helpers import TIMEOUT, pass_gate, tell
 from tests.support.timer_workers import wait_asleep
@@ -95,17 +95,6 @@ def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) ->
 
 
 @pytest.mark.long
-def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
-    gate.open(2)
-    args = {rank: (gate.address, rank, 1) for rank in range(2)}
-    with start_processes("train", work, args, record=True, settle=TIMEOUT) as group:
-        group.wait(TIMEOUT)
-    found = record(logs)
-    assert (found["state"], found["exit_code"], found["cause"]) == ("failed", 1, "rank 1: ValueError: no luck")
-    assert states(logs) == ("failed", ["succeeded", "failed"])
-
-
-@pytest.mark.long
 def test_nobody_has_to_wait_for_it(logs: Path, gate: Gate) -> None:
     """The record says how a group has ended as soon as it has."""
     args = {0: (gate.address, 0, 0)}
@@ -139,17 +128,6 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
     assert states(logs) == ("succeeded", ["succeeded"])
 
 
-@pytest.mark.long
-def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
-    with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
-        lose_both(group)
-        with pytest.raises(KeeperLostError):
-            group.wait(TIMEOUT)
-    found = record(logs)
-    assert (found["state"], found["exit_code"]) == ("failed", 1)
-    assert "killed" in found["cause"]
-
-
 @pytest.mark.slow
 def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
     logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture
@@ -158,7 +136,9 @@ def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
         os.kill(helpers_of(group)[1], signal.SIGKILL)
         with pytest.raises(KeeperLostError):
             group.wait(TIMEOUT)
-    (attempt,) = record(logs)["attempts"]
+    found = record(logs)
+    assert (found["state"], found["exit_code"], "killed" in found["cause"]) == ("failed", 1, True)
+    (attempt,) = found["attempts"]
     ends = [(rank["state"], rank["exitcode"], rank["signal_sent"]) for rank in attempt["ranks"]]
     assert (ends, attempt["leftovers"]) == ([("stopped", -9, 9)] * 3, [])
     assert not [text for text in caplog.messages if "left behind" in text]

@@ -21,7 +21,6 @@ from tests.support import hang_workers
 from tests.support.helpers import PYTHON, TIMEOUT, pass_gate
 
 if TYPE_CHECKING:
-    from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -315,30 +314,6 @@ def test_an_agent_that_restarts_twice_and_succeeds_or_gives_up(restarts: int, lo
         line for line in expected if line.startswith("agent.")
     ]
     assert read(logs) == heard.events
-
-
-def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
-    done = place.run(
-        "--max-restarts", 3, "--nproc-per-node", 1, "--no-python", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT = 2"
-    )
-    assert done.status == 0
-    failed = [
-        *["agent.state STARTING", "agent.status RENDEZVOUS", "agent.status ASSIGN_WORKER_RANKS", "group.starting"],
-        *["worker.started 0", "group.running", "agent.status START", "agent.state RUNNING"],
-        *["worker.exited 0 failed", *GONE, "group.ended failed", "attempt.ended 0 failed"],
-        *["restart.decided", "agent.state WAITING"],
-    ]
-    told = [line_of(event) for event in read(place.logs)]
-    expected = [
-        *[*failed, *failed, *failed[:8], "worker.exited 0 succeeded", "group.state LINGERING", "group.state DRAINING"],
-        *["group.gone", "group.ended succeeded", "attempt.ended succeeded", "agent.state SUCCEEDED"],
-        *["agent.ended SUCCEEDED", "run.ended succeeded"],
-    ]
-    side_by_side = {"agent.status START", "agent.state RUNNING"}
-    assert [line for line in told if line not in side_by_side] == [
-        line for line in expected if line not in side_by_side
-    ]
-    assert sorted(told) == sorted(expected)
 
 
 # --- forks of the host

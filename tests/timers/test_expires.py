@@ -217,16 +217,6 @@ def test_any_time_above_0_will_do(after: Any, table: TimerTable) -> None:
     assert len(_beats.seat.free) == SLOTS
 
 
-def test_more_timers_than_there_are_slots(table: TimerTable) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(SLOTS):
-            stack.enter_context(expires(60))
-        with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"), expires(60):
-            pass
-        assert len(armed(table)) == SLOTS
-    assert armed(table) == []
-
-
 def test_a_thousand_scopes_leave_no_residue(table: TimerTable) -> None:
     client = Client()
     for number in range(1000):
@@ -272,18 +262,6 @@ def test_a_decorated_coroutine_function(table: TimerTable) -> None:
     assert asyncio.run(both()) == [1, 2]
     assert counts[0] == 2
     assert armed(table) == []
-
-
-def test_a_decorated_function_and_a_client_of_names() -> None:
-    client = Client()
-
-    @expires(60, client=client)
-    def work() -> None:
-        assert list(client.held) == [f"{__file__}:{line}"]
-
-    line = work.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]  # functools sets it
-    work()
-    assert client.held == {}
 
 
 def test_what_has_no_code_can_be_decorated(table: TimerTable) -> None:
@@ -785,14 +763,6 @@ def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, t
     done = run_script(tmp_path, SIGNALS, kind, "0.4")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "it hardly ever struck"
-
-
-def test_a_forgotten_seat_is_none_of_the_signals_business(table: TimerTable) -> None:
-    """What is lost to a signal is a slot at the most, and that is not armed."""
-    seat = Seat(f"{table.address}:1")
-    seat.free.pop()
-    assert armed(table) == []
-    seat.close()
 
 
 def test_to_import_it_costs_little() -> None:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support import hang_workers
-from tests.timers.test_timer_group import Events, result_of, start
+from tests.timers.test_timer_group import Events, failure_of, result_of, start
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.helpers import Gate, Ready
 
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
 HANG_TIMEOUT = 0.5
 IN_TIME = 1.2
@@ -33,11 +35,6 @@ RUN = (sys.executable, "-m", "phalanx", "run")
 @pytest.fixture
 def events() -> Events:
     return Events()
-
-
-@pytest.fixture(autouse=True)
-def _temporary(own_temporary_folder: None) -> None:
-    """Groups that failed leave their evidence."""
 
 
 def begin(
@@ -62,7 +59,7 @@ def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events
 @pytest.mark.slow
 def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Events) -> None:
     with begin(hang_workers.leave_a_scope_behind, (), events) as group:
-        failure = result_of(group).failures[0]
+        failure = failure_of(group)
     assert failure.exitcode == -signal.SIGKILL
     assert failure.message == f"Hang: no heartbeat for {HANG_TIMEOUT:g} s (the last at step 3)"
 
@@ -101,7 +98,7 @@ def test_after_a_rest_heartbeats_are_expected_again(
         ready.wait()
         assert group.wait(LONG) is None
         gate.open()
-        failure = result_of(group).failures[0]
+        failure = failure_of(group)
     assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
 
 
@@ -109,7 +106,7 @@ def test_after_a_rest_heartbeats_are_expected_again(
 def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.rest_below, (ready.address, gate.address), events, seconds=IN_TIME) as group:
         ready.wait()
-        failure = result_of(group).failures[0]
+        failure = failure_of(group)
     assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step 6)"
 
 
@@ -138,7 +135,7 @@ def test_a_teardown_that_hangs_after_a_failure_has_the_grace_period(
 ) -> None:
     args = (ready.address, gate.address, way)
     with start(hang_workers.end_slowly, args, events, hang_timeout=3600, grace=0.1, start_method="fork") as group:
-        failure = result_of(group).failures[0]
+        failure = failure_of(group)
     assert failure.exitcode == code
     assert re.match(r"had not exited \d+(\.\d)? s after its ", failure.detail)
     assert "timer.expired" not in events.names()

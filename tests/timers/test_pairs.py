@@ -218,15 +218,26 @@ def test_scopes_of_any_length_and_content_arrive(pair: Pair) -> None:
     pair.wait_until(pair.holds)
 
 
-@pytest.mark.parametrize(
-    "pid", [1, 0, -5, pytest.param(os.getpid(), id="ourselves"), pytest.param(os.getppid(), id="our-parent")]
-)
-def test_who_must_not_be_killed_is_refused(pair: Pair, pid: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("who", ["init", "everybody", "a process group", "ourselves", "our parent", "a thread"])
+def test_who_must_not_be_killed_is_refused(pair: Pair, who: str, caplog: pytest.LogCaptureFixture) -> None:
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    thread.start()
+    pid = {
+        "init": 1,
+        "everybody": 0,
+        "a process group": -5,
+        "ourselves": os.getpid(),
+        "our parent": os.getppid(),
+        "a thread": thread.native_id,
+    }[who]
     with Sleeper() as worker:
         for _ in range(2):
             pair.put(pid, "scope", 0)
         pair.put(worker.pid, "scope")
         pair.wait_until(lambda: pair.holds((worker.pid, "scope")))
+    leave.set()
+    thread.join()
     assert caplog.text.count(f"a timer of process {pid!r} is refused") == 1
 
 

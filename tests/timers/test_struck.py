@@ -18,12 +18,14 @@ from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.support import hang_workers
 from tests.support.stack_workers import fake_py_spy
 from tests.support.waits import wait_long_for_stacks
-from tests.timers.test_timer_group import HANG, Events, result_of, start
+from tests.timers.test_timer_group import HANG, Events, failure_of, result_of, start
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
 TOLD = "it was sent SIGTERM for that, and exited with code 0"
 
@@ -34,20 +36,14 @@ def events() -> Events:
 
 
 @pytest.fixture(autouse=True)
-def _temporary(own_temporary_folder: None) -> None:
-    """Groups that failed leave their evidence."""
-
-
-@pytest.fixture(autouse=True)
 def _stacks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_long_for_stacks(monkeypatch.setattr)
 
 
 @pytest.mark.each_python
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_who_exits_with_0_by_sigterm_has_failed(method: str, events: Events) -> None:
-    result = result_of(start(hang_workers.end_well, (), events, on_expiry="terminate,kill:600", start_method=method))
+def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
+    result = result_of(start(hang_workers.end_well, (), events, on_expiry="terminate,kill:600"))
     assert result.state == "failed"
     assert result.is_failed()
     assert result.return_values == {}
@@ -61,19 +57,9 @@ def test_who_exits_with_0_by_sigterm_has_failed(method: str, events: Events) -> 
     assert result.outcomes[0].describe() == "failed: exited with code 0"
 
 
-@pytest.mark.long
-def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
-    group = start(
-        hang_workers.one_ends_well, (gate.address, "done"), events, 2, on_expiry="terminate", start_method="fork"
-    )
-    result = result_of(group)
-    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
-    assert result.root_cause is result.failures[0]
-
-
 @pytest.mark.slow
 def test_a_process_below_that_hangs_and_ends_well(events: Events) -> None:
-    failure = result_of(start(hang_workers.end_well_below, (), events, on_expiry="terminate")).failures[0]
+    failure = failure_of(start(hang_workers.end_well_below, (), events, on_expiry="terminate"))
     assert re.match(
         r"Hang: 'below' \(.*\) was not left within 0\.1 s, in process \d+ below the worker", failure.message
     )
@@ -111,7 +97,7 @@ def test_where_no_evidence_can_be_written_the_hang_is_named(events: Events, monk
 
     monkeypatch.setattr("phalanx._evidence.error_file.write_error_file", full)
     group = start(hang_workers.end_well, (), events, on_expiry="terminate", start_method="fork")
-    failure = result_of(group).failures[0]
+    failure = failure_of(group)
     assert re.fullmatch(HANG, failure.message)
     assert failure.detail.splitlines()[-1] == TOLD
     assert "Hang: " not in failure.detail, "it is said once"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 import multiprocessing
@@ -11,12 +10,9 @@ import os
 import pickle
 import queue
 import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +27,7 @@ from phalanx.timer import (
     expires,
 )
 from phalanx.timer._server import Agenda, Watchdog, received
-from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -185,27 +181,6 @@ def test_a_late_worker_is_reaped_and_its_timers_are_cleared(
     assert "worker late is reaped" in caplog.text
 
 
-def test_expiry_is_prompt_whatever_the_interval_is() -> None:
-    server = ListServer(60)
-    late = []
-    with server:
-        for number in range(5):
-            deadline = server.ask(number, "scope", 0.02)
-            late.append(server.reaped.get(timeout=TIMEOUT)[1] - deadline)
-        threading.Timer(0.1, server.inbox.requests.put, ("wake",)).start()  # `stop` cannot wake this queue
-    assert 0 <= min(late) < 5  # and not when that interval is over
-
-
-def test_a_release_spares() -> None:
-    server = ListServer(0.1)
-    server.ask("worker", "outer", 60)
-    server.ask("worker", "inner", 0.1)
-    server.inbox.requests.put(TimerRequest("worker", "inner", -1))  # in time, since the server does not run yet
-    server.ask("sentinel", "scope", 0.15)
-    with server:
-        assert server.reaped.get(timeout=TIMEOUT)[0] == "sentinel"
-
-
 def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> None:
     class OneByOne(ThreadQueue):
         def size(self) -> int:
@@ -355,22 +330,6 @@ def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
     assert list(watchdog._expired(now + 1.1)) == ["late"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [3600, -3600])
-def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
-    server: ListServer, monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
-    server.ask("fine", "scope", 60)
-    deadline = server.ask("late", "scope", 0.1)
-    for _ in range(2):
-        server.registered.get(timeout=TIMEOUT)
-    monkeypatch.setattr(clock, "wall", lambda: time.time() + step)
-    worker, moment = server.reaped.get(timeout=TIMEOUT)
-    assert worker == "late"
-    assert deadline <= moment  # and no hour later, or nobody would have been reaped by now
-    assert ("fine", "scope") in server._timers
-
-
 def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
     server = ListServer(0.1)
     server.stop()  # not started: nothing to do
@@ -430,23 +389,3 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the worker ended with -9\n"
     assert re.fullmatch(r"worker \d+ has 1 expired timer: a step that hangs\n", done.stderr)
-
-
-@pytest.mark.slow
-def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("datagram_timer", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
-        inbox.bind(str(tmp_path / "timers"))
-        with example.DatagramServer(inbox), subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as worker:
-            start = clock.now()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
-                text = f"{worker.pid} {clock.wall() + 0.2} a scope with spaces"
-                outbox.sendto(text.encode(), str(tmp_path / "timers"))
-                outbox.sendto(f"{os.getppid()} {clock.wall()} not a child".encode(), str(tmp_path / "timers"))
-            assert not wait_gone([worker.pid])
-            assert clock.now() - start >= 0.2
-            assert worker.wait() == -signal.SIGKILL
