@@ -296,12 +296,12 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
 
 @pytest.mark.long
 @settings(histories, max_examples=max(20, HISTORIES // 5))
-@given(st.lists(EVENTS, min_size=20, max_size=80), st.integers(1, 3), st.sampled_from([0.003, 0.05, 10.0]))
-def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:
-    """Nothing is lost or doubled, and each stream keeps its order; times are late by the spacing, at most."""
+@given(st.lists(EVENTS, min_size=20, max_size=80), st.sampled_from([0.003, 0.01, 10.0]))
+def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], spacing: float) -> None:
+    """Nothing is lost or doubled, each stream keeps its order, and no time is early."""
     with (
-        mock.patch.object(timeline_module, "BURST", burst),
         mock.patch.object(timeline_module, "SPACING", spacing),
+        mock.patch.object(timeline_module, "DOUBLING", 40),
         after(events) as (history, folder),
     ):
         rows = shown(folder)
@@ -310,7 +310,7 @@ def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burs
             mine = [row for row in rows if row["number"] == number]
             assert [row["text"] for row in mine] == [line.text for line in lines], "lost, doubled, or out of order"
             for row, line in zip(mine, lines, strict=True):
-                assert steps or line.loose or -BOUND <= row["time"] - line.time <= spacing + BOUND, "misdated"
+                assert steps or line.loose or row["time"] - line.time >= -BOUND, "misdated"
 
 
 @pytest.mark.long

@@ -21,9 +21,7 @@ from phalanx._logs.merge import merge
 from phalanx._logs.rotated import NEWEST
 from phalanx._logs.timeline import (
     APART,
-    BURST,
     CUT,
-    DOUBLING,
     GREW,
     HEAD,
     MAGIC,
@@ -98,13 +96,12 @@ def test_a_timeline_is_read_as_it_was_written(time: FakeClock, times: TimelineWr
     assert records(times) == expected
 
 
-def test_growths_close_together_are_one(time: FakeClock, times: TimelineWriter) -> None:
+def test_growths_close_together_keep_their_times(time: FakeClock, times: TimelineWriter) -> None:
     for size in range(1, 6):
         times.note(0, size)
         time.advance(0.003)
     times.note(1, 1)
-    times.note(0, 6)
-    assert records(times) == [(0.0, GREW, 0, 4), (0.012, GREW, 0, 1), (0.015, GREW, 1, 1), (0.015, GREW, 0, 1)]
+    assert records(times) == [*((round(0.003 * number, 3), GREW, 0, 1) for number in range(5)), (0.015, GREW, 1, 1)]
 
 
 def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
@@ -411,71 +408,61 @@ def grows(it: TimelineWriter, time: FakeClock, sizes: dict[int, int], seconds: f
             it.note(stream, size + grown)
 
 
-@pytest.mark.long
-def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, times: TimelineWriter) -> None:
-    """Its times are late by that at most, nothing is lost, and the order of each stream is its own."""
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeline counts as long soon."""
+    monkeypatch.setattr(timeline, "DOUBLING", 4096)
+
+
+@pytest.mark.usefixtures("short")
+def test_dense_growth_is_late_by_the_spacing(time: FakeClock, times: TimelineWriter) -> None:
+    """Nothing is lost, and the order of each stream is its own."""
     sizes = dict.fromkeys(range(8), 0)
-    grows(times, time, sizes, seconds=600.0, pause=0.011, grown=100)
+    grows(times, time, sizes, seconds=10.0, pause=0.003, grown=100)
     times.close()
     found = list(timeline.read(times.path))
-    at_once = 8 * BURST
-    assert (SPACING, BURST) == (0.1, 1000)
-    assert at_once < len(found) < at_once * 1.2 + 8 * 600.0 / SPACING * 1.1
-    assert os.path.getsize(times.path) < 4.2 * len(found)
+    longest = SPACING * ((1 << os.path.getsize(times.path) // 4096) - 1)
+    assert longest < 1.0
     grown = dict.fromkeys(range(8), 0)
     for at, _kind, stream, number in found:
         grown[stream] += number
-        written = grown[stream] / 100 * 0.011  # when it had grown by so much
-        assert -0.002 - APART <= at - START - written <= SPACING + 0.012 + APART
+        written = grown[stream] / 100 * 0.003  # when it had grown by so much
+        assert -0.002 - APART <= at - START - written <= longest + 0.004 + APART
     assert grown == sizes
 
 
-def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: TimelineWriter) -> None:
-    """A rank that has been silent tells when each line of its traceback came, whatever its peers write."""
-    sizes = {0: 0, 2: 0}
-    grows(times, time, sizes, seconds=200.0, pause=0.02, grown=1)
-    for line in range(1, 100):
-        time.advance(0.02)
-        sizes[0] += 10
-        times.note(0, sizes[0])
-        times.note(1, 50 * line)
-    times.close()
-    late = [at for at, _kind, stream, _number in timeline.read(times.path) if stream == 1]
-    assert [round(at - START - 200.0, 2) for at in late] == [round(0.02 * line, 2) for line in range(1, 100)]
-
-
-def test_the_spacing_doubles_as_the_file_grows(
-    time: FakeClock, times: TimelineWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeline, "DOUBLING", 4096)
-    monkeypatch.setattr(timeline, "BURST", 10)
+@pytest.mark.usefixtures("short")
+def test_the_spacing_doubles_as_the_file_grows(time: FakeClock, times: TimelineWriter) -> None:
     sizes = {0: 0, 1: 0}
     lengths = []
     for _ in range(6):
-        grows(times, time, sizes, seconds=1000.0, pause=0.05, grown=1)
+        grows(times, time, sizes, seconds=100.0, pause=0.005, grown=1)
         times.flush()
         lengths.append(os.path.getsize(times.path))
-    assert lengths[0] < 5 * 4096
-    assert lengths[5] < lengths[0] + 3 * 4096  # six times as long takes less than three doublings
+    assert lengths[0] < 6 * 4096
+    assert lengths[5] < lengths[0] + 4 * 4096  # six times as long takes less than four doublings
     times.close()
     assert sum(number for _at, _kind, stream, number in timeline.read(times.path) if stream == 0) == sizes[0]
-    assert DOUBLING == 16 << 20
 
 
+@pytest.mark.usefixtures("short")
 def test_a_worker_that_cuts_its_log_again_and_again(time: FakeClock, times: TimelineWriter) -> None:
     for number in range(20_000):
-        time.advance(0.0101)
+        time.advance(0.001)
         times.note(0, number % 2 * 100)
     times.note(1, 1)
     assert (GREW, 1, 1) in {tuple(rest) for _at, *rest in records(times)}
-    assert os.path.getsize(times.path) < 3.5 * (2 * BURST + 2 * 203 / SPACING)
+    assert os.path.getsize(times.path) < 10 * 4096
 
 
+@pytest.mark.usefixtures("short")
 def test_what_is_held_is_written_a_little_later(time: FakeClock, times: TimelineWriter) -> None:
     """Not before its time, and not never; and nobody is woken for nothing meanwhile."""
-    for size in range(1, 2 * BURST):
-        time.advance(0.011)
+    for size in range(1, 3000):
+        time.advance(0.001)
         times.note(0, size)
+        if not size % 1000:
+            times.flush()
     noted = time()
     times.flush()
     waits = 0
@@ -485,11 +472,8 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
         times.flush()
     assert waits == 1
     assert noted < time() < noted + 2 * SPACING
-    assert sum(number for _at, _kind, _stream, number in timeline.read(times.path)) == 2 * BURST - 1
+    assert sum(number for _at, _kind, _stream, number in timeline.read(times.path)) == 2999
     times.close()
-
-
-# --- what rotation has removed
 
 
 # --- what others have written

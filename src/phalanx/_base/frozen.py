@@ -1,8 +1,9 @@
 """Frozen values: equality, hash, repr, pickle and replace over named fields.
 
 Rejected: ``dataclasses``. It imports ``inspect`` (7 ms on Python 3.12, about as long as ``subprocess``), which would
-delay the first worker of every program that imports Phalanx. A subclass lists its fields in ``__slots__``, annotates
-them, and stores them in ``__init__`` with `_store`.
+delay the first worker of every program that imports Phalanx. A subclass annotates its fields, in order; a class
+attribute is a field's default. One that checks or converts them has an ``__init__``, which stores them with `_store`.
+Fields of a class that may have very many instances can stand in ``__slots__`` instead.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ class Value:
     """The base of a frozen value.
 
     >>> class Point(Value):
-    ...     __slots__ = ("x", "y")
-    ...     def __init__(self, x, y):
-    ...         self._store(x=x, y=y)
-    >>> Point(1, 2)
+    ...     x: int
+    ...     y: int = 2
+    >>> Point(1)
     Point(x=1, y=2)
     >>> Point(1, 2).replace(y=3) == Point(1, 3)
     True
@@ -34,8 +34,19 @@ class Value:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("__slots__", ())
+        own = cls.__dict__.get("__slots__")
+        if own is None:
+            own = [name for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar[")]
         cls.__match_args__ = (*cls.__match_args__, *own)  # type: ignore[misc] # mypy takes it for a constant
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        names = self.__match_args__
+        known = dict(zip(names, args, strict=False)) | fields
+        missing = [name for name in names if name not in known and not hasattr(type(self), name)]
+        if missing or len(args) > len(names) or len(known) < len(args) + len(fields) or not known.keys() <= {*names}:
+            msg = f"{type(self).__name__}: expected {', '.join(names)}, got {len(args)} and {', '.join(fields)}"
+            raise TypeError(msg)
+        self._store(**known)
 
     def _store(self, **fields: Any) -> None:
         for name, value in fields.items():

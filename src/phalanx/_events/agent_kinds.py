@@ -11,7 +11,6 @@ from phalanx._events.kinds import Event
 class AgentState(Event):
     """The agent has entered a state of `phalanx._agent.attempts`."""
 
-    __slots__ = ("state",)
     name = "agent.state"
     state: str
 
@@ -19,7 +18,6 @@ class AgentState(Event):
 class AgentStep(Event):
     """A method of an agent has returned, or ``failed``: has raised. ``step``: its name. It took so many ``seconds``."""
 
-    __slots__ = ("step", "seconds", "failed")  # noqa: RUF023 - the order is that of the line
     name = "agent.step"
     step: str
     seconds: float
@@ -37,9 +35,6 @@ class AgentStatus(Event):
         workers: Its workers, with their ranks; of START alone.
     """
 
-    __slots__ = (  # noqa: RUF023 - as above
-        "status", "seconds", "restarts", "group_rank", "group_world_size", "workers",
-    )  # fmt: skip
     name = "agent.status"
     KEPT = ("workers",)
     status: str
@@ -62,7 +57,6 @@ class AgentEnded(Event):
         terminated: The global ranks of those that were ended because others have.
     """
 
-    __slots__ = ("state", "restarts", "error", "failures", "terminated")  # noqa: RUF023 - as above
     name = "agent.ended"
     KEPT = ("failures", "terminated")
     state: str
@@ -83,7 +77,6 @@ class AttemptEnded(Event):
         seconds: From the beginning of its start to its end.
     """
 
-    __slots__ = ("state", "rank", "exitcode", "error", "step", "survivors", "seconds")  # noqa: RUF023 - as above
     name = "attempt.ended"
     state: str
     rank: int | None
@@ -105,7 +98,6 @@ class RestartDecided(Event):
         why: Why the delay is what it is, or why it does not count; "".
     """
 
-    __slots__ = ("delay", "counted", "cause", "step", "why")  # noqa: RUF023 - as above
     name = "restart.decided"
     delay: float
     counted: bool
@@ -117,7 +109,6 @@ class RestartDecided(Event):
 class GaveUp(Event):
     """After this attempt no other follows. ``why``: "" if none was allowed in the first place."""
 
-    __slots__ = ("why",)
     name = "agent.gave_up"
     why: str
 
@@ -125,7 +116,6 @@ class GaveUp(Event):
 class RunEnded(Event):
     """The run has ended: "succeeded", "failed" or "stopped", with the launcher's ``exitcode``, and the ``cause``."""
 
-    __slots__ = ("state", "exitcode", "cause")  # noqa: RUF023 - as above
     name = "run.ended"
     state: str
     exitcode: int

@@ -33,8 +33,6 @@ class Event(Value):
     TypeError: WorkerStarted: expected the fields rank, pid, got rank
     """
 
-    __slots__ = ("attempt", "moment", "time")
-
     name: ClassVar[str] = ""
     """What it is called in ``events.jsonl``."""
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -69,7 +67,6 @@ class Event(Value):
 class GroupStarting(Event):
     """A group of ``nprocs`` workers is going to be started. ``folder`` is the run's, "" if no logs are kept."""
 
-    __slots__ = ("nprocs", "folder")  # noqa: RUF023 - the order is that of the line
     name = "group.starting"
     nprocs: int
     folder: str
@@ -78,7 +75,6 @@ class GroupStarting(Event):
 class WorkerStarted(Event):
     """A worker has been started."""
 
-    __slots__ = ("rank", "pid")  # noqa: RUF023 - as above
     name = "worker.started"
     rank: int
     pid: int
@@ -87,14 +83,12 @@ class WorkerStarted(Event):
 class GroupRunning(Event):
     """All workers run."""
 
-    __slots__ = ()
     name = "group.running"
 
 
 class GroupState(Event):
     """The group has entered a state of `lifecycle` after RUNNING: SETTLING, STOPPING, KILLING and their like."""
 
-    __slots__ = ("state",)
     name = "group.state"
     state: str
 
@@ -115,10 +109,6 @@ class WorkerExited(Event):
         cpu_seconds: User and system time.
     """
 
-    __slots__ = (  # noqa: RUF023 - as above
-        "rank", "pid", "state", "how", "exitcode", "signal_sent", "notice", "timer_signal", "oom", "max_rss_kib",
-        "cpu_seconds",
-    )  # fmt: skip
     name = "worker.exited"
     rank: int
     pid: int
@@ -136,7 +126,6 @@ class WorkerExited(Event):
 class WorkerSignalled(Event):
     """A worker was sent ``signal``, to stop it."""
 
-    __slots__ = ("rank", "pid", "signal")  # noqa: RUF023 - as above
     name = "worker.signalled"
     rank: int
     pid: int
@@ -146,7 +135,6 @@ class WorkerSignalled(Event):
 class WorkerNoticed(WorkerSignalled):
     """A worker was given notice of a planned stop, by ``signal`` if it handles that."""
 
-    __slots__ = ()
     name = "worker.noticed"
 
 
@@ -160,7 +148,6 @@ class Swept(Event):
         exitcode: None: it has outlived SIGKILL.
     """
 
-    __slots__ = ("rank", "pid", "command", "age", "signal", "exitcode")  # noqa: RUF023 - as above
     name = "group.swept"
     rank: int | None
     pid: int
@@ -173,7 +160,6 @@ class Swept(Event):
 class SweptMore(Event):
     """So many more processes were ended that workers had left behind."""
 
-    __slots__ = ("count",)
     name = "group.swept_more"
     count: int
 
@@ -181,7 +167,6 @@ class SweptMore(Event):
 class GroupLost(Event):
     """A helper process of the group has died, and with it what was left of the group."""
 
-    __slots__ = ("error",)
     name = "group.lost"
     error: str
 
@@ -189,7 +174,6 @@ class GroupLost(Event):
 class GroupNotStarted(Event):
     """The group could not be started, and none of it is left."""
 
-    __slots__ = ("error",)
     name = "group.not_started"
     error: str
 
@@ -200,7 +184,6 @@ class GroupGone(Event):
     ``lost``: why what is known of its workers is not complete; "": it is.
     """
 
-    __slots__ = ("survivors", "lost")  # noqa: RUF023 - as above
     name = "group.gone"
     survivors: list[int]
     lost: str
@@ -217,7 +200,6 @@ class GroupEnded(Event):
         result: The group's `RunProcsResult`.
     """
 
-    __slots__ = ("state", "exitcode", "cause", "lost", "result")  # noqa: RUF023 - as above
     name = "group.ended"
     KEPT = ("result",)
     state: str
@@ -233,7 +215,6 @@ class TimerEvent(Event):
     ``what``: what was not done in time, in words.
     """
 
-    __slots__ = ("rank", "pid", "scope", "place", "overdue", "what")  # noqa: RUF023 - as above
     KEPT = ("what",)
     rank: int
     pid: int
@@ -246,28 +227,24 @@ class TimerEvent(Event):
 class TimerArmed(TimerEvent):
     """A rank has set a timer."""
 
-    __slots__ = ()
     name = "timer.armed"
 
 
 class TimerExpired(TimerEvent):
     """It has expired, and is still set."""
 
-    __slots__ = ()
     name = "timer.expired"
 
 
 class TimerLeft(TimerEvent):
     """The rank has left the block after all."""
 
-    __slots__ = ()
     name = "timer.left"
 
 
 class WorkerReaped(TimerEvent):
     """The rank was sent ``signal`` because of it."""
 
-    __slots__ = ("signal",)
     name = "worker.reaped"
     signal: int
 
@@ -275,7 +252,6 @@ class WorkerReaped(TimerEvent):
 class RequestRefused(Event):
     """A process that is not in the group has set a timer, which is not watched."""
 
-    __slots__ = ("pid", "scope", "place")  # noqa: RUF023 - as above
     name = "request.refused"
     pid: int
     scope: str
@@ -285,7 +261,6 @@ class RequestRefused(Event):
 class TimersUnwatched(Event):
     """No timer of the group is watched any more."""
 
-    __slots__ = ("why",)
     name = "timer.unwatched"
     why: str
 
@@ -293,7 +268,6 @@ class TimersUnwatched(Event):
 class ConsoleClosed(Event):
     """Nobody reads the launcher's ``stream`` ("stdout", "stderr") any more: lines are in the log files alone."""
 
-    __slots__ = ("stream",)
     name = "console.closed"
     stream: str
 
@@ -301,6 +275,5 @@ class ConsoleClosed(Event):
 class EventsDropped(Event):
     """``count`` batches of events found no room with this observer, which is too slow."""
 
-    __slots__ = ("count",)
     name = "events.dropped"
     count: int

@@ -51,11 +51,6 @@ class ConsoleSpecs(Value):
         ValueError, TypeError: A value that is none of these; the message names the field.
     """
 
-    __slots__ = (  # noqa: RUF023 - what belongs together stands together
-        "color", "timestamps", "template", "ranks", "grep", "exclude", "ignore_case", "before", "after", "fold",
-        "format", "drain", "raw",
-    )  # fmt: skip
-
     color: str
     timestamps: str | None
     template: str | None

@@ -116,11 +116,6 @@ class LogsDest(Value):
         compress: Whether rotated files are compressed.
     """
 
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr",
-        "hidden_stdouts", "hidden_stderrs", "timeline", "max_size", "keep", "compress",
-    )  # fmt: skip
-
     stdouts: dict[int, str]
     stderrs: dict[int, str]
     tee_stdouts: dict[int, str]

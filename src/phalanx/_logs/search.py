@@ -2,25 +2,23 @@
 
 Owns the engine, which patterns are refused, and which text of a line it gets. Patterns are RE2's: their time is linear
 in the text, whatever the pattern, and they search without the GIL. Where it is not installed (the extra ``re2``),
-`slow_patterns` searches. A line is searched as a person reads it: without escape sequences (colours), and without a
-carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
+Python's `re` searches, line by line. A line is searched as a person reads it: without escape sequences (colours), and
+without a carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from phalanx._base.stderr import mention
-from phalanx._logs import slow_patterns
-
 Spans = list[tuple[int, int]]
 """The beginnings and ends of runs of whole lines, in order."""
-_SPECIAL = frozenset("\\^$.|?*+()[]{}\n")
-_SPARSE = 1024  # bytes of text for each occurrence of a word, above which it is faster not to look at each line
+_OF_A_TEXT = re.compile(r"\\[ACQz]|\(\?[a-zA-Z]*-")
+"""Finds what may mean something else in a text of many lines than in one: its ends, any byte, flags switched off."""
 
 _WANTING = {  # the beginning of what RE2 says, without "invalid", to what a person may want in its place
     "perl operator: (?!": "a negative lookahead: for lines without something there is --exclude (exclude=)",
@@ -48,44 +46,29 @@ class Finder:
     """Finds the lines that contain one of several patterns. Raises ValueError: an invalid pattern."""
 
     def __init__(self, name: str, patterns: Sequence[str], *, ignore_case: bool) -> None:
-        has_engine = _has_engine()
-        for pattern in patterns:
-            if has_engine:
-                _compiled(name, pattern, pattern)
-            else:
-                slow_patterns.check(name, pattern)
-        given = " | ".join(patterns)
-        flags = "(?i)" if ignore_case else ""
-        self._word = b""
         self._search: Callable[[bytes], Spans]
-        if len(patterns) == 1 and not ignore_case and not set(patterns[0]) & _SPECIAL:
-            self._word = patterns[0].encode()
-            self._search = functools.partial(_with_word, self._word)
-            return
-        if not has_engine:
-            self._search = slow_patterns.SlowPatterns(name, patterns, ignore_case=ignore_case, announce=mention).spans
-            return
-        tame = [part for part in map(_within_a_line, patterns) if part is not None]
-        if len(tame) == len(patterns):
-            # One match for each run of matching lines, and no call for the others.
-            run = f"{flags}(?m:(?:^.*(?:{_any(tame)}).*\n)+)"
-            finditer = _compiled(name, run, given).finditer
-            self._search = lambda text: [match.span() for match in finditer(text)]
-        else:
-            search = _compiled(name, flags + _any(patterns), given).search
-            self._search = functools.partial(_line_by_line, search)
+        if not _has_engine():
+            flags = re.IGNORECASE if ignore_case else re.ASCII  # RE2's \w, \d, \s and \b know ASCII only
+            searches = [_compiled_by_python(name, pattern, flags).search for pattern in patterns]
 
-    def lines(self, block: bytes) -> bytes:
-        """Return those of whole lines that match."""
-        if not self._word:
-            return pieces(block, self.spans(block))
-        text = readable(block)
-        if text is not block or text.count(self._word) * _SPARSE < len(text):
-            return pieces(block, self.spans(block))
-        word = self._word.decode("latin-1")  # `in` takes a third of the time in str
-        chosen = [line for line in text[:-1].decode("latin-1").split("\n") if word in line]
-        chosen.append("")
-        return "\n".join(chosen).encode("latin-1")
+            def is_found(line: bytes) -> bool:
+                text = line.decode()
+                return any(search(text) for search in searches)
+
+            self._search = functools.partial(_line_by_line, is_found)
+            return
+        for pattern in patterns:
+            _compiled(name, pattern, pattern)
+        any_ = "|".join([f"(?:{pattern})" for pattern in patterns])
+        flags_, given = "(?i)" if ignore_case else "", " | ".join(patterns)
+        if _OF_A_TEXT.search(any_):
+            search = _compiled(name, flags_ + any_, given).search
+            self._search = functools.partial(_line_by_line, search)
+            return
+        # One match for each run of matching lines, and no call for the others. `\C` matches the line feed, and by
+        # `never_nl` nothing else does.
+        finditer = _compiled(name, rf"{flags_}(?m:(?:^.*(?:{any_}).*$\C)+)", given).finditer
+        self._search = lambda text: [match.span() for match in finditer(text)]
 
     def spans(self, block: bytes) -> Spans:
         """Return where the matching lines are."""
@@ -97,10 +80,6 @@ class Finder:
 def pieces(block: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
     """Return the lines at these spans."""
     return b"".join([block[start:end] for start, end in spans])
-
-
-def _any(patterns: Sequence[str]) -> str:
-    return "|".join([f"(?:{pattern})" for pattern in patterns])
 
 
 def _has_engine() -> bool:
@@ -116,7 +95,7 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
 
     options = re2.Options()
     options.log_errors = False  # the ValueError has them
-    options.never_capture = True
+    options.never_capture = options.never_nl = True
     try:
         return re2.compile(pattern.encode(), options)  # type: ignore[no-any-return]  # it has no types
     except UnicodeEncodeError:
@@ -131,53 +110,22 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
     raise ValueError(msg) from None
 
 
-_ITEM = r"[^\\\[\]\0-\037]|\\[^\w\s]|\\[dw]|\\pL|\[:(?:alnum|alpha|digit|lower|punct|upper|word|xdigit):\]"
-_TOKENS = re.compile(
-    rf"[^\\\[(\0-\037]|\\[^\w\s]|\\[dwbBStrfv]|\\p\{{\w+\}}|\\p[LMNPSZ]|\((?!\?)|\(\?i?[:)]|\(\?P?<\w+>"
-    rf"|\[(?!\^)(?:{_ITEM})(?:{_ITEM})*+\]|(?P<space>\\s)|(?P<but>\\[WD])|(?P<none>\[\^(?!-)(?:{_ITEM})(?:{_ITEM})*+\])"
-)
-"""Matches the parts of patterns that match no line feed, or that we know how to keep from it.
-
-Its alternatives begin with different characters, so it does not backtrack.
-"""
-
-
-def _within_a_line(pattern: str) -> str | None:
-    r"""Return the pattern so that it never matches a line feed, for a text of many lines. None if we cannot.
-
-    >>> _within_a_line(r"a\s+[^b]")
-    'a[\\t\\f\\r ]+[^\\nb]'
-    """
-    parts, offset = [], 0
-    while offset < len(pattern):
-        token = _TOKENS.match(pattern, offset)
-        if token is None:
-            return None
-        text = token[0]
-        if token["space"]:
-            text = r"[\t\f\r ]"
-        elif token["but"]:
-            text = rf"[^\n\{text[1].lower()}]"
-        elif token["none"]:
-            text = rf"[^\n{text[2:]}"
-        parts.append(text)
-        offset = token.end()
-    return "".join(parts)
-
-
-def _with_word(word: bytes, text: bytes) -> Spans:
-    spans = []
-    offset = text.find(word)
-    while offset >= 0:
-        start, end = text.rfind(b"\n", 0, offset) + 1, text.index(b"\n", offset) + 1
-        spans.append((start, end))
-        offset = text.find(word, end) if end < len(text) else -1
-    return spans
+def _compiled_by_python(name: str, pattern: str, flags: int) -> re.Pattern[str]:
+    try:
+        pattern.encode()
+        with warnings.catch_warnings(action="error"):  # of what means something else to RE2: [[:alpha:]]
+            return re.compile(pattern, flags)
+    except UnicodeEncodeError:
+        problem = "it is no UTF-8"
+    except (re.error, Warning, ValueError, OverflowError, RecursionError) as error:
+        problem = f"{error}; without RE2 (the extra re2), Python's re searches"
+    msg = f"{name}: {pattern!r} is not a regular expression: {problem}"
+    raise ValueError(msg)
 
 
 def _line_by_line(search: Callable[[bytes], object], text: bytes) -> Spans:
     spans, start = [], 0
-    for line in text[:-1].split(b"\n"):
+    for line in text[:-1].split(b"\n") if text else ():
         end = start + len(line) + 1
         if search(line):
             spans.append((start, end))
@@ -280,7 +228,7 @@ class Search:
         """
         block = self._kept(block)
         if self._grep is None or not (self._before or self._after):
-            chosen = block if self._grep is None else self._grep.lines(block)
+            chosen = block if self._grep is None else pieces(block, self._grep.spans(block))
             return ((now, chosen),) if chosen else ()
         context = self._contexts.get(source)
         if context is None:

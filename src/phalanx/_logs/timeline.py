@@ -19,18 +19,16 @@ So a time is that of the pump's look at the file, within 0.02 s: that much is sh
 and as much may the clocks be apart. A cut is seen by the file's size: one after which the file has grown beyond its
 former size before the next look is not seen.
 
-The writer owns how often there is a record, and so how long the file gets. A stream has one for each growth as long as
-there is no more than one in `SPACING` seconds. `BURST` records may come at once: they are saved up while the stream is
-quiet, so that a traceback after hours of silence has its times. Beyond these, a stream's growth is noted once in
-`SPACING`, with that of all others that are held, at the end of that time: so late may a time be, and so far out of
-order across streams. `SPACING` doubles with each `DOUBLING` bytes of the timeline.
+The writer owns how often there are records, and so how long the file gets. Each growth has one, until there are
+`DOUBLING` bytes. From then on, growth that comes within `SPACING` of the records before is held, and noted at the end
+of that time: so late may a time be, and so far out of order across streams. `SPACING` doubles
+with each further `DOUBLING` bytes.
 
 The formats `phalanx1` and `phalanx2`, which no release has written, are not read any more.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 from collections.abc import Iterator
@@ -268,13 +266,12 @@ class Growth:
             os.close(fd)
 
 
-SPACING = 0.1
-"""Seconds between two records of one stream, once it has had more than `BURST` that were closer;"""
-BURST = 1000
-DOUBLING = 16 << 20
-"""and bytes of the timeline after each of which these seconds double."""
+SPACING = 0.01
+"""Seconds between records and the next ones, once the timeline is long;"""
 
-_TOGETHER = 10  # milliseconds in which growths of one stream, with none of another in between, are one
+DOUBLING = 8 << 20
+"""and bytes of it after each of which these seconds double."""
+
 _MOST_SIZE = 1 << 44  # bytes of a file that are noted: 16 TiB; ftruncate(2) makes larger ones of holes
 _BUFFER = 4096
 
@@ -286,14 +283,12 @@ class TimelineWriter:
         self.path = path
         self._file: FileIO | None = None
         self._sizes: dict[int, int] = {}
+        self._held: dict[int, tuple[bool, int]] = {}  # by stream, what has no record yet: whether cut, and the growth
+        self._due = 0.0  # when there may be records again (seconds, monotonic)
         self._records = bytearray()
         self._last = self._wall = 0.0  # the moment of the last record: monotonic, and as a reader computes it
         self.since = 0.0
-        """When the oldest record that is not written yet was noted (seconds, monotonic); or will be, if it is held."""
-        self._latest = (-1, 0, 0, 0)  # the last record, if it is a growth: its stream, offset, milliseconds and bytes
-        self._next: dict[int, float] = {}  # when a stream may have its next record, if it has saved up none
-        self._held: dict[int, tuple[bool, int]] = {}  # streams that wait for that: whether cut, and the growth since
-        self._release_at = math.inf  # when records are made of these
+        """When the oldest growth that is not written yet was noted (seconds, monotonic); or will be, if it is held."""
         self._size = 0
         self._given_up = False
 
@@ -310,96 +305,53 @@ class TimelineWriter:
         if self._given_up or (not grown and number == NEWEST):
             return
         now = clock.now()
-        if now >= self._release_at:
-            self._release(self._release_at)
-        if number == NEWEST and (stream in self._held or not self._may(stream, now)):
-            self._hold(stream, size, grown, now)
-            return
-        if not self._records:
+        if now >= self._due:
+            self._record_held(self._due)
+        if not self.unwritten:
             self.since = now
-        cut, held = self._held.pop(stream, (False, 0))
-        if grown < 0:
-            cut, held, grown = True, 0, size
-        self._write(stream, now, cut, held + grown)
+        cut, held = self._held.get(stream, (False, 0))
+        self._held[stream] = (True, size) if grown < 0 else (cut, held + grown)
+        if number != NEWEST or now >= self._due:
+            self._record_held(now)
         if number != NEWEST:
-            self._put(self._pause(now), ROTATED, stream, number)
+            self._put(now, ROTATED, stream, number)
+            self._due = now  # what the new file has already is as old
         if len(self._records) > _BUFFER:
             self.flush()
 
-    def _may(self, stream: int, now: float) -> bool:
-        """Whether a stream may have a record now. If so, it is counted."""
-        if stream == self._latest[0] and (now - self._last) * 1000 < _TOGETHER:
-            return True  # it becomes part of the last one
-        spacing = self._spacing()
-        due = max(self._next.get(stream, 0.0), now - BURST * spacing)
-        if due > now:
-            return False
-        self._next[stream] = due + spacing
-        return True
-
-    def _spacing(self) -> float:
-        return SPACING * float(1 << min(32, self._size // DOUBLING))
-
-    def _hold(self, stream: int, size: int, grown: int, now: float) -> None:
-        cut, held = self._held.get(stream, (False, 0))
-        if not self._held:
-            self._release_at = now + self._spacing()
-            if not self._records:
-                self.since = self._release_at
-        self._held[stream] = (True, size) if grown < 0 else (cut, held + grown)
-
-    def _release(self, at: float) -> None:
+    def _record_held(self, at: float) -> None:
         """Make records of what is held, as of ``at``: not before the last record, and not after now."""
-        held, self._held, self._release_at = self._held, {}, math.inf
-        spacing = self._spacing()
-        if held and not self._records:
-            self.since = at
+        held, self._held = self._held, {}
         for stream, (cut, grown) in held.items():
-            self._next[stream] = max(self._next.get(stream, 0.0), at - BURST * spacing) + spacing
-            self._write(stream, at, cut, grown)
+            if cut:
+                self._put(at, CUT, stream, 0)
+            if grown:
+                self._put(at, GREW, stream, grown)
+        if held:
+            self._due = at + SPACING * ((1 << min(32, self._size // DOUBLING)) - 1)
 
-    def _write(self, stream: int, at: float, cut: bool, grown: int) -> None:  # noqa: FBT001 - two facts of one growth
-        if cut:
-            self._put(self._pause(at), CUT, stream, 0)
-        if grown:
-            self._grow(self._pause(at), stream, grown)
-
-    def _pause(self, at: float) -> int:
-        """Return the milliseconds since the last record. Notes the wall clock first if it has gone on differently."""
+    def _put(self, at: float, kind: int, stream: int, value: int) -> None:
+        """Add a record. Notes the wall clock first if it has gone on differently."""
         since, wall = at - self._last, clock.wall() - (clock.now() - at)
+        pause = 0
         if not self._wall:
             self._records += HEAD.pack(MAGIC, int(wall * clock.NS))
+            self._last, self._wall = at, wall
         elif abs(wall - self._wall - since) > APART:
-            self._put(0, CLOCK, 0, int(wall * clock.NS))
+            self._records += pack(0, CLOCK, int(wall * clock.NS))
+            self._last, self._wall = at, wall
         else:
-            return int(since * 1000)
-        self._last, self._wall = at, wall
-        return 0
-
-    def _grow(self, pause: int, stream: int, grown: int) -> None:
-        latest, offset, before, bytes_ = self._latest
-        if stream == latest and pause < _TOGETHER:
-            del self._records[offset:]
-            pause, grown = before, bytes_ + grown
-            self._last -= pause / 1000
-            self._wall -= pause / 1000
-        offset = len(self._records)
-        self._put(pause, GREW, stream, grown)
-        self._latest = (stream, offset, pause, grown)
-
-    def _put(self, pause: int, kind: int, stream: int, value: int) -> None:
-        self._last += pause / 1000
-        self._wall += pause / 1000
+            pause = max(0, round(since * 1000))
+            self._last += pause / 1000
+            self._wall += pause / 1000
         self._records += pack(pause, stream * KINDS + kind, value)
-        self._latest = (-1, 0, 0, 0)
 
     def flush(self) -> None:
         """Write the records to the file."""
-        if clock.now() >= self._release_at:
-            self._release(self._release_at)
+        if clock.now() >= self._due:
+            self._record_held(self._due)
         records, self._records = self._records, bytearray()
-        self._latest = (-1, 0, 0, 0)
-        self.since = self._release_at
+        self.since = self._due
         if not records or self._given_up:
             return
         try:
@@ -416,7 +368,7 @@ class TimelineWriter:
     def close(self) -> None:
         """Write the records that are left, and close the file. Idempotent."""
         if not self._given_up:
-            self._release(max(clock.now(), self._last))
+            self._record_held(max(clock.now(), self._last))
         self.flush()
         self._given_up = True
         if self._file is not None:

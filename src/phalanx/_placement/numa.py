@@ -33,14 +33,9 @@ class Gpu(Value):
         node: The NUMA node that it is attached to; 0 where the kernel tells none, as on a machine with one node.
     """
 
-    __slots__ = ("address", "uuid", "node")  # noqa: RUF023 - the order is that of the arguments
-
     address: str
     uuid: str
     node: int
-
-    def __init__(self, address: str, uuid: str, node: int) -> None:
-        self._store(address=address, uuid=uuid, node=node)
 
 
 def bind(

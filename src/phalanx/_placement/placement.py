@@ -53,8 +53,6 @@ class Placement(Value):
     Placement(cpu_bind='core', nice=0, rlimits=(('nofile', 4096),), virtual_local_rank=False)
     """
 
-    __slots__ = ("cpu_bind", "nice", "rlimits", "virtual_local_rank")
-
     cpu_bind: str
     nice: int
     rlimits: tuple[tuple[str, Limit], ...]

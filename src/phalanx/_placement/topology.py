@@ -31,16 +31,9 @@ class Topology(Value):
     No core and no node is empty: CPUs that may not be used are left out.
     """
 
-    __slots__ = ("cores", "cpus", "nodes")
-
     cpus: tuple[int, ...]
     cores: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[int, ...], ...]
-
-    def __init__(
-        self, cpus: tuple[int, ...], cores: tuple[tuple[int, ...], ...], nodes: tuple[tuple[int, ...], ...]
-    ) -> None:
-        self._store(cpus=cpus, cores=cores, nodes=nodes)
 
 
 def read(allowed: Iterable[int], root: str = SYSTEM) -> Topology:

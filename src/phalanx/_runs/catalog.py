@@ -36,19 +36,12 @@ class RunDir(Value):
         owner: The uid of the folder's owner; or of the record's, if that is neither the caller nor root.
     """
 
-    __slots__ = ("path", "run", "problem", "state", "started", "owner")  # noqa: RUF023 - the order is that of the arguments
-
     path: str
     run: record.Run | None
     problem: str
     state: str
     started: float
-    owner: int
-
-    def __init__(
-        self, path: str, run: record.Run | None, problem: str, state: str, started: float, owner: int = files.ROOT
-    ) -> None:
-        self._store(path=path, run=run, problem=problem, state=state, started=started, owner=owner)
+    owner: int = files.ROOT
 
     @property
     def name(self) -> str:

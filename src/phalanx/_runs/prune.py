@@ -41,14 +41,9 @@ class Stored(Value):
         changed: When anything in its folder was last changed (Unix time, seconds).
     """
 
-    __slots__ = ("run", "size", "changed")  # noqa: RUF023 - the order is that of the arguments
-
     run: RunDir
     size: int
     changed: float
-
-    def __init__(self, run: RunDir, size: int, changed: float) -> None:
-        self._store(run=run, size=size, changed=changed)
 
 
 def choose(

@@ -26,7 +26,7 @@ import errno
 import functools
 import os
 import time
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
@@ -68,25 +68,7 @@ Moment = float
 Seconds = float
 
 
-class _Part(Value):
-    """A part of the record: its fields are those with an annotation, and are given by name."""
-
-    FIELDS: ClassVar[tuple[str, ...]]
-    DEFAULTS: ClassVar[dict[str, Any]]
-
-    def __init_subclass__(cls) -> None:
-        cls.__match_args__ = cls.FIELDS = tuple(cls.__annotations__)  # type: ignore[misc] # mypy takes it for a constant
-        cls.DEFAULTS = {name: getattr(cls, name) for name in cls.FIELDS if hasattr(cls, name)}
-
-    def __init__(self, **fields: Any) -> None:
-        known = self.DEFAULTS | fields
-        if len(known) != len(self.FIELDS) or any(name not in known for name in self.FIELDS):
-            msg = f"{type(self).__name__}: expected {', '.join(self.FIELDS)}, got {', '.join(fields)}"
-            raise TypeError(msg)
-        vars(self).update(known)
-
-
-class Rank(_Part):
+class Rank(Value):
     """One worker of an attempt.
 
     Attributes:
@@ -113,7 +95,7 @@ class Rank(_Part):
     early: Seconds = 0.0
 
 
-class Leftover(_Part):
+class Leftover(Value):
     """A process that a worker left behind, and that we signalled when no worker was left.
 
     Attributes:
@@ -132,7 +114,7 @@ class Leftover(_Part):
     exitcode: ExitCode | None = None
 
 
-class Attempt(_Part):
+class Attempt(Value):
     """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
 
     ``nodes`` says on how many machines it was; ``ranks`` are those of this one.
@@ -150,7 +132,7 @@ class Attempt(_Part):
     step: Step | None = None
 
 
-class Run(_Part):
+class Run(Value):
     """The content of a ``run.json``.
 
     Attributes:
@@ -195,7 +177,7 @@ class Run(_Part):
     attempts: list[Attempt] = []  # noqa: RUF012 - nobody changes it
 
 
-class _Versioned(_Part):
+class _Versioned(Value):
     version: Count
 
 
@@ -305,7 +287,7 @@ def write_file(run_dir: str, name: str, data: bytes) -> None:
 
 def to_object(value: Any) -> Any:
     """Return a part of a record, or all of it, as an object of JSON."""
-    if isinstance(value, _Part):
+    if isinstance(value, Value):
         return {name: to_object(getattr(value, name)) for name in value.__match_args__}
     return [to_object(part) for part in value] if isinstance(value, list) else value
 
@@ -416,7 +398,7 @@ def _in_short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-(most // 2) :]}"
 
 
-_PARTS: dict[str, type[_Part]] = {
+_PARTS: dict[str, type[Value]] = {
     "Rank": Rank,
     "Leftover": Leftover,
     "Attempt": Attempt,
@@ -467,7 +449,7 @@ def _reader(kind: str) -> Callable[[Any], Any]:
         read = functools.partial(_read_list, _reader(kind[5:-1]))
     elif part := _PARTS.get(kind):
         read = functools.partial(
-            _read_part, part, [(name, _reader(part.__annotations__[name])) for name in part.FIELDS]
+            _read_part, part, [(name, _reader(part.__annotations__[name])) for name in part.__match_args__]
         )
     elif kind in _NUMBERS:
         read = functools.partial(_read_number, *_NUMBERS[kind])
@@ -489,7 +471,7 @@ def _read_list(read: Callable[[Any], Any], value: Any) -> list[Any]:
     return found
 
 
-def _read_part(part: type[_Part], readers: list[tuple[str, Callable[[Any], Any]]], value: Any) -> _Part:
+def _read_part(part: type[Value], readers: list[tuple[str, Callable[[Any], Any]]], value: Any) -> Value:
     if not isinstance(value, dict):
         raise _MismatchError("an object", value)
     found = {}
@@ -498,7 +480,7 @@ def _read_part(part: type[_Part], readers: list[tuple[str, Callable[[Any], Any]]
         for name, read in readers:
             if name in value:  # other names are of a later version
                 found[name] = read(value[name])
-            elif name not in part.DEFAULTS:
+            elif not hasattr(part, name):
                 break
         else:
             return part(**found)

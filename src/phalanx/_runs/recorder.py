@@ -96,52 +96,41 @@ class Recorder:
     def __call__(self, events: list[Event]) -> None:
         """Note these, and write the record if they change what readers want to know at once."""
         for event in events:
+            note = _NOTES.get(type(event))
             try:
-                self._note(event)
+                if note is not None:
+                    note(self, event)
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
                 self._refuse(error)
         if self._has_changed and self._run is not None:
-            text = self._write_texts()
-            try:
-                record.write(self._folder, self._run)
-                self._has_changed = False
-            except Exception as error:  # noqa: BLE001 - as above
-                self._refuse(error)
-            if text:
-                self._refuse(*text)
+            # The texts first: the record says that the run has ended.
+            for name, write in (
+                (record.CONFIG, self._write_config),
+                (record.REPORT, self._write_report),
+                (record.FILE, self._write_record),
+            ):
+                try:
+                    write(self._run)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._refuse(error, name)
 
-    def _write_texts(self) -> tuple[object, str] | None:
-        """Write the job file, and the report of a run that has ended: before the record says that it has.
+    def _write_config(self, _run: Run) -> None:
+        """Write the job file, where an attempt has begun in a folder without one: logs may go elsewhere meanwhile."""
+        due, self._has_begun = self._has_begun and self._config, False
+        if due and not os.path.lexists(os.path.join(self._folder, record.CONFIG)):
+            write_text(self._folder, record.CONFIG, self._config)
 
-        Returns why one could not be written, and which.
-        """
-        refused = None
-        for name, due in ((record.CONFIG, self._due_config), (record.REPORT, self._due_report)):
-            try:
-                if text := due():
-                    write_text(self._folder, name, text)
-            except Exception as error:  # noqa: BLE001 - as above
-                refused = error, name
-        return refused
-
-    def _due_config(self) -> str:
-        """Return the job file, where an attempt has begun in a folder without one: logs may go elsewhere meanwhile."""
-        due, self._has_begun = self._has_begun, False
-        is_there = due and os.path.lexists(os.path.join(self._folder, record.CONFIG))
-        return self._config if due and not is_there else ""
-
-    def _due_report(self) -> str:
+    def _write_report(self, run: Run) -> None:
         due, self._has_report = self._has_report, False
-        if not due or self._run is None:
-            return ""
-        from phalanx._runs.run_report import describe_run  # for which no start is to wait
+        if due:
+            from phalanx._runs.run_report import describe_run  # for which no start is to wait
 
-        return self.report or describe_run(record.to_object(self._run), self._folder)
+            text = self.report or describe_run(record.to_object(run), self._folder)
+            write_text(self._folder, record.REPORT, text)
 
-    def _note(self, event: Event) -> None:
-        note = _NOTES.get(type(event))
-        if note is not None:
-            note(self, event)
+    def _write_record(self, run: Run) -> None:
+        record.write(self._folder, run)
+        self._has_changed = False
 
     def finish(self, stream: EventStream) -> None:
         """Wait until all that was emitted is written, for `PATIENCE` seconds at most, and old runs are removed."""
@@ -160,7 +149,9 @@ class Recorder:
         if self._run is not None and self._run.attempts[-1].ended is None:  # no failure has ended it
             self._keep_attempt("", None, event.time)
         self._begin(event.attempt, event.time)
-        self._prune_once()
+        if self._keep_runs is not None and not self._pruned:
+            self._pruned = True
+            self._pruning.submit(self._prune)
 
     def _begin(self, number: int, started: float) -> None:
         """Begin the record of an attempt."""
@@ -301,7 +292,12 @@ class Recorder:
             self._run, ranks=self._known("lost"), leftovers=self._leftovers, cause=cause, step=step, when=when
         )
         *earlier, last = self._run.attempts
-        self._earlier = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:]
+        # Of those before, the ranks alone that say something: thousands of ranks in many attempts fill a record.
+        brief = [
+            attempt.replace(ranks=[rank for rank in attempt.ranks if rank.state not in ("succeeded", "stopped")])
+            for attempt in earlier
+        ]
+        self._earlier = [*brief, last][-_MOST_ATTEMPTS:]
         self._has_changed = True
 
     def _note_ranks(self) -> None:
@@ -321,11 +317,6 @@ class Recorder:
                     facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
             ranks.append(known.replace(**facts))
         return ranks
-
-    def _prune_once(self) -> None:
-        if self._keep_runs is not None and not self._pruned:
-            self._pruned = True
-            self._pruning.submit(self._prune)
 
     def _prune(self) -> None:
         """Remove the oldest runs beyond ``keep_runs``. It may take long; the run's end waits for `PATIENCE` at most."""
@@ -394,11 +385,6 @@ def _earlier(folder: str) -> list[Attempt]:
         return record.read(folder).attempts
     except record.UnreadableRecordError:
         return []
-
-
-def _brief(attempt: Attempt) -> Attempt:
-    """Return an attempt with the ranks alone that say something: thousands of ranks in many attempts fill a record."""
-    return attempt.replace(ranks=[rank for rank in attempt.ranks if rank.state not in ("succeeded", "stopped")])
 
 
 def _start_of(pid: int) -> int:

@@ -41,7 +41,10 @@ def describe_run(
     """
     state = state or run["state"]
     ranks = latest_ranks(run)
-    earlier = _earlier_attempts(run)
+    *before, last = run["attempts"] or [None]
+    if last is not None and last["cause"]:  # another was to follow
+        before.append(last)
+    earlier = describe([_earlier(attempt) for attempt in before])  # equal ones in a row have one line
     if failures:
         outcomes = {rank: _outcome(facts) for rank, (_, facts) in ranks.items() if facts["state"] in STATES}
         return format_report(run["name"], failures, outcomes=outcomes, log_dir=folder, earlier=earlier)
@@ -64,14 +67,6 @@ def _outcome(facts: Record) -> Outcome:
         facts["local_rank"], facts["pid"], facts["state"], facts["exitcode"], facts["signal_sent"],
         early=facts["early"],
     )  # fmt: skip
-
-
-def _earlier_attempts(run: Record) -> list[str]:
-    """Return lines on the attempts that another one has followed, or was to follow: equal ones in a row have one."""
-    *before, last = run["attempts"] or [None]
-    if last is not None and last["cause"]:
-        before.append(last)
-    return describe([_earlier(attempt) for attempt in before])
 
 
 def _earlier(attempt: Record) -> Earlier:

@@ -137,7 +137,7 @@ class TimerScheduler:
         fresh = [key for key in fresh if not self._postponed_by_pause(key, planned, now)]
         self._later.update(dict.fromkeys(fresh, NEVER))
         self._new.extend(self._table.newly_armed())
-        self._due.extend(sorted(fresh, key=_deadline))
+        self._due.extend(sorted(fresh, key=lambda key: key[2]))
         self._pass_on()
 
     def _postponed_by_pause(self, key: Key, planned: int, now: int) -> bool:
@@ -209,7 +209,9 @@ class Escalation:
         self._serial = 0
         # Steps for which the launcher takes evidence, by serial number.
         self._requested: dict[int, tuple[int, list[Hang], Deadline | None]] = {}
-        self._scheduler = TimerScheduler(table, loop, self._on_expired, self._on_seen)
+        self._scheduler = TimerScheduler(
+            table, loop, self._on_expired, lambda timers: self._send_hangs(self._find_ranks(timers), "armed")
+        )
 
     def open(self) -> None:
         """Start to watch."""
@@ -221,9 +223,6 @@ class Escalation:
         self._table.close()
 
     # --- whose timers they are
-
-    def _on_seen(self, timers: list[Timer]) -> None:
-        self._send_hangs(self._find_ranks(timers), "armed")
 
     def _on_expired(self, timers: list[Timer]) -> None:
         hangs = self._without_excused(self._find_ranks(timers))
@@ -330,13 +329,9 @@ class Escalation:
 
     def _take_step(self, step: int, hangs: list[Hang]) -> None:
         hangs = self._still_hung(hangs)
-        if hangs:
-            self._request_evidence(step, hangs)
-            if self._steps[step][0] not in _SIGNALS and step + 1 < len(self._steps):
-                self._schedule(step + 1, hangs)
-
-    def _request_evidence(self, step: int, hangs: list[Hang]) -> None:
-        """Have the launcher take the evidence that a step wants, and report the step."""
+        if not hangs:
+            return
+        # Have the launcher take the evidence that the step wants, and report the step.
         name = self._steps[step][0]
         number = _SIGNALS.get(name, 0)
         self._serial += 1
@@ -344,6 +339,8 @@ class Escalation:
         timeout = self._loop.after(EVIDENCE_WAIT, lambda: self.evidence_taken(serial)) if number else None
         self._requested[serial] = (step, hangs, timeout)
         self._send_hangs(hangs, "hang", serial, name, number)
+        if not number and step + 1 < len(self._steps):
+            self._schedule(step + 1, hangs)
 
     def evidence_taken(self, serial: int) -> None:
         """Finish the step of this serial number: the launcher has its evidence, or `EVIDENCE_WAIT` is over."""
@@ -449,7 +446,3 @@ class Escalation:
 def _ancestors(pid: int) -> list[int]:
     """Return the pids of a process's ancestors, as far as they can be read. Raises OSError if no descriptor is left."""
     return [stat.parent for stat in lineage(pid)]
-
-
-def _deadline(key: Key) -> int:
-    return key[2]

@@ -28,8 +28,6 @@ class Timer(Value):
         step: Of a heartbeat: the step that it reported.
     """
 
-    __slots__ = ("seat", "slot", "deadline", "span", "thread", "scope", "location", "step")  # noqa: RUF023 - as the arguments
-
     seat: int
     slot: int
     deadline: int
@@ -37,14 +35,7 @@ class Timer(Value):
     thread: int
     scope: str
     location: str
-    step: int
-
-    def __init__(
-        self, seat: int, slot: int, deadline: int, span: int, thread: int, scope: str, location: str, step: int = 0
-    ) -> None:
-        self._store(
-            seat=seat, slot=slot, deadline=deadline, span=span, thread=thread, scope=scope, location=location, step=step
-        )
+    step: int = 0
 
 
 class Hang:
@@ -73,19 +64,7 @@ class Hang:
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Return plain values, for a message."""
-        timer = self.timer
-        times = (timer.deadline, timer.span, timer.thread)
-        return (
-            self.rank,
-            self.pid,
-            self.is_worker,
-            timer.seat,
-            timer.slot,
-            *times,
-            timer.scope,
-            timer.location,
-            timer.step,
-        )
+        return self.rank, self.pid, self.is_worker, *self.timer.__getstate__().values()
 
     @property
     def key(self) -> tuple[int, int, int, int]:

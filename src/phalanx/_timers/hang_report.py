@@ -100,7 +100,8 @@ def write_error_file(
         return False
     lines = [_overdue(first, moment), *filter(None, where)]
     if error_file.handled_at(known) is not None:
-        lines.append(f"it had recorded {_first_line(known)} before, and gone on")
+        recorded = (error_file.message_of(known) or "").partition("\n")[0]
+        lines.append(f"it had recorded {recorded} before, and gone on")
     lines += [f"also: {hang.description}; {_overdue(hang, moment)}" for hang in others]
     if stacks_file:
         lines.append(f"stacks of all ranks: {stacks_file} in each rank's folder")
@@ -143,7 +144,3 @@ def _signal_name(number: int) -> str:
 
 def _overdue(hang: Hang, moment: int) -> str:
     return f"{format_duration(hang.overdue(moment))} over its deadline"
-
-
-def _first_line(data: dict[str, Any] | None) -> str:
-    return (error_file.message_of(data) or "").partition("\n")[0]

@@ -108,10 +108,12 @@ class HangReporter:
 
         def report() -> None:
             self._workers |= workers
-            if evidence_taken is None:
-                _REPORT[verb](self, *arguments)
-            else:
+            if evidence_taken is not None:
                 self._step(*arguments, workers=workers, ended=ended, evidence_taken=evidence_taken)
+            elif verb == "armed":  # a slot that was not in use before
+                self._snapshot.preload()
+            elif verb != "expired":  # a step follows
+                _REPORT[verb](self, *arguments)
 
         if not self._background.submit(report) and evidence_taken is not None:
             evidence_taken()
@@ -177,13 +179,6 @@ class HangReporter:
 
     # --- on the thread of its own
 
-    def _armed(self, _moment: int, _packed: list[Packed]) -> None:
-        """Timers are set in slots that were not in use before (and have not expired)."""
-        self._snapshot.preload()
-
-    def _expired(self, _moment: int, _packed: list[Packed]) -> None:
-        """Wait for the step that follows."""
-
     def _step(
         self,
         name: str,
@@ -219,14 +214,11 @@ class HangReporter:
                 self._show_lines(hangs, name, number, moment)
             elif number != signal.SIGKILL:  # before what the worker raises on that signal can be recorded
                 self._record_all(hangs, moment)
-            elif dead := [hang for hang in hangs if self._died_in_block(hang)]:
+            # Those that have ended within their block before the kill: of the look at their threads, or by themselves.
+            elif dead := [h for h in hangs if procfs.has_exited(h.pid) and self.table.is_still_set(h.timer)]:
                 self._record_all(dead, moment)
         finally:
             answer()
-
-    def _died_in_block(self, hang: Hang) -> bool:
-        """Whether a process has ended within its block before the kill: of the look at its threads, or by itself."""
-        return procfs.has_exited(hang.pid) and self.table.is_still_set(hang.timer)
 
     def _struck(self, number: int, moment: int, packed: list[Packed]) -> None:
         """Processes that hang were sent a signal."""
@@ -324,8 +316,6 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
 
 
 _REPORT: dict[str, Callable[..., None]] = {
-    "armed": HangReporter._armed,
-    "expired": HangReporter._expired,
     "struck": HangReporter._struck,
     "left": HangReporter._left,
     "refused": HangReporter._refused,

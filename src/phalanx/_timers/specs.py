@@ -42,8 +42,6 @@ class TimerSpecs(Value):
     ValueError: on_expiry: 'report' comes after 'kill'; the order is report, dump, terminate, kill, each at most once
     """
 
-    __slots__ = ("on_expiry", "hang_timeout", "on_event")  # noqa: RUF023 - the order is that of the arguments
-
     on_expiry: tuple[tuple[str, float], ...]
     hang_timeout: float | None
     on_event: Callable[[dict[str, Any]], None] | None

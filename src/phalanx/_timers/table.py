@@ -83,10 +83,6 @@ def _let_go_of_all() -> None:
         table.let_go()
 
 
-def _deadline(key: Key) -> int:
-    return key[2]
-
-
 def _in_use(levels: tuple[int, ...], flags: int) -> int:
     """Return how many seats or slots may be in use, by a word of flags. Any worker may have written anything there."""
     return levels[(flags.bit_length() - 1) >> 3] if 0 < flags <= NEVER else 0
@@ -234,7 +230,7 @@ class TimerTable:
                 late = [(seat, slot, deadline) for slot, deadline in enumerate(deadlines, FIRST) if deadline <= now]
                 then = min((deadline for deadline in deadlines if now < deadline < then), default=then)
                 if len(late) > share:
-                    late = sorted(late, key=_deadline)[:share]
+                    late = sorted(late, key=lambda key: key[2])[:share]
                     then = min(then, now + clock.NS)
                 due += late
             else:

@@ -344,7 +344,13 @@ def _take_over(path: str) -> int | None:
         if not is_at(path, mine):  # its server removed it between our opening and our locking
             os.close(fd)
             return None
-        _enlarge(fd)
+        size = _SIZE
+        while size > LINE_LIMIT:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+                break
+            except OSError:  # EPERM beyond fs.pipe-max-size, or when the user's pipes hold too much already
+                size //= 2
     except BaseException:
         os.close(fd)
         raise
@@ -370,17 +376,6 @@ def is_at(path: str, mine: os.stat_result) -> bool:
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
-
-def _enlarge(fd: int) -> None:
-    size = _SIZE
-    while size > LINE_LIMIT:  # EPERM beyond fs.pipe-max-size, or when the user's pipes hold too much already
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
-        except OSError:
-            size //= 2
-        else:
-            return
 
 
 def open_for_writing(path: str, patience: float) -> int:

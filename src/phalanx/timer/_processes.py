@@ -85,7 +85,12 @@ class Victim:
     """
 
     def __init__(self, pid: int, *, senders: bool = False) -> None:
-        _refuse_by_number(pid)
+        if pid < 1:
+            raise RefusedError(f"{pid} is not the id of a process")
+        if pid == 1:
+            raise RefusedError("pid 1 is the system's first process")
+        if pid == os.getpid():
+            raise RefusedError(f"pid {pid} is the timer server's own process")
         self._senders = senders
         try:
             self._process = Process(pid)
@@ -186,17 +191,14 @@ class Victim:
             # The error file is for a process that is about to be signalled: one that goes on must be able to record
             # its own end. And root writes nothing to a path that another user has chosen.
             if number > 0 and path and self._same_user:
-                self._write_error_file(path, hangs, moment, where, text)
+                if may_write(path):
+                    writers = {stat.pid for stat in _lineage(self.pid)}
+                    hang_report.write_error_file(path, hangs, moment, where, text, worker=self.pid, writers=writers)
+                else:
+                    _log.warning("pid %d: %s is no error file, and is left as it is", self.pid, path)
         except Exception as exc:  # noqa: BLE001 - whatever goes wrong with the evidence, the signal must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
         return text, where
-
-    def _write_error_file(self, path: str, hangs: Sequence[Hang], moment: int, where: list[str], text: str) -> None:
-        if not may_write(path):
-            _log.warning("pid %d: %s is no error file, and is left as it is", self.pid, path)
-            return
-        writers = {stat.pid for stat in _lineage(self.pid)}
-        hang_report.write_error_file(path, hangs, moment, where, text, worker=self.pid, writers=writers)
 
     def _find_error_file(self) -> str:
         """Find the path of the process's error file: an absolute path, or ``""``.
@@ -242,15 +244,6 @@ class Victim:
 def hang_of(pid: int, scope: str, deadline: float) -> Hang:
     """Make a hang of a timer of which only the name and the ``deadline`` (seconds, monotonic) are known."""
     return Hang(0, pid, True, Timer(0, 1, int(deadline * clock.NS), 0, 0, scope, ""))
-
-
-def _refuse_by_number(pid: int) -> None:
-    if pid < 1:
-        raise RefusedError(f"{pid} is not the id of a process")
-    if pid == 1:
-        raise RefusedError("pid 1 is the system's first process")
-    if pid == os.getpid():
-        raise RefusedError(f"pid {pid} is the timer server's own process")
 
 
 def _lineage(pid: int) -> Iterator[procfs.Stat]:

@@ -11,7 +11,7 @@ import os
 import pickle
 import select
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from struct import Struct
 
 from phalanx._base import clock, unpatched
@@ -45,7 +45,7 @@ class PipeReader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._readable: list[int] = []
+        self.readable: list[int] = []
         # Between a check of the bell and the write, its number could become another file's.
         self._gate = unpatched.module("_thread").allocate_lock()
         with ExitStack() as stack:
@@ -84,10 +84,6 @@ class PipeReader:
         except (OSError, ValueError):  # readable before, and so forgotten already; or closed
             return
 
-    def take_readable(self) -> list[int]:
-        found, self._readable = self._readable, []
-        return found
-
     def wait(self, seconds: float) -> bool:
         """Wait for a request, for at most ``seconds``. Returns whether the bell or a watched descriptor was ready."""
         other = False
@@ -98,7 +94,7 @@ class PipeReader:
                 other = True
             elif fd != self._fd:
                 self._epoll.unregister(fd)
-                self._readable.append(fd)
+                self.readable.append(fd)
                 other = True
             elif not events & select.EPOLLIN:  # no writer is left: epoll would report that again and again
                 self._epoll.unregister(fd)
@@ -150,7 +146,10 @@ class PipeRequestQueue(RequestQueue):
 
     def readable(self) -> list[int]:
         """Return the watched descriptors that have become readable since the last call. They are no longer watched."""
-        return [] if self._reader is None else self._reader.take_readable()
+        if self._reader is None:
+            return []
+        found, self._reader.readable = self._reader.readable, []
+        return found
 
     def _ready(self) -> PipeReader | None:
         """Return the reader, opened if it can be."""
@@ -165,14 +164,14 @@ class PipeRequestQueue(RequestQueue):
             self._reader.wake()
 
     def _close(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def _abandon(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.let_go()
+        if self._reader is not None:
+            self._reader.let_go()
+            self._reader = None
 
     @property
     def _punctual(self) -> bool:
@@ -258,19 +257,14 @@ class MultiprocessingRequestQueue(PipeRequestQueue):
                 break
             data = bytes(memoryview(buffer)[start + _HEAD.size : end])
             start = end
-            self._release_semaphore()
+            if self._semaphore is not None:
+                with suppress(ValueError):  # its writer wrote without acquiring it, and was killed
+                    self._semaphore.release()
             try:
                 yield pickle.loads(data)
             except Exception as error:  # noqa: BLE001 - unpickling runs the code of others
                 logger().error("what is in the queue of timer requests cannot be unpickled, skipped: %s", str(error))
         del buffer[:start]
-
-    def _release_semaphore(self) -> None:
-        if self._semaphore is not None:
-            try:
-                self._semaphore.release()
-            except ValueError:  # its writer wrote without acquiring it, and was killed
-                return
 
 
 class FifoRequestQueue(PipeRequestQueue):

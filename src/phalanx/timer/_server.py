@@ -290,18 +290,20 @@ class Watchdog:
 
     def start(self) -> None:
         """Open the queue and start the thread."""
-        hook = getattr(self._queue, "_open", None)  # a queue need not be a subclass of ours
-        if hook is not None:
-            hook()
+        self._hook("_open")()
         # A queue of this package waits in the kernel, which a greenlet must not; another's may be made of greenlets.
         make: Any = unpatched.thread if self._punctual else Thread
-        _track(self)
+        global _hooked  # noqa: PLW0603 - once per process, and cannot be taken back
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_after_fork)
+        _running.add(self)  # to be abandoned in forks from now on
         try:
             self._thread = make(target=self._run, name="phalanx-timers", daemon=self._daemon)
             self._thread.start()
         except BaseException:
             _running.discard(self)
-            self._close()
+            self._try(None, self._hook("_close"))
             raise
 
     def stop(self, *, last_round: bool = False) -> None:
@@ -309,9 +311,7 @@ class Watchdog:
         if not self._stopping:
             self._last_round, self._stopping = last_round, True
             self._stop.release()
-        wake = getattr(self._queue, "_wake", None)
-        if wake is not None:
-            self._try(None, wake)
+        self._try(None, self._hook("_wake"))
         if self._thread is None or unpatched.is_current(self._thread):
             return
         self._thread.join(_OVERTIME if self._punctual else self._interval + _OVERTIME)
@@ -333,9 +333,8 @@ class Watchdog:
 
     def wake(self) -> None:
         """Have the thread read its plan again, if another thread has changed it."""
-        hook = getattr(self._queue, "_wake", None)
-        if hook is not None and self._thread is not None and not unpatched.is_current(self._thread):
-            self._try(None, hook)
+        if self._thread is not None and not unpatched.is_current(self._thread):
+            self._try(None, self._hook("_wake"))
 
     def seconds_at_work(self) -> float:
         """Return for how long the thread has worked without a break; 0.0 if it waits."""
@@ -363,7 +362,7 @@ class Watchdog:
             _running.discard(self)
             if self._server._watchdog in (None, self):  # noqa: SLF001 - else it was started anew, while this one hung
                 self._try(None, self._server._ended)  # noqa: SLF001 - a hook of this package's own
-                self._close()
+                self._try(None, self._hook("_close"))
             self._complaints.flush()
 
     def _rest(self, seconds: float) -> None:
@@ -371,17 +370,15 @@ class Watchdog:
         if self._stop.acquire(True, seconds):
             self._stop.release()
 
-    def _close(self) -> None:
-        hook = getattr(self._queue, "_close", None)
-        if hook is not None:
-            self._try(None, hook)
+    def _hook(self, name: str) -> Callable[[], object]:
+        """Return a hook of the queue's, which need not be a subclass of ours; without one, what does nothing."""
+        hook: Callable[[], object] = getattr(self._queue, name, lambda: None)
+        return hook
 
     def _abandon(self) -> None:
         """In a fork: release what the server and the queue have opened. The thread is not here."""
         self._server._abandon()  # noqa: SLF001 - a hook of this package's own
-        hook = getattr(self._queue, "_abandon", None)
-        if hook is not None:
-            self._try(None, hook)
+        self._try(None, self._hook("_abandon"))
 
     def _try(self, default: D, method: Callable[..., T], *args: Any) -> T | D:
         try:
@@ -526,15 +523,6 @@ class Complaints:
 
 _running: set[Watchdog] = set()
 _hooked = False
-
-
-def _track(watchdog: Watchdog) -> None:
-    """Abandon it in forks from now on."""
-    global _hooked  # noqa: PLW0603 - once per process, and cannot be taken back
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_after_fork)
-    _running.add(watchdog)
 
 
 def _after_fork() -> None:

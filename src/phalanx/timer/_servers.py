@@ -237,6 +237,12 @@ class FileTimerServer(ProcessTimerServer):
             self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
         return unexamined
 
+    def _explain(self, scopes: dict[int, list[str]]) -> None:
+        try:
+            debug_info_logging.log_debug_info_for_expired_timers(self._run_id, scopes)
+        except Exception:
+            _log.exception("timer server: the debug information of expired timers could not be logged")
+
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:  # type: ignore[override]  # as the original's
         """Report where a process hangs, then send it ``signal`` (<= 0: none). Returns False if it had exited."""
         victim = self._victims.get(worker_pid)
@@ -244,12 +250,6 @@ class FileTimerServer(ProcessTimerServer):
             return False
         hangs = [hang_of(worker_pid, one.scope_id, self._moment(one)) for one in self._due[worker_pid]]
         return victim.reap(signal, hangs)
-
-    def _explain(self, scopes: dict[int, list[str]]) -> None:
-        try:
-            debug_info_logging.log_debug_info_for_expired_timers(self._run_id, scopes)
-        except Exception:
-            _log.exception("timer server: the debug information of expired timers could not be logged")
 
     def _call_back(self, name: str, request: Any) -> None:
         """Call the user's function, with the request as it was sent."""
