@@ -188,8 +188,7 @@ class PContext(ABC):
                 pass
         with self._one:
             if self._supervisor is not None or self._starting:
-                msg = f"the group {self.name!r} has been started before"
-                raise RuntimeError(msg)
+                raise RuntimeError(f"the group {self.name!r} has been started before")
             self._starting, self._closed = True, False
         try:
             self._start()
@@ -349,8 +348,7 @@ class PContext(ABC):
                 self._end_fd = EndFd()
                 supervisor.ended.then(self._end_fd.ring)
         if self._end_fd is None or self._end_fd.fileno() < 0:
-            msg = f"the group {self.name!r} has been closed"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the group {self.name!r} has been closed")
         return self._end_fd.fileno()
 
     def _wait(self, end: Latch, timeout: float | None) -> RunProcsResult | None:
@@ -549,8 +547,7 @@ class PContext(ABC):
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        msg = "a group of processes cannot be copied, nor pickled: there would be two to close it"
-        raise TypeError(msg)
+        raise TypeError("a group of processes cannot be copied, nor pickled: there would be two to close it")
 
     def __enter__(self) -> Self:
         return self
@@ -594,6 +591,5 @@ class PContext(ABC):
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:
-            msg = f"the group {self.name!r} has not been started"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the group {self.name!r} has not been started")
         return self._supervisor

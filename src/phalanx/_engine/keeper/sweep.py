@@ -206,11 +206,7 @@ _SCRIPT, _BOOT = b"/phalanx/_engine/worker/script.py", b"import sys;"  # in the 
 
 
 class _Orphan(protocol.Orphan):
-    __slots__ = ("ignores",)
-
-    def __init__(self, pid: int, rank: int) -> None:
-        super().__init__(pid, rank, "?", 0.0, 0, None)
-        self.ignores = False  # SIGTERM
+    ignores = False  # SIGTERM
 
 
 class Orphans:
@@ -312,7 +308,7 @@ class Orphans:
 
     def _glance(self, pid: int) -> _Orphan | None:
         """Describe a process without a look into its memory. None: it has exited."""
-        left = _Orphan(pid, -1)
+        left = _Orphan(pid, -1, "?", 0.0, 0, None)
         try:
             left.rank = self._sessions.get(os.getsid(pid), -1)
             stat = procfs.Stat(pid if self._shown else 0)
