@@ -52,7 +52,7 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         lost_connection: Returns whether a worker has failed of a lost connection. It may take a disk, and is called by
             ``on_thread``.
-        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `live.locate`. It
+        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `collect.locate`. It
             takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
         events: Emits what is reported; None: nobody observes it.

@@ -132,6 +132,6 @@ def make_stop_flag(notice: tuple[int, float] | None, undo: ExitStack) -> tuple[S
 
 def locate(error_files: Mapping[int, str], alive: Callable[[], dict[int, int]]) -> dict[int, str]:
     """Return where the workers that are alive are."""
-    from phalanx._stacks import live
+    from phalanx._stacks import collect
 
-    return live.locate(alive, error_files)
+    return collect.locate(alive, error_files)
