@@ -268,7 +268,7 @@ def test_a_group_that_follows_one_that_was_not_started_follows_the_one_before(tm
         with pytest.raises(FileNotFoundError):
             second.start()
         third = make("c", "true", second)
-        assert third._after is first._started().shown
+        assert third._after is first._started().lines.shown
         first.wait()
 
 

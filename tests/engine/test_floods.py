@@ -64,7 +64,7 @@ def test_a_flood_of_signals_from_a_worker_holds_up_no_helper(who: str, tmp_path:
         result = group.wait(0)  # raises KeeperLostError where the guard had to finish it
         assert result is None or not result.failures
         assert group._supervisor is not None
-        assert not group._supervisor.keeper_error
+        assert not group._supervisor.link.keeper_error
 
 
 def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._engine.keeper import keeper
-from phalanx._engine.keeper.proc_memory import COMMAND, MemoryReader
+from phalanx._engine.keeper.sweep import COMMAND, MemoryReader
 from phalanx._engine.mirror import line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import Leftover, start_processes
 from tests.support.disks import sleeping_on_disks, until

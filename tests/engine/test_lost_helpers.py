@@ -529,7 +529,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
         said = threading.Event()
 
         def say() -> None:
-            supervisor._link.send(("no such word",))
+            supervisor.link.send(("no such word",))
             said.set()
 
         supervisor._loop.call(say)
@@ -626,13 +626,13 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     [kept] = procfs.children(supervisor._keeper._guard)
     until(lambda: len(procfs.children(kept)) >= 64)
     said = threading.Event()
-    send = supervisor._link.send
+    send = supervisor.link.send
 
     def note(message: tuple[object, ...]) -> None:
         send(message)
         said.set()
 
-    monkeypatch.setattr(supervisor._link, "send", note)
+    monkeypatch.setattr(supervisor.link, "send", note)
     closing = threading.Thread(target=group.close)
     closing.start()
     assert said.wait(TIMEOUT)
@@ -641,7 +641,7 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     closing.join(TIMEOUT)
     assert [str(error) for error in ended] == ["the group was closed while it was starting"]
     assert not alive(kept)
-    assert supervisor.keeper_error is None
+    assert supervisor.link.keeper_error is None
 
 
 def pause(address: str) -> None:

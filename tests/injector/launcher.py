@@ -94,7 +94,7 @@ def attend(plan: Plan, folder: str, address: str, teller: Teller) -> tuple[PCont
     facts: dict[str, Any] = {}
     try:
         group = start(plan, folder, address)
-        teller.say("started", pids=group.pids(), log_writer=group._started()._link.log_writer)
+        teller.say("started", pids=group.pids(), log_writer=group._started().link.log_writer)
         result = group.wait(plan.close_after or PATIENCE)
         if result is None:
             teller.say("closing")

@@ -50,7 +50,7 @@ def rotated(folder: Path, size: int = 64 << 10) -> DefaultLogsSpecs:
 
 
 def log_writer_of(group: PContext) -> int:
-    return group._started()._link.log_writer
+    return group._started().link.log_writer
 
 
 # --- more than can be written
@@ -140,7 +140,7 @@ specs = DefaultLogsSpecs({str(tmp_path / "logs")!r}, redirects=Std.OUT, max_size
 with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, logs_specs=specs) as group:
     supervisor = group._started()
     guard = supervisor._keeper._guard
-    writer = supervisor._link.log_writer
+    writer = supervisor.link.log_writer
     tell({ready.address!r}, f"{{guard}} {{procfs.children(guard)[0]}} {{writer}} {{group.pids()[0]}}")
     try:
         group.wait()
@@ -356,7 +356,7 @@ def test_a_silent_disk_under_rotated_logs(
         assert result is not None
         assert result.root_cause is not None
         assert result.root_cause.local_rank == 2
-        assert group._started()._link.logs_left == f"process {writer} still writes them"
+        assert group._started().link.logs_left == f"process {writer} still writes them"
         assert alive(writer)
         disk.thaw()
         assert wait_gone([writer]) == set()

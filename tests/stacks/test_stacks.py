@@ -21,7 +21,7 @@ from phalanx._base import clock, procfs
 from phalanx._evidence.cleanup import remove_empty, remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.stack_signals import last_offer, stacks_path
-from phalanx._stacks import collect, dump, processes, py_spy, request, snapshot
+from phalanx._stacks import collect, dump, py_spy, request, snapshot
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import move_stack_signal
 from tests.support import stack_workers
@@ -117,7 +117,7 @@ SLEEP = "ready(); time.sleep(1000)"
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    while not processes.facts(pid).partition("State: ")[2].startswith(state):
+    while not request.facts(pid).partition("State: ")[2].startswith(state):
         time.sleep(0.001)
 
 
@@ -991,10 +991,10 @@ def test_files_of_stacks_are_numbered_and_kept(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_process() -> None:
-    text = processes.facts(os.getpid())
+    text = request.facts(os.getpid())
     assert f"thread {os.getpid()} " in text
     assert "State: R (running)" in text
-    assert processes.facts(2**22 + 1) == ""
+    assert request.facts(2**22 + 1) == ""
 
 
 @pytest.mark.slow

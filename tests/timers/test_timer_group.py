@@ -18,7 +18,7 @@ import pytest
 
 from phalanx._base import clock, procfs
 from phalanx._evidence.error_file import read_error_file, timer_detail, write_error_file, written_at
-from phalanx._stacks import collect, dump, processes, py_spy, request, snapshot
+from phalanx._stacks import collect, dump, py_spy, request, snapshot
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, layout
 from phalanx._timers.client import Seat
@@ -876,7 +876,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
             return {pid: texts[pid] for pid in self._pids}
 
     monkeypatch.setattr(collect, "Collection", Collection)
-    monkeypatch.setattr(processes, "working_process", lambda pid: pid)
+    monkeypatch.setattr(request, "working_process", lambda pid: pid)
     monkeypatch.setattr(procfs, "descendants", lambda _pids, _limit: [])
     return texts
 

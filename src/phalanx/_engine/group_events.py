@@ -7,6 +7,8 @@ its exit is known.
 
 from __future__ import annotations
 
+from functools import partial
+
 from phalanx._base import clock
 from phalanx._engine import start_errors
 from phalanx._engine.mirror import leftover_of
@@ -33,13 +35,7 @@ class GroupEvents:
         is_own: Whether the stream is this group's alone.
     """
 
-    def __init__(
-        self,
-        stream: EventStream,
-        attempt: int,
-        *,
-        is_own: bool = False,
-    ) -> None:
+    def __init__(self, stream: EventStream, attempt: int, *, is_own: bool = False) -> None:
         self.stream = stream
         self.attempt = attempt
         self._is_own = is_own
@@ -93,22 +89,6 @@ class GroupEvents:
             self.stream.end()
 
 
-def _started(attempt: int, _now: int, _mirror: Mirror, pids: list[tuple[int, int]], moment: int) -> list[Event]:
-    return [kinds.WorkerStarted(attempt, moment, rank=rank, pid=pid) for rank, pid in pids]
-
-
-def _running(attempt: int, _now: int, _mirror: Mirror, moment: int, _log_writer: int) -> list[Event]:
-    return [kinds.GroupRunning(attempt, moment)]
-
-
-def _state(attempt: int, _now: int, _mirror: Mirror, name: str, moment: int) -> list[Event]:
-    return [kinds.GroupState(attempt, moment, state=name)]
-
-
-def _exits(attempt: int, _now: int, mirror: Mirror, reports: list[tuple[Any, ...]]) -> list[Event]:
-    return [_exited(attempt, mirror.workers[report[0]]) for report in reports]
-
-
 def _exited(attempt: int, worker: WorkerRecord) -> Event:
     assert worker.exit is not None
     return kinds.WorkerExited(
@@ -129,14 +109,9 @@ def _exited(attempt: int, worker: WorkerRecord) -> Event:
 
 
 def _signalled(
-    attempt: int, _now: int, mirror: Mirror, number: int, moment: int, ranks: list[int], kind: type[Event] | None = None
+    kind: type[Event], attempt: int, _now: int, mirror: Mirror, number: int, moment: int, ranks: list[int]
 ) -> list[Event]:
-    kind = kind or kinds.WorkerSignalled
     return [kind(attempt, moment, rank=rank, pid=mirror.workers[rank].pid, signal=number) for rank in ranks]
-
-
-def _noticed(attempt: int, now: int, mirror: Mirror, number: int, moment: int, ranks: list[int]) -> list[Event]:
-    return _signalled(attempt, now, mirror, number, moment, ranks, kinds.WorkerNoticed)
 
 
 def _orphans(attempt: int, now: int, mirror: Mirror, entries: list[tuple[Any, ...]], _beyond: int) -> list[Event]:
@@ -155,65 +130,45 @@ def _orphans(attempt: int, now: int, mirror: Mirror, entries: list[tuple[Any, ..
     return [*swept, kinds.SweptMore(attempt, now, count=beyond)] if beyond else swept
 
 
-def _helper_lost(attempt: int, now: int, mirror: Mirror, who: str, returncode: int, decided: object) -> list[Event]:
-    return _ended_by_loss(attempt, now, mirror, who, returncode) if decided else []  # else that message follows
-
-
-def _ended_by_loss(attempt: int, now: int, _mirror: Mirror, who: str, returncode: int) -> list[Event]:
-    return [kinds.GroupLost(attempt, now, error=start_errors.of_helper(who, returncode))]
-
-
-def _lost(attempt: int, now: int, _mirror: Mirror, error: BaseException) -> list[Event]:
-    return [kinds.GroupLost(attempt, now, error=str(error))]
-
-
-def _timer(kind: type[Event]) -> Callable[..., list[Event]]:
-    def make(attempt: int, _now: int, _mirror: Mirror, moment: int, packed: list[tuple[Any, ...]]) -> list[Event]:
-        hangs = map(Hang.from_tuple, packed)
-        if kind is kinds.TimerArmed:
-            return [kind(attempt, moment, **_of_timer(hang, moment) | {"overdue": 0.0}) for hang in hangs]
-        return [kind(attempt, moment, **_of_timer(hang, moment)) for hang in hangs]
-
-    return make
-
-
-def _struck(
-    attempt: int, _now: int, _mirror: Mirror, number: int, moment: int, packed: list[tuple[Any, ...]]
+def _of_timers(
+    kind: type[Event], attempt: int, moment: int, packed: list[tuple[Any, ...]], **fields: Any
 ) -> list[Event]:
-    hangs = map(Hang.from_tuple, packed)
-    return [kinds.WorkerReaped(attempt, moment, **_of_timer(hang, moment), signal=number) for hang in hangs]
-
-
-def _of_timer(hang: Hang, moment: int) -> dict[str, Any]:
-    timer = hang.timer
-    known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
-    return {**known, "overdue": hang.overdue(moment), "what": hang.message}
-
-
-def _refused(attempt: int, now: int, _mirror: Mirror, pid: int, scope: str, location: str) -> list[Event]:
-    return [kinds.RequestRefused(attempt, now, pid=pid, scope=scope, place=location)]
-
-
-def _unwatched(attempt: int, now: int, _mirror: Mirror, why: str) -> list[Event]:
-    return [kinds.TimersUnwatched(attempt, now, why=why)]
+    events = []
+    for hang in map(Hang.from_tuple, packed):
+        timer = hang.timer
+        known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
+        events.append(kind(attempt, moment, **known, what=hang.message, **{"overdue": hang.overdue(moment)} | fields))
+    return events
 
 
 _OF_MESSAGE: dict[str, Callable[..., list[Event]]] = {
-    "started": _started,
-    "running": _running,
-    "state": _state,
-    "exits": _exits,
-    "signalled": _signalled,
-    "noticed": _noticed,
+    "started": lambda attempt, _now, _mirror, pids, moment: [
+        kinds.WorkerStarted(attempt, moment, rank=rank, pid=pid) for rank, pid in pids
+    ],
+    "running": lambda attempt, _now, _mirror, moment, _log_writer: [kinds.GroupRunning(attempt, moment)],
+    "state": lambda attempt, _now, _mirror, name, moment: [kinds.GroupState(attempt, moment, state=name)],
+    "exits": lambda attempt, _now, mirror, reports: [_exited(attempt, mirror.workers[report[0]]) for report in reports],
+    "signalled": partial(_signalled, kinds.WorkerSignalled),
+    "noticed": partial(_signalled, kinds.WorkerNoticed),
     "orphans": _orphans,
-    "helper_lost": _helper_lost,
-    "ended_by_loss": _ended_by_loss,
-    "lost": _lost,
-    "armed": _timer(kinds.TimerArmed),
-    "expired": _timer(kinds.TimerExpired),
-    "left": _timer(kinds.TimerLeft),
-    "struck": _struck,
-    "refused": _refused,
-    "unwatched": _unwatched,
+    "helper_lost": lambda attempt, now, _mirror, who, returncode, decided: (
+        [kinds.GroupLost(attempt, now, error=start_errors.of_helper(who, returncode))] if decided else []
+    ),  # else `ended_by_loss` follows
+    "ended_by_loss": lambda attempt, now, _mirror, who, returncode: [
+        kinds.GroupLost(attempt, now, error=start_errors.of_helper(who, returncode))
+    ],
+    "lost": lambda attempt, now, _mirror, error: [kinds.GroupLost(attempt, now, error=str(error))],
+    "armed": lambda attempt, _now, _mirror, moment, packed: _of_timers(
+        kinds.TimerArmed, attempt, moment, packed, overdue=0.0
+    ),
+    "expired": lambda attempt, _now, _mirror, moment, packed: _of_timers(kinds.TimerExpired, attempt, moment, packed),
+    "left": lambda attempt, _now, _mirror, moment, packed: _of_timers(kinds.TimerLeft, attempt, moment, packed),
+    "struck": lambda attempt, _now, _mirror, number, moment, packed: _of_timers(
+        kinds.WorkerReaped, attempt, moment, packed, signal=number
+    ),
+    "refused": lambda attempt, now, _mirror, pid, scope, location: [
+        kinds.RequestRefused(attempt, now, pid=pid, scope=scope, place=location)
+    ],
+    "unwatched": lambda attempt, now, _mirror, why: [kinds.TimersUnwatched(attempt, now, why=why)],
 }
 """By the verb of the message, see `protocol`; ``lost`` is the link's own: both helpers have died."""

@@ -27,8 +27,9 @@ class GroupLines:
         self._pump: Pump | None = None
         self._shown: GroupDisplay | None = None
         self._after: Latch | None = None
+        self._is_over = False  # whether no line of ours has a place among the workers' any more
         self.shown = Latch()
-        """Opened when all is shown."""
+        """Opened when all lines of the workers are shown, or when what shows them was left alone."""
 
     def open(self, pump: Pump | None, after: Latch | None = None) -> None:
         """Have the display show the lines of ``pump``, from `show_workers` on, and not before ``after`` opens."""
@@ -52,7 +53,7 @@ class GroupLines:
     def say(self, text: str) -> bool:
         """Show a line among the workers'. Returns whether that is possible."""
         shown = self._shown
-        if shown is None or not shown.takes_messages():
+        if shown is None or self._is_over or not shown.takes_messages():
             return False
         self._in_turn(lambda: shown.say(text))
         return True
@@ -60,7 +61,7 @@ class GroupLines:
     def say_before(self, text: str) -> bool:
         """Show a line at once, before those that wait for their turn. Returns whether that is possible."""
         shown = self._shown
-        if shown is None or not shown.takes_messages():
+        if shown is None or self.shown or not shown.takes_messages():
             return False
         shown.say(text)
         return True
@@ -72,28 +73,26 @@ class GroupLines:
         else:
             self._after.then(action)
 
-    def announce(self, text: str, *, possible: bool = True) -> None:
-        """Show a line of ours, among the workers' if that is ``possible``."""
+    def announce(self, text: str) -> None:
+        """Show a line of ours, among the workers' if that is possible."""
         write_line = self._write_line
-        if not (possible and self.say(f"phalanx: {text}")) and write_line is not None:
+        if not self.say(f"phalanx: {text}") and write_line is not None:
             self._writing.submit(lambda: write_line(text))
 
-    def call_after_lines(self, action: Callable[[], None], patience: float) -> None:
+    def call_after_lines(self, action: Callable[[], None], patience: float, seconds: float = 0.0) -> None:
         """Call ``action``, which may take any time, on the thread for lines of ours; here, if none can be started.
 
         It is called when all lines of the workers are shown, but waits no longer than ``patience`` seconds for that.
+        Returns when it has returned, ``seconds`` later at most.
         """
 
         def act() -> None:
             if self._shown is not None:
-                self.shown.wait(max(0.0, patience))
+                self.shown.wait(patience)
             action()
 
         if not self._writing.submit(act):
             action()
-
-    def drain(self, seconds: float) -> None:
-        """Wait until all such actions have returned, ``seconds`` at most."""
         self._writing.drain(seconds)
 
     def announce_waiting(self, orphans: list[tuple[Any, ...]], count: int, seconds: float) -> None:
@@ -114,7 +113,7 @@ class GroupLines:
 
         Waits for the lines that the display cannot take as well, `ANSWER_WAIT` at most.
         """
-        shown = self._shown
+        shown, self._is_over = self._shown, True
         if shown is not None:
             self._in_turn(lambda: shown.finish(self.shown.open))
             shown.wait(self.shown)
@@ -122,6 +121,7 @@ class GroupLines:
 
     def close(self) -> None:
         """Show no more."""
+        self._is_over = True
         if self._shown is not None:
             self._shown.close()
         elif self._pump is not None:

@@ -66,11 +66,9 @@ def signals_to_handle() -> list[signal.Signals]:
         try:
             number = signal.Signals[name]
         except KeyError:
-            msg = f"{SIGNALS_ENV}: {name!r} is not the name of a signal (like SIGTERM)"
-            raise ValueError(msg) from None
+            raise ValueError(f"{SIGNALS_ENV}: {name!r} is not the name of a signal (like SIGTERM)") from None
         if number in (signal.SIGKILL, signal.SIGSTOP):
-            msg = f"{SIGNALS_ENV}: {name} cannot be handled by any process"
-            raise ValueError(msg)
+            raise ValueError(f"{SIGNALS_ENV}: {name} cannot be handled by any process")
         wanted.append(number)
     return wanted
 
@@ -239,8 +237,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
         _raised[:] = [clock.now()]
         _pending[:] = [number]
         name = signal.Signals(number).name
-        msg = f"Process {os.getpid()} got signal: {number} ({name})"
-        raise SignalException(msg, sigval=signal.Signals(number))
+        raise SignalException(f"Process {os.getpid()} got signal: {number} ({name})", sigval=signal.Signals(number))
     before, action = _known.get(number, (signal.SIG_DFL, None))
     restore()
     current = signal.getsignal(number)

@@ -52,7 +52,7 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         lost_connection: Returns whether a worker has failed of a lost connection. It may take a disk, and is called by
             ``on_thread``.
-        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `live.locate`. It
+        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `collect.locate`. It
             takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
         events: Emits what is reported; None: nobody observes it.
@@ -110,6 +110,11 @@ class KeeperLink:
     def result_stands(self) -> bool:
         """Whether every worker had ended by itself, and that was reported, before a helper was lost."""
         return self._was_up and not self._mirror.alive and not self._killed_by_loss
+
+    @property
+    def lost(self) -> KeeperLostError | None:
+        """`keeper_error`, unless the result stands."""
+        return None if self.result_stands else self.keeper_error
 
     def on_channel(self, events: int) -> None:
         channel = self._client.channel
@@ -169,9 +174,6 @@ class KeeperLink:
         if fds:
             self._client.keeper = Process(pid, fds[0])
             self.watchdog.watch(self._client.keeper)
-
-    def _on_started(self, pids: list[tuple[int, int]], moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
-        self._mirror.started(pids)
 
     def _on_running(self, moment: int, log_writer: int) -> None:
         self._was_up = True
@@ -269,12 +271,6 @@ class KeeperLink:
         locate = self.locate
         if locate is not None and not self.ended and alive():
             self.on_thread(lambda: then(locate(alive)))
-
-    def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
-        self._mirror.signalled(number, moment, ranks)
-
-    def _on_noticed(self, number: int, moment: int, ranks: list[int]) -> None:
-        self._mirror.noticed(number, moment, ranks)
 
     def _on_lingering(self, orphans: list[tuple[Any, ...]], count: int) -> None:
         if orphans:
@@ -387,13 +383,13 @@ class KeeperLink:
 
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "up": KeeperLink._on_up,
-    "started": KeeperLink._on_started,
+    "started": lambda link, pids, _moment: link._mirror.started(pids),
     "running": KeeperLink._on_running,
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,
     "failing": KeeperLink._on_failing,
-    "signalled": KeeperLink._on_signalled,
-    "noticed": KeeperLink._on_noticed,
+    "signalled": lambda link, number, moment, ranks: link._mirror.signalled(number, moment, ranks),
+    "noticed": lambda link, number, moment, ranks: link._mirror.noticed(number, moment, ranks),
     "lingering": KeeperLink._on_lingering,
     "orphans": KeeperLink._on_orphans,
     "logs_refused": KeeperLink._on_logs_refused,

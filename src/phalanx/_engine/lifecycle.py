@@ -201,5 +201,4 @@ def step(state: str, event: str) -> tuple[str, tuple[str, ...]]:
     try:
         return TABLE[state, event]
     except KeyError:
-        msg = f"a group that is {state} cannot see {event}"
-        raise LookupError(msg) from None
+        raise LookupError(f"a group that is {state} cannot see {event}") from None

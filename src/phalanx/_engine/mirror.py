@@ -36,33 +36,6 @@ _STRANGERS = 100_000  # processes of which it is not known yet whether they are 
 class WorkerRecord:
     """What is known of one worker."""
 
-    __slots__ = (
-        "abandoned",
-        "cpu_seconds",
-        "ended",
-        "exit",
-        "exit_ns",
-        "exiting_early",
-        "exiting_ns",
-        "hang",
-        "hung",
-        "leaving",
-        "max_rss_kib",
-        "noticed",
-        "noticed_ns",
-        "oom",
-        "order",
-        "pid",
-        "rank",
-        "received_fds",
-        "result",
-        "sent_evidence",
-        "signalled",
-        "signalled_ns",
-        "struck",
-        "where",
-    )  # fmt: skip
-
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid

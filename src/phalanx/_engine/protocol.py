@@ -14,13 +14,18 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, ClassVar, dataclass_transform
 
     from phalanx._logs.rotated import Bounds
     from phalanx._placement.placement import WorkerBounds
 
     Message = tuple[object, ...]
     from phalanx._engine.main_module import Source
+else:
+
+    def dataclass_transform() -> Any:
+        """For type checkers: what they take for a dataclass, which imports too much for a keeper."""
+        return lambda kind: kind
 
 # --- the waits
 
@@ -49,11 +54,19 @@ GUARD_WAIT = 2.0
 # --- the records
 
 
+@dataclass_transform()
 class Record:
-    """Named values that travel as a tuple, in the order of ``FIELDS``: ``Class(*tuple)`` reads what `pack` wrote."""
+    """Named values that travel as a tuple, in this order: ``Class(*tuple)`` reads what `pack` wrote."""
 
-    __slots__ = ()
-    FIELDS: tuple[str, ...] = ()
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
+
+    if not TYPE_CHECKING:  # type checkers derive it
+
+        def __init__(self, *values: Any) -> None:
+            self.__dict__.update(zip(self.FIELDS, values, strict=True))
 
     def pack(self) -> tuple[Any, ...]:
         """The values, as `marshal` takes them."""
@@ -61,111 +74,67 @@ class Record:
 
 
 class Spec(Record):
-    """What to start for one rank.
+    """What to start for one rank."""
 
-    Attributes:
-        rank: The local rank.
-        path: The file to execute. Forks do not use it.
-        argv: Its arguments. Where ``fds`` is not empty, the numbers of the inherited descriptors follow them.
-        env: Environment variables on top of the group's.
-        stdin: What it reads, by index among the descriptors beside `start`; None: /dev/null.
-        stdout, stderr: The paths of its log files; None: the launcher's stream.
-        fds: Which of the descriptors beside `start` it inherits, by index.
-        bounds: How its log files are rotated.
-        placement: Its CPUs, nice value and limits; None: the launcher's.
-    """
-
-    __slots__ = FIELDS = ("rank", "path", "argv", "env", "stdin", "stdout", "stderr", "fds", "bounds", "placement")
-
-    def __init__(
-        self,
-        rank: int,
-        path: bytes,
-        argv: list[bytes],
-        env: dict[bytes, bytes],
-        stdin: int | None,
-        stdout: str | None,
-        stderr: str | None,
-        fds: list[int],
-        bounds: Bounds,
-        placement: WorkerBounds | None,
-    ) -> None:
-        self.rank = rank
-        self.path = path
-        self.argv = argv
-        self.env = env
-        self.stdin = stdin
-        self.stdout = stdout
-        self.stderr = stderr
-        self.fds = fds
-        self.bounds = bounds
-        self.placement = placement
+    rank: int
+    """The local rank."""
+    path: bytes
+    """The file to execute. Forks do not use it."""
+    argv: list[bytes]
+    """Its arguments. Where ``fds`` is not empty, the numbers of the inherited descriptors follow them."""
+    env: dict[bytes, bytes]
+    """Environment variables on top of the group's."""
+    stdin: int | None
+    """What it reads, by index among the descriptors beside `start`; None: /dev/null."""
+    stdout: str | None
+    stderr: str | None
+    """The paths of its log files; None: the launcher's stream."""
+    fds: list[int]
+    """Which of the descriptors beside `start` it inherits, by index."""
+    bounds: Bounds
+    """How its log files are rotated."""
+    placement: WorkerBounds | None
+    """Its CPUs, nice value and limits; None: the launcher's."""
 
 
 class ExitReport(Record):
-    """How one worker ended.
+    """How one worker ended."""
 
-    Attributes:
-        rank: The local rank.
-        status: The wait status (wait4(2)).
-        moment: When it exited.
-        max_rss: Its peak memory in KiB.
-        cpu_seconds: User and system time.
-        oom: What the kernel's count of OOM kills has to do with it; "": nothing.
-        exiting: When it was first seen on its way out, by itself; 0: it was not.
-        exiting_early: Whether that was when the first failure was seen.
-        struck: The last signal that it was sent for an expired timer; 0: none.
-    """
-
-    __slots__ = FIELDS = (
-        *("rank", "status", "moment", "max_rss", "cpu_seconds"),
-        *("oom", "exiting", "exiting_early", "struck"),
-    )
-
-    def __init__(
-        self,
-        rank: int,
-        status: int,
-        moment: int,
-        max_rss: int,
-        cpu_seconds: float,
-        oom: str,
-        exiting: int,
-        exiting_early: bool,  # noqa: FBT001 - as a tuple has it
-        struck: int,
-    ) -> None:
-        self.rank = rank
-        self.status = status
-        self.moment = moment
-        self.max_rss = max_rss
-        self.cpu_seconds = cpu_seconds
-        self.oom = oom
-        self.exiting = exiting
-        self.exiting_early = exiting_early
-        self.struck = struck
+    rank: int
+    """The local rank."""
+    status: int
+    """The wait status (wait4(2))."""
+    moment: int
+    """When it exited."""
+    max_rss: int
+    """Its peak memory in KiB."""
+    cpu_seconds: float
+    """User and system time."""
+    oom: str
+    """What the kernel's count of OOM kills has to do with it; "": nothing."""
+    exiting: int
+    """When it was first seen on its way out, by itself; 0: it was not."""
+    exiting_early: bool
+    """Whether that was when the first failure was seen."""
+    struck: int
+    """The last signal that it was sent for an expired timer; 0: none."""
 
 
 class Orphan(Record):
-    """A process that a worker left behind.
+    """A process that a worker left behind."""
 
-    Attributes:
-        pid: The process.
-        rank: The local rank of its worker; -1: not known.
-        command: Its command line.
-        age: Its age in seconds when it was first signalled.
-        signal: The last signal that it was sent; 0: none.
-        status: Its wait status; None: it has not ended.
-    """
-
-    __slots__ = FIELDS = ("pid", "rank", "command", "age", "signal", "status")
-
-    def __init__(self, pid: int, rank: int, command: str, age: float, signal: int, status: int | None) -> None:
-        self.pid = pid
-        self.rank = rank
-        self.command = command
-        self.age = age
-        self.signal = signal
-        self.status = status
+    pid: int
+    """The process."""
+    rank: int
+    """The local rank of its worker; -1: not known."""
+    command: str
+    """Its command line."""
+    age: float
+    """Its age in seconds when it was first signalled."""
+    signal: int
+    """The last signal that it was sent; 0: none."""
+    status: int | None
+    """Its wait status; None: it has not ended."""
 
 
 # --- launcher to keeper

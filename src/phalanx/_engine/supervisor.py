@@ -72,7 +72,7 @@ class Supervisor:
         """Whether what `start` was given as ``failed`` has been called, or will be."""
         self.last_step: int | None = None
         """The highest step that a worker had reported, once all are gone; None: none had."""
-        self._display = GroupLines(write_line)
+        self.lines = GroupLines(write_line)
         self.hang_report: HangReporter | None = None
         """What writes down hangs; None: no timers are watched."""
         self._notice: StopFlag | None = None
@@ -82,8 +82,8 @@ class Supervisor:
         # Plain numbers: `marshal` takes no subclass, and a NumPy float would arrive as bytes.
         policy = (float(settle), float(grace), float(linger))
         self._policy = (*policy, float(orphan_grace))
-        self._link = KeeperLink(self._loop, self._keeper, self.mirror, self._display, self._on_running, policy)
-        self.mirror.on_leaving = self._link.on_leaving
+        self.link = KeeperLink(self._loop, self._keeper, self.mirror, self.lines, self._on_running, policy)
+        self.mirror.on_leaving = self.link.on_leaving
         self._chores: Iterable[Callable[[], None]] = ()
         self._chored = SerialExecutor("phalanx-chores")
         self._thread: threading.Thread | None = None
@@ -154,16 +154,16 @@ class Supervisor:
             failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
                 process of the group is left, or before that if it takes long.
         """
-        self._link.lost_connection, self._link.locate = lost_connection or self._link.lost_connection, locate
-        self._link.on_thread = self._chored.submit
-        self._link.events = events
-        self._failed, self._link.failing = failed, partial(self._loop.after, SOON, self._report_failure)
+        self.link.lost_connection, self.link.locate = lost_connection or self.link.lost_connection, locate
+        self.link.on_thread = self._chored.submit
+        self.link.events = events
+        self._failed, self.link.failing = failed, partial(self._loop.after, SOON, self._report_failure)
         self._notice = notice
-        self._link.notice = 0.0 if notice is None else notice.seconds
-        self.hang_report = self._link.hang_report = report
+        self.link.notice = 0.0 if notice is None else notice.seconds
+        self.hang_report = self.link.hang_report = report
         self._chores = chores
         try:
-            self._display.open(pump, after)
+            self.lines.open(pump, after)
             self._send_order(specs, fds, fork=fork, modules=modules)
             self._thread = unpatched.thread(target=self._run, name="phalanx")
             self._thread.start()
@@ -205,41 +205,26 @@ class Supervisor:
                 timers,
                 notice,
             )
-            self._link.open(order, given)
+            self.link.open(order, given)
         finally:
             theirs.close()
 
     def wait_until_up(self) -> None:
         """Return when every worker runs, or raise, with none left, what went wrong: `not_started`."""
-        self._link.up.wait()
-        error = self.not_started
+        self.link.up.wait()
+        error = self.link.not_started
         if error is not None:
             self.done.wait()
             raise error
 
-    @property
-    def up(self) -> Latch:
-        """Opened when every worker runs, or when it is known why none does: `not_started`."""
-        return self._link.up
-
-    @property
-    def shown(self) -> Latch:
-        """Opened when all lines of the workers are shown, or when what shows them was left alone."""
-        return self._display.shown
-
-    @property
-    def not_started(self) -> BaseException | None:
-        """Why the workers never ran; None if they did, or may yet."""
-        return self._link.not_started
-
     def abort(self, why: BaseException | None = None) -> None:
         """Undo `boot` and `start`, however far they came. `wait_until_up` raises ``why``. Idempotent."""
-        if self._link.start_error is None:
-            self._link.start_error = why
+        if self.link.start_error is None:
+            self.link.start_error = why
         if self._take_charge():
             self._thread = None
             self._release()
-            for latch in (self._link.up, self.gone, self.shown, self.ended, self.done):
+            for latch in (self.link.up, self.gone, self.lines.shown, self.ended, self.done):
                 latch.open()
         else:  # the group's thread releases everything
             self.kill()
@@ -264,9 +249,9 @@ class Supervisor:
         number, seconds = int(death_signal), float(grace)
 
         def stop() -> None:
-            self._link.grace = seconds
-            self._link.send_end(protocol.stop(number, seconds))
-            self._link.watchdog.expect(seconds + KILL_WAIT)
+            self.link.grace = seconds
+            self.link.send_end(protocol.stop(number, seconds))
+            self.link.watchdog.expect(seconds + KILL_WAIT)
 
         self._loop.call(stop)
 
@@ -275,39 +260,22 @@ class Supervisor:
         seconds = float(grace)
 
         def set_grace() -> None:
-            self._link.grace = seconds
-            self._link.send(protocol.set_grace(seconds))
+            self.link.grace = seconds
+            self.link.send(protocol.set_grace(seconds))
 
         self._loop.call(set_grace)
 
     def expect(self, seconds: float) -> None:
         """Have the keeper stop the group, unless this is called again within so many seconds. Returns at once."""
-        self._loop.call(partial(self._link.send, protocol.expect(float(seconds))))
+        self._loop.call(partial(self.link.send, protocol.expect(float(seconds))))
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to one worker. It is no stop: how the worker ends then is its own end. Returns at once."""
-        self._loop.call(partial(self._link.send, protocol.signal_worker(int(rank), int(number))))
-
-    def say(self, text: str) -> bool:
-        """Show a line of ours among the workers'. Returns whether that is possible."""
-        return not self.gone and self._display.say(text)
-
-    def say_before(self, text: str) -> bool:
-        """Show a line of ours before the workers', when the group that these wait for is shown. Likewise."""
-        return not self.shown and self._display.say_before(text)
-
-    def announce(self, text: str) -> None:
-        """Show a line of ours, among the workers' if that is possible."""
-        self._display.announce(text, possible=not self.gone)
-
-    def call_after_lines(self, action: Callable[[], None], patience: float, seconds: float = 0.0) -> None:
-        """See `GroupLines`. Waits ``seconds`` at most until it has been called."""
-        self._display.call_after_lines(action, patience)
-        self._display.drain(seconds)
+        self._loop.call(partial(self.link.send, protocol.signal_worker(int(rank), int(number))))
 
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
-        self._loop.call(self._link.kill)
+        self._loop.call(self.link.kill)
 
     def join(self) -> None:
         """Wait until nothing of the group is left in this process; not in the group's own thread."""
@@ -331,27 +299,27 @@ class Supervisor:
         try:
             self._loop.run()
         except BaseException as error:  # noqa: BLE001 - an error of ours: the group must not outlive its supervisor
-            if not self._link.up:
-                self._link.start_error = error
-            self._link.keeper_error = error_of = self.keeper_error or KeeperLostError(
+            if not self.link.up:
+                self.link.start_error = error
+            self.link.keeper_error = error_of = self.link.keeper_error or KeeperLostError(
                 f"the group's supervisor failed: {error!r}"
             )
             error_of.__cause__ = error
             guarded(self._close_keeper)  # before any latch opens
         finally:
             guarded(self._finish_threads)
-            self._link.up.open()
+            self.link.up.open()
             self.mirror.close()
-            events = self._link.events
+            events = self.link.events
             if events is not None:
-                events.gone(self.mirror, self.not_started, None if self.result_stands else self.keeper_error)
-            if self.not_started is None:
+                events.gone(self.mirror, self.link.not_started, self.link.lost)
+            if self.link.not_started is None:
                 guarded(partial(self._report_failure, is_over=True))
             self.gone.open()
-            guarded(self._display.finish)
+            guarded(self.lines.finish)
             if events is not None:
-                events.wait_for_users(self.announce)
-            self.shown.open()
+                events.wait_for_users(self.lines.announce)
+            self.lines.shown.open()
             self.ended.open()
             try:
                 self._release()
@@ -374,41 +342,31 @@ class Supervisor:
         failed = self._failed
         if is_over:  # a worker that we had stopped may have failed before
             self._failed = None
-            due = self.keeper_error is not None or any(not one.ended_well for one in self.mirror.workers.values())
+            due = self.link.keeper_error is not None or any(not one.ended_well for one in self.mirror.workers.values())
         else:
             due = any(worker.failed for worker in self.mirror.workers.values())
         if failed is not None and due and not self.has_reported:
             self.has_reported = True
-            self.call_after_lines(failed, SOON if is_over else 0.0)
+            self.lines.call_after_lines(failed, SOON if is_over else 0.0)
 
     def _load_late(self) -> None:
         self._chored.submit(load_for_end)
 
     def _do_chores(self) -> None:
         for chore in self._chores:
-            if self._link.ended:
+            if self.link.ended:
                 return
             chore()
 
     def _release(self) -> None:
         """Release every descriptor and process: the keeper first, for its end ends the workers."""
-        steps = [self._close_keeper, self._display.close, self._results.close, self._loop.close]
+        steps = [self._close_keeper, self.lines.close, self._results.close, self._loop.close]
         steps[1:1] = [part.close for part in (self._notice, self.hang_report) if part is not None]
         for step in steps:
             guarded(step)
 
     def _close_keeper(self) -> None:
-        self._keeper.close(KILL_WAIT + DRAIN_WAIT + ANSWER_WAIT, self._link.log_writer)
-
-    @property
-    def keeper_error(self) -> KeeperLostError | None:
-        """Why the group was killed, if that was because a helper process had died; or else None."""
-        return self._link.keeper_error
-
-    @property
-    def result_stands(self) -> bool:
-        """Whether every worker had ended by itself, and that was reported, before a helper was lost."""
-        return self._link.result_stands
+        self._keeper.close(KILL_WAIT + DRAIN_WAIT + ANSWER_WAIT, self.link.log_writer)
 
     def _finish_threads(self) -> None:
         """Take the last results, and wait for what other threads write down, unless it takes too long."""

@@ -75,26 +75,20 @@ def check_options(
 ) -> None:
     """Refuse options with which no group can be started. Raises TypeError, ValueError."""
     if not isinstance(name, str):
-        msg = f"name: expected a string, got {name!r}"
-        raise TypeError(msg)
+        raise TypeError(f"name: expected a string, got {name!r}")
     if not isinstance(entrypoint, str) and not callable(entrypoint):
-        msg = f"entrypoint: expected a callable, or a binary's name, got {entrypoint!r}"
-        raise TypeError(msg)
+        raise TypeError(f"entrypoint: expected a callable, or a binary's name, got {entrypoint!r}")
     if method not in START_METHODS:
-        msg = f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}"
-        raise ValueError(msg)
+        raise ValueError(f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}")
     if main not in (IMPORT, VALUE):
-        msg = f"main: expected {IMPORT!r} or {VALUE!r}, got {main!r}"
-        raise ValueError(msg)
+        raise ValueError(f"main: expected {IMPORT!r} or {VALUE!r}, got {main!r}")
     if starts_warm and (isinstance(entrypoint, str) or method != "forkserver"):
         what = "a binary imports nothing" if isinstance(entrypoint, str) else f"start_method is {method!r}"
-        msg = f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}"
-        raise ValueError(msg)
+        raise ValueError(f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}")
     specs = (("console", console, ConsoleSpecs), ("placement", placement, Placement), ("timers", timers, TimerSpecs))
     for option, value, kind in specs:
         if not isinstance(value, (kind, NoneType)):
-            msg = f"{option}: expected a {kind.__name__}, got {value!r}"
-            raise TypeError(msg)
+            raise TypeError(f"{option}: expected a {kind.__name__}, got {value!r}")
     for option, time_span in (("settle", settle), ("grace", grace), ("linger", linger)):
         seconds(option, time_span)
     seconds("orphan_grace", orphan_grace, endless=False)
@@ -110,24 +104,20 @@ def checked_notice(notice: Any) -> tuple[int, float] | None:
     if notice is None:
         return None
     if not isinstance(notice, (tuple, list)) or len(notice) != 2:  # noqa: PLR2004 - a signal and its seconds
-        msg = f"notice: expected a pair of a signal's number and seconds, got {notice!r}"
-        raise TypeError(msg)
+        raise TypeError(f"notice: expected a pair of a signal's number and seconds, got {notice!r}")
     number, span = notice
     if isinstance(number, bool) or not hasattr(number, "__index__"):
-        msg = f"notice: expected a signal's number, like signal.SIGUSR1, got {number!r}"
-        raise TypeError(msg)
+        raise TypeError(f"notice: expected a signal's number, like signal.SIGUSR1, got {number!r}")
     number = operator.index(number)
     if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
-        msg = f"notice: expected a signal that a process can handle, got {number}"
-        raise ValueError(msg)
+        raise ValueError(f"notice: expected a signal that a process can handle, got {number}")
     return number, seconds("notice", span, zero=False, endless=False)
 
 
 def checked_listener(on_event: Any) -> Callable[[dict[str, Any]], object] | None:
     """Check a function that is to be called with events, and return it. Raises TypeError."""
     if on_event is not None and not callable(on_event):
-        msg = f"on_event: expected a function of one dict, got {on_event!r}"
-        raise TypeError(msg)
+        raise TypeError(f"on_event: expected a function of one dict, got {on_event!r}")
     return on_event  # type: ignore[no-any-return]  # what it takes cannot be checked
 
 
@@ -135,21 +125,18 @@ def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[
     """Check the arguments and environments of each rank, and return them. Each rank is looked up in a mapping once."""
     if nprocs is not None:
         if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
-            msg = f"nprocs: expected a whole number, got {nprocs!r}"
-            raise TypeError(msg)
+            raise TypeError(f"nprocs: expected a whole number, got {nprocs!r}")
         nprocs = operator.index(nprocs)  # NumPy has integer types of its own
     if args is UNSET:
         args = ()
     shared = isinstance(args, (tuple, list))
     if shared and nprocs is None and envs is None:
-        msg = "nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank"
-        raise TypeError(msg)
+        raise TypeError("nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank")
     ranks = [] if shared else _ranks("args", args, "a tuple, or one tuple for all ranks")
     env_ranks = [] if envs is None else _ranks("envs", envs, "environment variables")
     count = nprocs if nprocs is not None else len(env_ranks if shared else ranks)
     if count < 1:
-        msg = f"nprocs: expected at least 1 process, got {count}"
-        raise ValueError(msg)
+        raise ValueError(f"nprocs: expected at least 1 process, got {count}")
     if shared:
         all_args = dict.fromkeys(range(count), args)
     else:
@@ -163,8 +150,7 @@ def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[
 
 def _ranks(which: str, mapping: Any, what: str) -> list[Any]:
     if not hasattr(mapping, "keys"):
-        msg = f"{which}: expected a mapping from local rank to {what}, got {mapping!r}"
-        raise TypeError(msg)
+        raise TypeError(f"{which}: expected a mapping from local rank to {what}, got {mapping!r}")
     return list(mapping.keys())
 
 
@@ -179,11 +165,9 @@ def checked_filters(name: str, value: Any) -> list[str] | None:
     if value is None:
         return None
     if not is_sequence(value) or not all(isinstance(part, str) for part in value):
-        msg = f"{name}: expected a list of strings, got {value!r}"
-        raise TypeError(msg)
+        raise TypeError(f"{name}: expected a list of strings, got {value!r}")
     if not all(value):
-        msg = f"{name}: an empty string is in every line, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: an empty string is in every line, got {value!r}")
     return list(value)
 
 
@@ -205,8 +189,7 @@ def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
     """Return the arguments as tuples. Ranks with the same object get the same tuple, which is then pickled once."""
     for rank, values in args.items():
         if not is_sequence(values):
-            msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
-            raise TypeError(msg)
+            raise TypeError(f"args: rank {rank}: expected a tuple of arguments, got {values!r}")
     tuples: dict[int, tuple[Any, ...]] = {}
     for values in args.values():
         if id(values) not in tuples:
@@ -222,8 +205,7 @@ def _check_ranks(which: str, ranks: list[Any], count: int) -> None:
         trouble = [
             f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (surplus, "too many")) if names
         ]
-        msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
-        raise RanksError(msg)
+        raise RanksError(f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}")
 
 
 def _can_be_encoded(text: str) -> bool:
@@ -236,16 +218,13 @@ def _can_be_encoded(text: str) -> bool:
 
 def _environment(rank: int, env: Any) -> dict[str, str]:
     if not hasattr(env, "items"):
-        msg = f"envs: rank {rank}: expected environment variables by name, got {env!r}"
-        raise TypeError(msg)
+        raise TypeError(f"envs: rank {rank}: expected environment variables by name, got {env!r}")
     held = dict(env.items())
     for name, value in held.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            msg = f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings"
-            raise TypeError(msg)
+            raise TypeError(f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings")
         if not name or "=" in name or "\0" in name + value or not _can_be_encoded(name + value):
-            msg = f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable"
-            raise ValueError(msg)
+            raise ValueError(f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable")
     return held
 
 
@@ -262,8 +241,7 @@ def check_signal(name: str, value: object) -> int:
     except TypeError:
         number = 0
     if number not in signal.valid_signals():
-        msg = f"{name}: expected a signal, like signal.SIGTERM or 15, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: expected a signal, like signal.SIGTERM or 15, got {value!r}")
     try:
         return signal.Signals(number)
     except ValueError:
@@ -273,5 +251,4 @@ def check_signal(name: str, value: object) -> int:
 def check_timeout(timeout: float | None) -> None:
     """Refuse NaN, with which a wait would never end. Raises ValueError."""
     if timeout != timeout:  # noqa: PLR0124 - true of NaN alone
-        msg = f"timeout: expected seconds, got {timeout!r}"
-        raise ValueError(msg)
+        raise ValueError(f"timeout: expected seconds, got {timeout!r}")

@@ -73,8 +73,7 @@ class SubprocessContext(PContext):
         for rank, values in self.args.items():
             argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in (name, *values)]
             if any(b"\0" in value for value in argv):
-                msg = f"args: rank {rank}: an argument of a binary cannot hold a null character"
-                raise ValueError(msg)
+                raise ValueError(f"args: rank {rank}: an argument of a binary cannot hold a null character")
             path = self.envs[rank].get("PATH")
             if path not in found:
                 found[path] = find_binary(name, rank, self.envs[rank])

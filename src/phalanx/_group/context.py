@@ -156,7 +156,7 @@ class PContext(ABC):
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
         if follows is not None:  # one that was not started has no lines, and may follow another
-            self._after = follows._after if before is None else before.shown  # noqa: SLF001 - as above
+            self._after = follows._after if before is None else before.lines.shown  # noqa: SLF001 - as above
         self._end_fd: EndFd | None = None  # once `_is_closed`, there will be none any more
         self._events: GroupEvents | None = None
         self._first_failure: FirstFailure | None = None
@@ -188,8 +188,7 @@ class PContext(ABC):
                 pass
         with self._one:
             if self._supervisor is not None or self._starting:
-                msg = f"the group {self.name!r} has been started before"
-                raise RuntimeError(msg)
+                raise RuntimeError(f"the group {self.name!r} has been started before")
             self._starting, self._closed = True, False
         try:
             self._start()
@@ -265,7 +264,7 @@ class PContext(ABC):
         try:
             supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
         except BaseException as error:
-            if error is supervisor.not_started:
+            if error is supervisor.link.not_started:
                 self._tidy()
                 self._supervisor = None
             raise
@@ -349,8 +348,7 @@ class PContext(ABC):
                 self._end_fd = EndFd()
                 supervisor.ended.then(self._end_fd.ring)
         if self._end_fd is None or self._end_fd.fileno() < 0:
-            msg = f"the group {self.name!r} has been closed"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the group {self.name!r} has been closed")
         return self._end_fd.fileno()
 
     def _wait(self, end: Latch, timeout: float | None) -> RunProcsResult | None:
@@ -363,14 +361,14 @@ class PContext(ABC):
                 return None
         if supervisor.ended:
             host_signals.release(supervisor)
-        if supervisor.not_started is not None:
-            msg = f"the group {self.name!r} was not started: {supervisor.not_started}"
-            raise RuntimeError(msg) from supervisor.not_started
+        if supervisor.link.not_started is not None:
+            msg = f"the group {self.name!r} was not started: {supervisor.link.not_started}"
+            raise RuntimeError(msg) from supervisor.link.not_started
         with host_signals.delivering():
             result = self._result or self._judge(supervisor)
-        if supervisor.keeper_error is not None and not supervisor.result_stands:
-            supervisor.keeper_error.failures = result.failures
-            raise supervisor.keeper_error
+        if (lost := supervisor.link.lost) is not None:
+            lost.failures = result.failures
+            raise lost
         return result
 
     @property
@@ -390,14 +388,14 @@ class PContext(ABC):
 
     def say(self, text: str) -> bool:
         """Show the line ``text`` on the console, between lines of the workers. Return whether that is possible."""
-        return self._supervisor is not None and self._supervisor.say(text)
+        return self._supervisor is not None and self._supervisor.lines.say(text)
 
     def say_before(self, text: str) -> bool:
         """Show the line ``text`` before those of the workers: for `when_shown` of the group that this one follows.
 
         Return whether that is possible.
         """
-        return self._supervisor is not None and self._supervisor.say_before(text)
+        return self._supervisor is not None and self._supervisor.lines.say_before(text)
 
     @property
     def is_open(self) -> bool:
@@ -442,9 +440,9 @@ class PContext(ABC):
         self.order_close(death_sig, timeout)
         supervisor.join()
         try:
-            if supervisor.not_started is None:
+            if supervisor.link.not_started is None:
                 if self._events is not None:
-                    self._events.close(supervisor.announce)
+                    self._events.close(supervisor.lines.announce)
                 self._tidy()
         finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
@@ -526,7 +524,7 @@ class PContext(ABC):
 
     def when_shown(self, action: Callable[[], None]) -> None:
         """Call ``action`` likewise, once all lines of the workers are shown, or what shows them was left alone."""
-        self._started().shown.then(action)
+        self._started().lines.shown.then(action)
 
     @property
     def last_step(self) -> int | None:
@@ -549,8 +547,7 @@ class PContext(ABC):
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        msg = "a group of processes cannot be copied, nor pickled: there would be two to close it"
-        raise TypeError(msg)
+        raise TypeError("a group of processes cannot be copied, nor pickled: there would be two to close it")
 
     def __enter__(self) -> Self:
         return self
@@ -573,8 +570,7 @@ class PContext(ABC):
                 result = first.collect(self._value_once)
                 result = self._result = self._result or result
                 if self._events is not None:
-                    lost = None if supervisor.result_stands else supervisor.keeper_error
-                    self._events.ended(result.state, *verdict(result), result, lost)
+                    self._events.ended(result.state, *verdict(result), result, supervisor.link.lost)
                 for worker in supervisor.mirror.workers.values():
                     worker.received_fds.close()  # of workers that failed after they had returned
                 if supervisor.owner == os.getpid():
@@ -594,6 +590,5 @@ class PContext(ABC):
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:
-            msg = f"the group {self.name!r} has not been started"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the group {self.name!r} has not been started")
         return self._supervisor

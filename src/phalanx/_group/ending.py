@@ -100,7 +100,7 @@ class FirstFailure:
     def announce(self) -> None:
         """Log the first failure as far as it is known: of a worker, or why the group was killed. At most once."""
         supervisor = self._supervisor
-        lost = None if supervisor.result_stands else supervisor.keeper_error
+        lost = supervisor.link.lost
         workers = [*supervisor.mirror.workers.values()]
         is_over = supervisor.mirror.state == "ENDED"
         found = self.found() if is_over else failures_of(workers, self._logs, self._envs)
@@ -116,7 +116,7 @@ class FirstFailure:
         failure = result.root_cause
         self._has_failed = failure is not None
         if failure is not None and self.announces and not self._supervisor.has_reported:
-            self._supervisor.call_after_lines(lambda: self._log(_cause(failure)), 0.0, _LOG_WAIT)
+            self._supervisor.lines.call_after_lines(lambda: self._log(_cause(failure)), 0.0, _LOG_WAIT)
 
     def _log(self, cause: str) -> None:
         with self._one:

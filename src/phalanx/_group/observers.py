@@ -77,7 +77,7 @@ def begin_events(
             from phalanx._runs.recorder import Recorder, observe
 
             command = [part for part in sys.argv if part] or [name]
-            run_id, announce = getattr(specs, "run_id", "") or name, supervisor.announce
+            run_id, announce = getattr(specs, "run_id", "") or name, supervisor.lines.announce
             recorder = Recorder(name, envs, run_id=run_id, command=command, warn=announce, is_one_group=True)
             observe(stream, announce, recorder if options.record else None)
         listen(stream, timers, options.on_event)
@@ -100,7 +100,7 @@ def watch_timers(
     from phalanx._timers import hang_reporter
 
     report, variables = hang_reporter.watch(
-        options.timers, logs, envs, supervisor.say,
+        options.timers, logs, envs, supervisor.lines.say,
         stacks=getattr(options.logs_specs, "is_kept", True), speak=options.speak,
     )  # fmt: skip
     if report is not None:
@@ -132,6 +132,6 @@ def make_stop_flag(notice: tuple[int, float] | None, undo: ExitStack) -> tuple[S
 
 def locate(error_files: Mapping[int, str], alive: Callable[[], dict[int, int]]) -> dict[int, str]:
     """Return where the workers that are alive are."""
-    from phalanx._stacks import live
+    from phalanx._stacks import collect
 
-    return live.locate(alive, error_files)
+    return collect.locate(alive, error_files)

@@ -25,27 +25,8 @@ if TYPE_CHECKING:
     from phalanx._timers.specs import TimerSpecs
 
 
-class GroupOptions(Value):
+class GroupOptions:
     """What `PContext` was given beside the workers and the looks of their lines; see there."""
-
-    __slots__ = (
-        "announces",
-        "events",
-        "filters",
-        "grace",
-        "linger",
-        "logs_specs",
-        "on_event",
-        "on_reader_gone",
-        "orphan_grace",
-        "placement",
-        "record",
-        "settle",
-        "signals",
-        "speak",
-        "stdin",
-        "timers",
-    )
 
     announces: bool
     events: EventStream | None
@@ -65,7 +46,7 @@ class GroupOptions(Value):
     timers: TimerSpecs | None
 
     def __init__(self, **options: Any) -> None:
-        self._store(**options)
+        vars(self).update(options)
 
 
 class Places(Value):
@@ -142,13 +123,10 @@ def find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
         if "/" not in name:
             here = f"./{name} is here; " if os.path.isfile(name) else ""
             where = f"; {here}PATH of rank {rank}: {search}"
-        msg = f"entrypoint: no such binary: {name!r}{where}"
-        raise FileNotFoundError(msg)
+        raise FileNotFoundError(f"entrypoint: no such binary: {name!r}{where}")
     if os.path.isdir(found[0]):
-        msg = f"entrypoint: {found[0]!r} is a folder, not a binary"
-        raise IsADirectoryError(msg)
-    msg = f"entrypoint: {found[0]!r} is not executable (chmod +x?)"
-    raise PermissionError(msg)
+        raise IsADirectoryError(f"entrypoint: {found[0]!r} is a folder, not a binary")
+    raise PermissionError(f"entrypoint: {found[0]!r} is not executable (chmod +x?)")
 
 
 def worker_specs(

@@ -160,8 +160,7 @@ def choose(
     modules = check_preload(preload or ())
     if warm is not None:
         if not isinstance(warm, Warm):
-            msg = f"warm: expected an entered warm, got {warm!r}"
-            raise TypeError(msg)
+            raise TypeError(f"warm: expected an entered warm, got {warm!r}")
         if not warm.is_open:
             raise ValueError("warm: it is not open; start the group inside its with statement")
         missing = [name for name in modules if name not in warm.preload]
@@ -189,16 +188,13 @@ def check_preload(preload: Iterable[object]) -> tuple[str, ...]:
     """Return the names of modules as a tuple. Raises TypeError, ValueError."""
     if isinstance(preload, (str, bytes)) or not hasattr(preload, "__iter__"):
         like = f"; like [{preload!r}]" if isinstance(preload, str) else ""
-        msg = f"preload: expected a list of modules' names, got {preload!r}{like}"
-        raise TypeError(msg)
+        raise TypeError(f"preload: expected a list of modules' names, got {preload!r}{like}")
     names = []
     for name in preload:
         if not isinstance(name, str):
-            msg = f"preload: expected a list of modules' names; it holds {name!r}"
-            raise TypeError(msg)
+            raise TypeError(f"preload: expected a list of modules' names; it holds {name!r}")
         if not all(part.isidentifier() for part in name.split(".")):
-            msg = f"preload: {name!r} is not the name of a module"
-            raise ValueError(msg)
+            raise ValueError(f"preload: {name!r} is not the name of a module")
         names.append(name)
     return tuple(names)
 

@@ -157,8 +157,7 @@ class RunProcsResult(Value):
                 self.name or "the group", self.failures, outcomes=self.outcomes, log_dir=self.log_dir
             )
         if not self.succeeded:
-            msg = f"the group {self.name!r} was {self.state}: {verdict(self)[1]}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the group {self.name!r} was {self.state}: {verdict(self)[1]}")
         return self
 
 

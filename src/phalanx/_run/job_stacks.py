@@ -266,11 +266,11 @@ class NodeLooks:
                 then(stack_report.write({}, 0, why="no worker of this attempt has been started there"))
                 return
             try:
-                from phalanx._stacks import live
+                from phalanx._stacks import collect
 
                 pids = group.pids()
                 texts = {rank: EXITED if rank in pids else _NOT_STARTED for rank in range(nproc)}
-                texts |= live.take(lambda: group.alive, group.error_files, _STACKS)
+                texts |= collect.take(lambda: group.alive, group.error_files, _STACKS)
                 then(stack_report.write(texts, first, nodes))
             except Exception as error:  # noqa: BLE001 - no descriptor is left, say: who asks is to know
                 then(stack_report.write({}, 0, why=one_line(f"its workers could not be looked at: {error}")))

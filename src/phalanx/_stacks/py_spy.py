@@ -17,7 +17,7 @@ from functools import partial
 from phalanx._base import clock, procfs
 from phalanx._base.process import Process, reap_later
 from phalanx._stacks.dump import GONE
-from phalanx._stacks.processes import MOST_THREADS
+from phalanx._stacks.request import MOST_THREADS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

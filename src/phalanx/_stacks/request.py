@@ -12,6 +12,9 @@ A dump is many small writes to a file, the last of which looks like any other. I
 handles the signal: in its handler the kernel has the signal blocked (SigBlk of proc_pid_status(5)), unless another
 thread than the main one has taken it, which happens where the main thread blocks it. Then the dump is complete
 when nothing more has come for a while.
+
+At the end, what the kernel tells of a process: facts, for one that shows no stack; and which one does the work of a
+worker, which may only wait for a process below it (``sh run.sh``, ``numactl``).
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ import signal
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
 from phalanx._base.process import Process
+from phalanx._base.text import how_many
 from phalanx._evidence.describe import decode_dump
 from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV, last_offer, stacks_path
 from phalanx._stacks.dump import GONE, MAIN_ALONE, NO_STACK
-from phalanx._stacks.processes import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -365,3 +368,69 @@ def last_dump(data: bytes) -> bytes:
 def _contents(path: str, offset: int = 0, owners: Container[int] | None = None) -> bytes:
     """Read at most `_LIMIT` bytes from ``offset`` on, of a file of one of the ``owners``. Raises OSError."""
     return files.read(path, _LIMIT, offset, owners=owners)
+
+
+MOST_THREADS = 64
+"""Threads of a process that are looked at."""
+
+_DEEPEST = 4  # wrappers, one in another
+_STATUS = ("Name", "State", "PPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
+
+
+def facts(pid: int) -> str:
+    """Describe a process, in lines that end with a newline; "" if it may not be read, or is gone. Never raises.
+
+    From /proc/PID/status a few lines; and of each thread (64 at the most) its state, ``wchan``, ``syscall`` and
+    ``stack``, see proc_pid_wchan(5), proc_pid_syscall(5) and proc_pid_stack(5).
+    """
+    status = procfs.status(pid)
+    if not status:
+        return ""
+    lines = [f"{name}: {status[name]}" for name in _STATUS if name in status]
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        tasks = []
+    for task in tasks[:MOST_THREADS]:
+        folder = f"{pid}/task/{task}"
+        thread = procfs.status(folder)
+        line = f"thread {task} ({thread.get('Name', '?')}): {thread.get('State', '?')}"
+        for name in ("wchan", "syscall"):
+            text = _proc_text(folder, name).strip()
+            if text and text != "0":
+                line += f", {name} {text}"
+        lines.append(line)
+        lines += [f"  {frame}" for frame in _proc_text(folder, "stack").splitlines()]
+    if len(tasks) > MOST_THREADS:
+        lines.append(f"... and {how_many(len(tasks) - MOST_THREADS, 'more thread')}")
+    return "\n".join(lines) + "\n"
+
+
+def _proc_text(folder: str, name: str) -> str:
+    return procfs.read(f"/proc/{folder}/{name}").decode("utf-8", "replace")
+
+
+def working_process(pid: int) -> int:
+    """Find the process whose stacks tell of the worker ``pid``: itself, or the one below it. Never raises.
+
+    It is one below where the worker is no Python program, has a single child, and that child is the same user's (it is
+    not below ``sudo``).
+    """
+    for _ in range(_DEEPEST):
+        try:
+            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
+                break
+            below = procfs.children(pid)
+        except OSError:
+            break
+        if len(below) != 1 or not _have_one_owner(pid, below[0]):
+            break
+        (pid,) = below
+    return pid
+
+
+def _have_one_owner(*pids: int) -> bool:
+    try:
+        return len({os.stat(f"/proc/{pid}").st_uid for pid in pids}) == 1
+    except OSError:
+        return False

@@ -81,10 +81,10 @@ class Snapshot:
     def preload(self) -> None:
         """Import what `take` needs: once something hangs, there is no time."""
         with contextlib.suppress(Exception):  # no descriptor is left, perhaps; see the top
-            from phalanx._stacks import collect, dump, processes, py_spy
+            from phalanx._stacks import collect, dump, py_spy
 
             py_spy.preload()
-            del collect, dump, processes
+            del collect, dump
 
     def take(
         self,
@@ -116,9 +116,9 @@ class Snapshot:
         main, texts = dict(alive), {}
         below = _others(alive, hangs)
         try:
-            from phalanx._stacks import collect, processes, request
+            from phalanx._stacks import collect, request
 
-            main = {rank: processes.working_process(pid) for rank, pid in alive.items()}
+            main = {rank: request.working_process(pid) for rank, pid in alive.items()}
             main |= {hang.rank: hang.pid for hang in reversed(hangs)}  # the first one stands for its rank
             struck = {hang.pid for hang in hangs} | {alive.get(hang.rank, 0) for hang in hangs} if doomed else set()
             native = [hang.pid for hang in hangs][:_NATIVE]

@@ -180,7 +180,7 @@ def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None)
 
     ``folder``: that of the attempt.
     """
-    from phalanx._stacks.live import AT_ONCE
+    from phalanx._stacks.collect import AT_ONCE
     from phalanx._stacks.py_spy import preload
 
     preload()
@@ -196,8 +196,7 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
     """
     from phalanx._stacks.collect import Collection
-    from phalanx._stacks.processes import working_process
-    from phalanx._stacks.request import Target
+    from phalanx._stacks.request import Target, working_process
 
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:

@@ -168,8 +168,7 @@ def start_processes(
         raise TypeError(msg)
     for option, value in zip(order, rest, strict=False):
         if historical[option] is not UNSET:
-            msg = f"start_processes() got {option!r} twice, by position and by name"
-            raise TypeError(msg)
+            raise TypeError(f"start_processes() got {option!r} twice, by position and by name")
         historical[option] = value
     method = "spawn" if historical["start_method"] is UNSET else historical["start_method"]
     prefixes = None if historical["log_line_prefixes"] is UNSET else historical["log_line_prefixes"]
@@ -218,8 +217,7 @@ def _logs_specs(logs_specs: Any, log_dir: Any, redirects: Any, tee: Any) -> Logs
     if logs_specs is None:
         return DefaultLogsSpecs(redirects=redirects, tee=tee)
     if not isinstance(logs_specs, LogsSpecs):
-        msg = f"logs_specs: expected a LogsSpecs or the path of a folder, got {logs_specs!r}"
-        raise TypeError(msg)
+        raise TypeError(f"logs_specs: expected a LogsSpecs or the path of a folder, got {logs_specs!r}")
     if redirects or tee:
         raise TypeError("redirects, tee: they belong into the logs specs that are given")
     return logs_specs

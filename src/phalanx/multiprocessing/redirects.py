@@ -62,8 +62,7 @@ def redirect(std: str, to_file: str | os.PathLike[str]) -> Iterator[None]:
     'from a child process\n'
     """
     if std not in _DESCRIPTORS:
-        msg = f"std: expected 'stdout' or 'stderr', got {std!r}"
-        raise ValueError(msg)
+        raise ValueError(f"std: expected 'stdout' or 'stderr', got {std!r}")
     fd = _DESCRIPTORS[std]
     # O_APPEND: two streams that are redirected to the same file append to it, and do not overwrite each other.
     file = _above_standard(os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666))

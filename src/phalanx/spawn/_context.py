@@ -50,7 +50,7 @@ class SpawnGroup(MultiprocessContext):
     @property
     def is_lost(self) -> bool:
         """Whether it was killed with its keeper."""
-        return self._started().keeper_error is not None
+        return self._started().link.keeper_error is not None
 
     @property
     def is_ours(self) -> bool:

@@ -13,6 +13,7 @@ import sys
 from phalanx._base import files, linux
 from phalanx._engine import protocol
 from phalanx._engine.keeper import start_process
+from phalanx._engine.keeper.children import Notice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._base.loop import Loop
-    from phalanx._engine.keeper.children import Children, Notice
+    from phalanx._engine.keeper.children import Children
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._timers.escalation import Escalation
 else:
@@ -65,32 +66,24 @@ class Start:
         self._specs = [protocol.Spec(*spec) for spec in specs]
         self._fds = fds
         self._doing = -1, ""  # the rank, and the step
-        self._rotates = any(spec.bounds[0] for spec in self._specs)
 
     def prepare(
         self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]
     ) -> tuple[Notice | None, RotatedLogs | None, protocol.Message]:
-        """Load what gives notice of a stop, and start what fills log files of bounded size, where they are needed.
+        """Start what fills log files of bounded size, where it is needed.
 
-        Returns them, and () or `protocol.start_failed`. ``notes`` is a pipe, see `Connection.open`; ``send`` sends the
-        launcher a message.
+        Returns what gives notice of a stop, that, and () or `protocol.start_failed`. ``notes`` is a pipe, see
+        `Connection.open`; ``send`` sends the launcher a message.
         """
-        notice, failed = self._load_notice()
-        if failed:
-            return None, None, failed
-        return notice, *self._start_log_writer(loop, notes, send)
-
-    def _start_log_writer(
-        self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]
-    ) -> tuple[RotatedLogs | None, protocol.Message]:
-        if not self._rotates:
-            return None, ()
+        notice = None if self.notice is None else Notice(*self.notice)
+        if not any(spec.bounds[0] for spec in self._specs):
+            return notice, None, ()
         try:
             from phalanx._engine.keeper.rotated_logs import RotatedLogs
         except (OSError, ImportError):  # no descriptor is left
-            return None, protocol.start_failed(-1, "starting what writes its log files", errno.EMFILE, "")
+            return notice, None, protocol.start_failed(-1, "starting what writes its log files", errno.EMFILE, "")
         logs = RotatedLogs()
-        return logs, logs.start(loop, notes, send)
+        return notice, logs, logs.start(loop, notes, send)
 
     def run(
         self,
@@ -132,16 +125,11 @@ class Start:
                 with opened.pop(0) as outputs:
                     if add_rotated is not None:
                         outputs.hand_over(add_rotated)
-                    given = [self._fds[index] for index in spec.fds]
                     with limit:
-                        if self._forked:
-                            # The descriptors that become 1 and 2 are closed with the outputs.
-                            others = [fd for each in opened for fd in each.descriptors()]
-                            private = {*own(), *self._fds, *others}.difference(given)
-                            pid = _fork(spec, self._environment, outputs, given, private, call)
-                        elif spec.placement is not None:
-                            pid = _execute_placed(spec, self._environment, outputs, given)
+                        if self._forked or spec.placement is not None:
+                            pid = self._start_by_fork(spec, outputs, opened, call, own)
                         else:
+                            given = [self._fds[index] for index in spec.fds]
                             pid = start_process.execute(spec, self._environment, outputs, given, ignored)
                     worker = children.add(spec.rank, pid, spec.env.get(_ERROR_FILE))
                 self._doing = spec.rank, "watching it"
@@ -153,6 +141,24 @@ class Start:
             for outputs in opened:
                 outputs.close()
         return ()
+
+    def _start_by_fork(
+        self,
+        spec: protocol.Spec,
+        outputs: start_process.Outputs,
+        opened: list[start_process.Outputs],
+        call: Callable[[int, list[int]], None] | None,
+        own: Callable[[], list[int]],
+    ) -> int:
+        from phalanx._engine.keeper import fork_process  # loaded by now
+
+        given = [self._fds[index] for index in spec.fds]
+        if not self._forked:
+            return fork_process.execute(spec, self._environment, outputs, given)
+        # The descriptors that become 1 and 2 are closed with the outputs.
+        others = [fd for each in opened for fd in each.descriptors()]
+        private = {*own(), *self._fds, *others}.difference(given)
+        return fork_process.fork(spec, self._environment, outputs, given, private, call)
 
     def _open_ahead(
         self,
@@ -212,15 +218,6 @@ class Start:
             if fd not in kept:
                 os.close(fd)
 
-    def _load_notice(self) -> tuple[Notice | None, protocol.Message]:
-        if self.notice is None:
-            return None, ()
-        try:
-            from phalanx._engine.keeper.children import Notice
-        except (OSError, ImportError):  # no descriptor is left
-            return None, protocol.start_failed(-1, "loading what gives notice of a stop", errno.EMFILE, "")
-        return Notice(*self.notice), ()
-
     def watch_timers(
         self,
         loop: Loop,
@@ -250,17 +247,3 @@ def load_procfs() -> None:
         import phalanx._base.procfs  # noqa: F401 - see above
     except (OSError, ImportError):  # no descriptor is left: it is tried again when it is needed
         return
-
-
-def _fork(*arguments: Any) -> int:
-    """See `fork_process.fork`, which is imported by now."""
-    from phalanx._engine.keeper import fork_process
-
-    return fork_process.fork(*arguments)
-
-
-def _execute_placed(*arguments: Any) -> int:
-    """See `fork_process.execute`."""
-    from phalanx._engine.keeper import fork_process
-
-    return fork_process.execute(*arguments)

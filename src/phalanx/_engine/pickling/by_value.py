@@ -199,8 +199,7 @@ class _PicklerByValue:
         if kind.__name__ == "TypeAliasType":  # typing's, since 3.12
             return make_type_alias, (kind, obj.__name__, obj.__value__, obj.__type_params__)
         if not all(base is object or base.__flags__ & _HEAPTYPE for base in kind.__mro__):
-            msg = f"{obj!r} is pickled by its name, and its module is not there on the other side"
-            raise pickle.PicklingError(msg)
+            raise pickle.PicklingError(f"{obj!r} is pickled by its name, and its module is not there on the other side")
         return object.__new__, (kind,), obj.__getstate__()  # as `object` has it
 
     def _method(self, method: types.MethodType) -> Any:
@@ -333,8 +332,7 @@ def _reduce_stream(reduce: Callable[[Any], Any], stream: Any) -> Any:
     """Reduce a standard stream to that of the other side. Refuse others: cloudpickle would copy a file's content."""
     if stream in (sys.stdout, sys.stderr):
         return reduce(stream)
-    msg = f"cannot pickle {type(stream).__qualname__!r} object"
-    raise TypeError(msg)
+    raise TypeError(f"cannot pickle {type(stream).__qualname__!r} object")
 
 
 def _dataclass_markers() -> dict[type, Callable[[Any], Any]]:

@@ -61,8 +61,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
         from phalanx._engine.pickling.unpicklable import UnpicklableError, first_line, type_name
 
         where = _find(value, known) or f"the return value ({type_name(value)})"
-        msg = f"{where} cannot be pickled: {first_line(error)}"
-        raise UnpicklableError(msg) from error
+        raise UnpicklableError(f"{where} cannot be pickled: {first_line(error)}") from error
     return memfd, fds
 
 
