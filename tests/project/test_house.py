@@ -70,12 +70,15 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "job_run", "life", "membership", "node")),
-            *(f"_rendezvous/{name}" for name in ("node_thread", "stack_requests", "store_view")),
+            *(
+                f"_rendezvous/{name}"
+                for name in ("candidates", "conclusion", "entrance", "job_run", "life", "membership")
+            ),
+            *(f"_rendezvous/{name}" for name in ("node", "node_thread", "stack_requests", "store_view")),
             *("_run/job_stacks", "_run/node_team", "cli/_run_node"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
             "agent/_node",
-            *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "server")),
+            *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "server")),
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
@@ -83,6 +86,7 @@ KEPT_APART = {
     "src/phalanx/_rendezvous/stack_report.py": {"msgspec"},
     "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
     "src/phalanx/_store/hub/messages.py": {"msgspec"},
+    "src/phalanx/_store/store.py": {"msgspec"},
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
@@ -94,7 +98,7 @@ PLACES = {
         f"src/phalanx/{name}.py"
         for name in (
             *("_rendezvous/evidence", "_rendezvous/records", "_rendezvous/stack_report"),
-            "_store/hub/messages",
+            *("_store/hub/messages", "_store/store"),
         )
     },
     "re2": {"src/phalanx/_logs/search.py"},

@@ -886,7 +886,7 @@ class SimulatedNode:
             self._me, outcome="failed" if self.failed else outcome, uptime=1.0, error=error, is_cut_off=is_cut_off,
             rank=rank if self.failed else None, exitcode=self.code if self.failed else None,
         )  # fmt: skip
-        left = evidence.write(self.name, self._me.host, "", RunProcsResult(failures=failed), rank)
+        left = evidence.write(me, evidence.Left(RunProcsResult(failures=failed)), rank)
         self.do(self.node.workers_gone(me, left, self._simulation.now))
 
     # --- what goes wrong

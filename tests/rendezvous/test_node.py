@@ -709,7 +709,7 @@ def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
     assert fetch.prefix == "evidence/0/"
     assert [effect for effect in story.wait(0.1) if isinstance(effect, life.Fetch)] == []  # once
     failed = RunProcsResult(failures={0: ProcessFailure(0, 42, 1, "<N/A>", rank=0)})
-    lost = evidence.write("b", "host-b", "", failed, 0, machine=other.machine)
+    lost = evidence.write(other, evidence.Left(failed), 0)
     story.asked.clear()
     story.tell(Fetched(fetch.ticket, None))  # in vain: again in a while
     again = next(each for each in story.wait(2) if isinstance(each, life.Fetch))

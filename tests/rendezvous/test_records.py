@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._rendezvous import evidence, records
-from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence
+from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence, Left
 from phalanx._rendezvous.records import DamagedError, End, Job, Member, Node, Refusal, Stop
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._stacks.dump import Ended, Frame
@@ -132,7 +132,7 @@ def left(node: str, *failures: ProcessFailure, first: int = 0) -> bytes:
         failures={each.local_rank: each for each in failures},
         outcomes={rank: Outcome(rank, 4242 + rank, "stopped", -15, 15) for rank in range(2)},
     )
-    return evidence.write(node, f"host-{node}", f"/logs/{node}", result, first, machine=f"host-{node} {node}")
+    return evidence.write(Node(node, f"host-{node}", node, 2), Left(result, f"/logs/{node}"), first)
 
 
 def test_the_node_that_was_the_first_to_tell_has_the_root_cause() -> None:
@@ -204,7 +204,7 @@ class Hangs:
 
 def seen(node: str, first: int, hangs: Hangs, *failures: ProcessFailure) -> bytes:
     result = RunProcsResult(failures={each.local_rank: each for each in failures})
-    return evidence.write(node, f"host-{node}", "", result, first, hangs=hangs, machine=f"host-{node} {node}")  # type: ignore[arg-type] # as above
+    return evidence.write(Node(node, f"host-{node}", node, 2), Left(result, hangs=hangs), first)  # type: ignore[arg-type] # as above
 
 
 def hang(detail: str) -> ProcessFailure:
@@ -299,7 +299,7 @@ def failing(count: int, **facts: Any) -> RunProcsResult:
     ids=lambda facts: next(iter(facts)),
 )
 def test_whatever_a_worker_has_left_is_read_by_the_others(facts: dict[str, Any]) -> None:
-    data = evidence.write("a", "h", "/tmp/\udcff", failing(1, **facts), 5, "\udcff")
+    data = evidence.write(NODE, Left(failing(1, **facts), "/tmp/\udcff"), 5, "\udcff")
     found = JobEvidence([Entry("evidence/0/a", data, 1, 1)], None)
     assert (found.damaged, list(found.failures), list(found.outcomes)) == ([], [5], [5])
 
@@ -307,7 +307,7 @@ def test_whatever_a_worker_has_left_is_read_by_the_others(facts: dict[str, Any])
 def test_the_evidence_of_many_is_bounded_and_the_first_failure_is_kept() -> None:
     told = failing(200, message="ValueError: bad", traceback="x" * 9000)
     for nodes, most in ((1, MOST_BYTES), (1000, evidence.ALL_BYTES // 1000), (10000, 4096)):
-        data = evidence.write("a", "h", "", told, 0, nodes=nodes)
+        data = evidence.write(NODE, Left(told), 0, nodes=nodes)
         assert len(data) <= most
         first = JobEvidence([Entry("evidence/0/a", data, 1, 1)], None).failures[0]
         assert (first.message, len(first.traceback) > most // 20) == ("ValueError: bad", True)

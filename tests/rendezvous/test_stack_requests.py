@@ -8,10 +8,11 @@ from phalanx._rendezvous import life, records
 from phalanx._rendezvous.life import Found, Look, Looked
 from phalanx._rendezvous.records import Stop, Verdict, replace
 from phalanx._rendezvous.stack_requests import INTERVAL, MOST_ANSWER, PATIENCE
-from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Fetched, Put, Snapshot
+from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
 ASKED = records.write(records.Look("b", 0))
+REMOVAL = Delete("job/look/a.1"), Delete("looks/a.1/", below=True)
 
 
 class Asks(Story):
@@ -69,7 +70,7 @@ def test_all_answer_and_nothing_is_left() -> None:
     due = story.answers("a.1", "b", b"there")
     assert kinds(due) == ["Looked", "Unwatch", "Submit"]
     assert due[0].found == Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
-    assert written(story) == ((), (Delete("looks/a.1/b"), Delete("job/look/a.1")))
+    assert written(story) == ((), REMOVAL)
     story.answer()
     assert story.removes("job/look/a.1") == []
     assert story.node.wake > 1e9
@@ -82,14 +83,9 @@ def test_who_does_not_answer_is_waited_for_no_longer_than_agreed() -> None:
     assert story.wait(PATIENCE - 0.1) == []
     due = story.wait(0.1)
     assert only(Looked, due).found == Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
-    assert story.asked[0].transaction.writes == (Delete("job/look/a.1"),)
+    assert story.asked[0].transaction.writes == REMOVAL
     assert story.answers("a.1", "b", b"late") == []
-    due = story.answer()  # the question is gone: none can answer any more, and one may have
-    assert due == [life.Fetch(only(life.Fetch, due).ticket, "looks/a.1/")]
-    late = Entry("looks/a.1/b", b"late", 1, 2)
-    due = story.tell(Fetched(only(life.Fetch, due).ticket, (late,)))
-    assert only(life.Submit, due).transaction == ((), (Delete("looks/a.1/b"),))
-    assert story.tell(Fetched(-99, ())) == []
+    assert story.answer() == []  # the question is gone: no node can answer any more
 
 
 def test_who_asks_meanwhile_waits_for_the_next_look() -> None:
@@ -131,8 +127,7 @@ def test_a_node_answers_who_asks() -> None:
     story.removes("job/look/b.2")  # who has asked has gone
     story.looked(due[0])
     (answer,) = story.asked
-    put = Put("looks/c.7/a", b"here", OWN)
-    assert answer.transaction.writes == (put, Delete("looks/b.1/a"))  # what its asker may have left
+    assert answer.transaction.writes == (Put("looks/c.7/a", b"here", OWN),)
     assert only(Look, story.wait(INTERVAL)).looks == ("b.3",)
 
 
@@ -169,12 +164,12 @@ def test_a_store_that_is_away() -> None:
     assert only(Looked, story.ask()).found == Found(None, {}, "the store does not answer")
     assert story.looked(Look(0, 2, ("a.1",))) == []  # too late
     due = story.tell(Back())
-    assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
+    assert only(life.Submit, due).transaction == ((), REMOVAL)
     due = story.tell(Done(only(life.Submit, due).ticket, None, 0))
     assert (due, story.node.wake) == ([], 1.0)
     assert only(Looked, story.ask()).found == Found(None, {}, "the store could not be asked")
     due = story.wait(1.0)
-    assert only(life.Submit, due).transaction == ((), (Delete("job/look/a.1"),))
+    assert only(life.Submit, due).transaction == ((), REMOVAL)
     story.tell(Done(only(life.Submit, due).ticket, True, 99))
     assert only(Looked, story.tell(Away("again")) + story.ask()).found.why == "the store does not answer"
 

@@ -329,7 +329,7 @@ def test_nothing_can_be_put_into_a_connection(hub: Hub, how: str) -> None:
         one.watch("")
         agent.greet()
         agent.read()
-        put = messages.write(messages.Submit(1, (), (messages.Write("job", "a", b"x" * 100),)))
+        put = messages.write(messages.Submit(1, Transaction((), (Put("a", b"x" * 100, JOB),))))
         frame, after = wire.frame(put, agent.seal), wire.frame(beat, agent.seal)
         if how == "repeated":
             said = frame + frame

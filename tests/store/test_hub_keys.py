@@ -8,12 +8,12 @@ from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.handshake import AgentSide, RefusedError, StoreSide, TurnedAwayError
 from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
-from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Lease, Put, Transaction, Unchanged
 
 A, B = b"a" * 16, b"b" * 16
 
 
-def put(key: str, value: bytes = b"", lease: str = JOB) -> Put:
+def put(key: str, value: bytes = b"", lease: Lease = JOB) -> Put:
     return Put(key, value, lease)
 
 
@@ -152,10 +152,10 @@ def test_another_version_of_the_protocol() -> None:
     hello = messages.write(messages.Hello(7, wire.run_hash("run"), "run", bytes(32)))
     with pytest.raises(TurnedAwayError) as caught:
         store.challenge(hello)
-    assert str(caught.value) == "it speaks version 7 of the store's protocol; the one here is 4"
+    assert str(caught.value) == f"it speaks version 7 of the store's protocol; the one here is {messages.VERSION}"
     assert messages.read_answer(store.refusal(caught.value)) == messages.Refusal("version", messages.VERSION, "run")
     refusal = messages.write(messages.Refusal("version", 7, "run"))
-    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 4"):
+    with pytest.raises(RefusedError, match="h:1 speaks version 7 of the store's protocol; this agent speaks version 5"):
         AgentSide(SETTINGS, b"").enter(refusal)
 
 
@@ -198,6 +198,6 @@ def test_what_is_no_request(body: bytes) -> None:
 def test_a_transaction_travels_as_it_is() -> None:
     given = (Absent("a"), Unchanged("b", 3), Created("c", 2))
     transaction = Transaction(given, (Put("d", b"\xff\0", OWN), Put("e", b"", JOB), Delete("f")))
-    read = messages.read_request(messages.write(messages.Submit.of(3, transaction)))
+    read = messages.read_request(messages.write(messages.Submit(3, transaction)))
     assert isinstance(read, messages.Submit)
     assert (read.number, read.transaction) == (3, transaction)

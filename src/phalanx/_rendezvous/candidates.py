@@ -70,16 +70,14 @@ class Notes:
 
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
     """Return why which nodes cannot take part."""
-    most, excluded = job.max_nodes, job.excluded
-    found = {
-        name: _refusal(job, node, rules)
-        for name, (node, *_) in nodes.items()
-        if node.order >= most or not was_told_the_same(job, node) or node.version != VERSION or node.machine in excluded
-    }
-    # Who is refused for another reason does not say what the others run.
-    runs = _programs(job, without(nodes, found))
+    found = {name: why for name, (node, *_) in nodes.items() if (why := _refusal(job, node, rules))}
+    # A node that is refused for another reason does not decide what the others run. Else the first one to come does;
+    # where ranks are given, node 0, whenever it comes: it hosts the store, and does not leave if refused.
+    come = sorted(without(nodes, found).values(), key=lambda seen: (seen.node.order != 0, seen.created))
+    runs = dict(programs(job, (node for node, *_ in come if node.state != "left")))
     found |= {
-        name: _other_program(node, runs[node.role])
+        name: f"the job of this id runs {runs[node.role]}, and this node was told {node.program}: another job needs"
+        " another run id, and workers of another kind another role"
         for name, (node, *_) in nodes.items()
         if name not in found and runs.get(node.role, node.program) != node.program != ""
     }
@@ -98,22 +96,6 @@ def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str,
     return {name: seen for name, seen in nodes.items() if name not in those} if those else nodes
 
 
-def _programs(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
-    """Return what workers of which role run in this job; of a role that is new, those of the first node to come.
-
-    Where ranks are given, node 0 goes first, whenever it comes: it hosts the store, and does not leave if refused.
-    """
-    runs = dict(job.programs)
-    new = [
-        seen
-        for seen in nodes.values()
-        if seen.node.program and seen.node.role not in runs and seen.node.state != "left"
-    ]
-    for node, *_ in sorted(new, key=lambda seen: (seen.node.order != 0, seen.created)):
-        runs.setdefault(node.role, node.program)
-    return runs
-
-
 def programs(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
     """Return what workers of which role run, once these nodes take part."""
     runs = dict(job.programs)
@@ -121,14 +103,6 @@ def programs(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
         if node.program:
             runs.setdefault(node.role, node.program)
     return tuple(runs.items())
-
-
-def _other_program(node: Node, runs: str) -> str:
-    """Return why a node cannot take part where workers of its role run something else."""
-    return (
-        f"the job of this id runs {runs}, and this node was told {node.program}: another job needs another run id, and "
-        "workers of another kind another role"
-    )
 
 
 def arguments(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
@@ -173,18 +147,19 @@ def was_told_the_same(job: Job, node: Node) -> bool:
 
 
 def _refusal(job: Job, node: Node, rules: Rules) -> str:
-    """Return why a node by itself cannot take part, of which that is known."""
-    wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
-    noun = "node" if job.max_nodes == 1 else "nodes"
+    """Return why a node by itself cannot take part; "": it can."""
     if node.version != VERSION:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
-    if wanted != given:
-        return f"the job is one of {wanted} {noun}, and this node was told {given}"
+    wanted = f"{_span(job.min_nodes, job.max_nodes)} {_noun(job.max_nodes)}"
+    if (job.min_nodes, job.max_nodes) != (node.min_nodes, node.max_nodes):
+        return f"the job is one of {wanted}, and this node was told {_span(node.min_nodes, node.max_nodes)}"
     if not was_told_the_same(job, node):
         return f"the job has {job.policy}, and this node was told {node.policy}"
     if node.machine in job.excluded:
         return f"workers of host {node.host} were the root cause {how_many(rules.exclude_after, 'time')} in a row"
-    return f"its node rank is {node.order}, and the job has {wanted} {noun}: 0 to {job.max_nodes - 1}"
+    if node.order >= job.max_nodes:
+        return f"its node rank is {node.order}, and the job has {wanted}: 0 to {job.max_nodes - 1}"
+    return ""
 
 
 def _twice(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
@@ -265,10 +240,7 @@ MOST_NAMED = 8
 def call_roll(nodes: Iterable[Node], least: int, most: int) -> tuple[str, tuple[int, ...]]:
     """Return who has come and who is missing, in words; and the node ranks that are missing, if they were given.
 
-    Args:
-        nodes: Those that have come, and can take part.
-        least: How many there are to be, at least.
-        most: Likewise, at most.
+    ``nodes``: those that have come, and can take part. ``least``, ``most``: how many are to come.
 
     >>> from phalanx._rendezvous.records import Node
     >>> call_roll([Node("a", "h1", "", 8, order=0), Node("c", "h3", "", 8, order=2)], 4, 4)
@@ -281,9 +253,8 @@ def call_roll(nodes: Iterable[Node], least: int, most: int) -> tuple[str, tuple[
     ('2 of 2 to 4 nodes have come: h1, h2; 2 more may come', ())
     """
     there = list(nodes)
-    wanted = f"{most}" if least == most else f"{least} to {most}"
     count = "none" if not there else len(there)
-    text = f"{count} of {wanted} {_noun(most)} {'have' if len(there) > 1 else 'has'} come"
+    text = f"{count} of {_span(least, most)} {_noun(most)} {'have' if len(there) > 1 else 'has'} come"
     missing: tuple[int, ...] = ()
     if there and all(node.order >= 0 for node in there):
         there.sort(key=lambda node: node.order)
@@ -316,12 +287,7 @@ class RollCall:
         self._last = self._again = 0.0
 
     def call(self, text: str, since: float, now: float) -> bool:
-        """Return whether that is to be said now.
-
-        Args:
-            text: What there is to be said.
-            since: When the node began to wait.
-            now: The present moment.
+        """Return whether ``text`` is to be reported now. ``since``: when the node began to wait.
 
         >>> roll = RollCall()
         >>> [(roll.call("1 of 2", 0.0, now), roll.wake) for now in (1.0, 3.0, 9.0, 13.0)]

@@ -20,10 +20,9 @@ from phalanx._rendezvous.life import Finish
 from phalanx._rendezvous.records import End, Job, Stop, replace
 
 
-def told(stop: Stop | End) -> str:
+def told(stop: Stop) -> str:
     """Return why a generation ends, in words. Who can write to the store has chosen them: none has any effect.
 
-    >>> from phalanx._rendezvous.records import Stop
     >>> told(Stop(0, "failure", "a", "host0", "ValueError: bad batch", rank=3))
     'rank 3 on host host0, ValueError: bad batch'
     """
@@ -41,7 +40,7 @@ def told(stop: Stop | End) -> str:
 def unreachable(job: Job) -> str:
     """Return what is wrong with where the workers of a job meet; "": nothing is known to be.
 
-    >>> from phalanx._rendezvous.records import Job, Member
+    >>> from phalanx._rendezvous.records import Member
     >>> members = (Member("a", "h1", 1, "default"), Member("b", "h2", 1, "default"))
     >>> unreachable(Job(0, "running", 2, 2, members, "127.0.0.1", 29500))
     'MASTER_ADDR is 127.0.0.1, which is another machine on each of h1, h2: give each its address with --local-addr'
@@ -111,12 +110,8 @@ class Conclusion(NamedTuple):
 def conclude(finish: Finish, asked: int = 0, why: str = "") -> Conclusion:
     """Return what the end of a node means.
 
-    Args:
-        finish: How the node has ended.
-        asked: The signal by which this node was to end; 0: none.
-        why: What is said of an end of which the job has not decided.
+    ``asked``: the signal by which it was to end; 0: none. ``why``: the cause of an end that the job has not decided.
 
-    >>> from phalanx._rendezvous.life import Finish
     >>> conclude(Finish("unknown", "its store is gone"), why="it is not known how the job has ended").code
     69
     >>> conclude(Finish("left", "SIGTERM"), signal.SIGTERM).code

@@ -1,13 +1,10 @@
-"""What the workers of a node have left at the end of a generation: written for all nodes, and made one report of.
+"""Writes what the workers of a node leave at the end of a generation, and makes one report of that of all nodes.
 
 A node writes `MOST_BYTES` at most, and of many nodes a share of `ALL_BYTES`, for each of them reads it all: long texts
-lose their middles, those of the first failure last; of many failures the later ones are left out, and of outcomes.
-Moments are of the machine that saw them, and are not compared with those of others: the first failure is that of the
-node that was the first to say so, see `Stop`; but a worker that has lost a connection is not the cause where one of
-another node has failed of something else.
-
-Of a hang, each node says where its ranks were. All put together, that tells which of the ranks that hang the others
-wait for: it is the root cause, whichever node was the first to say so.
+lose their middles, those of the first failure last; then later failures go, and outcomes. Moments of different machines
+are not compared: the first failure is that of the node whose `Stop` was written. But a worker that has lost a
+connection is not the cause where one of another node has failed of something else; and of a hang, each node writes
+where its ranks were: the rank that the others wait for is the root cause.
 """
 
 from __future__ import annotations
@@ -46,6 +43,8 @@ _SHORTEST = 64
 _MOST_PLACES = 256
 _MOST_RUNS = 4096  # of neighbouring ranks at one place
 _MOST_NAME = 200  # characters
+_TEXTS = ("error_file", "message", "traceback", "unreadable", "stderr_tail", "stdout_file", "stderr_file")
+"""Fields of a failure that are passed on, cut."""
 
 _Text = Annotated[str, Meta(max_length=_LONGEST + 200)]
 _Number = Annotated[int, Meta(ge=-_MOST_NUMBER, lt=_MOST_NUMBER)]
@@ -160,14 +159,8 @@ def account(
 ) -> tuple[Node, Stop | None, bytes]:
     """Return how the workers of a node have ended in a generation: its entry, why that is to end, and the evidence.
 
-    Args:
-        me: Its entry before.
-        job: The job, as that generation has begun.
-        rank: The node's group rank in it.
-        end: How they have ended. If none has failed, there is no reason for the generation to end.
-        uptime: For how many seconds they ran.
-        port: One that is free for rank 0 in the next generation.
-        left: What they have left.
+    ``me``: its entry before. ``rank``: its group rank in the ``job``, as the generation began. ``port``: one that is
+    free for rank 0 in the next generation. Where ``end`` is no failure, there is no reason to end.
     """
     result, root = left.result, left.result.root_cause
     me = records.replace(
@@ -185,10 +178,7 @@ def account(
     is_hang = root is not None and is_of_timer(root.error_file_data)
     stop = stop_of(me, job.generation, end.error, end.rank, end.exitcode, is_hang=is_hang) if end.failed else None
     error = end.error if end.failed and not result.failures else ""
-    first = first_rank(job, rank)
-    return me, stop, write(
-        me.id, me.host, left.log_dir, result, first, error, left.hangs, len(job.members), me.machine
-    )  # fmt: skip
+    return me, stop, write(me, left, first_rank(job, rank), error, len(job.members))
 
 
 def stop_of(
@@ -199,21 +189,9 @@ def stop_of(
     return Stop(generation, kind, me.id, me.host, records.one_line(one_line(error)), rank, exitcode)
 
 
-def write(
-    node: str,
-    host: str,
-    log_dir: str,
-    result: RunProcsResult,
-    first_rank: int,
-    error: str = "",
-    hangs: HangReporter | None = None,
-    nodes: int = 1,
-    machine: str = "",
-) -> bytes:
-    """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on.
-
-    ``hangs`` knows where they were, if a rank of the job was found to hang.
-    """
+def write(me: Node, left: Left, first_rank: int, error: str = "", nodes: int = 1) -> bytes:
+    """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on."""
+    result, hangs = left.result, left.hangs
     most = max(_LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // nodes))
     summaries = {} if hangs is None else hangs.summaries
     places = () if hangs is None else _places(hangs.whereabouts, first_rank, most // 4)
@@ -225,16 +203,11 @@ def write(
     longest, first = _LONGEST, most // 8
     while True:
         failed = tuple(
-            _told(
-                failure,
-                first_rank,
-                longest if index else max(longest, first),
-                summaries.get(failure.local_rank, ""),
-            )
+            _told(failure, first_rank, longest if index else max(longest, first), summaries.get(failure.local_rank, ""))
             for index, failure in enumerate(failures[:_MOST])
         )
-        folder, what = cut_middle(log_dir, _LONGEST), cut_middle(error, longest)
-        told = Evidence(node, host, folder, failed, ended, what, machine, places)
+        folder, what = cut_middle(left.log_dir, _LONGEST), cut_middle(error, longest)
+        told = Evidence(me.id, me.host, folder, failed, ended, what, me.machine, places)
         data = records.write(told)
         if len(data) <= most:
             return data
@@ -284,19 +257,13 @@ def _name(text: str) -> str:
 
 def _told(failure: ProcessFailure, first_rank: int, longest: int, summary: str) -> Failed:
     """Return what other nodes are told. ``summary``: a line of its detail that is about this node's ranks alone."""
+    texts = {name: cut_middle(getattr(failure, name), longest) for name in _TEXTS}
     detail = "\n".join(line for line in failure.detail.split("\n") if not summary or line != summary)
-
-    def cut(text: str) -> str:
-        return cut_middle(text, longest)
-
-    def bound(number: int) -> int:
-        return min(max(number, -_MOST_NUMBER), _MOST_NUMBER - 1)
-
+    pid, exitcode = (min(max(each, -_MOST_NUMBER), _MOST_NUMBER - 1) for each in (failure.pid, failure.exitcode))
     return Failed(
-        first_rank + failure.local_rank, failure.local_rank, bound(failure.pid), bound(failure.exitcode),
-        cut(failure.error_file), cut(failure.message), min(max(0, failure.timestamp), _MOST_MOMENT - 1),
-        cut(failure.traceback), cut(failure.unreadable), cut(detail), cut(failure.stderr_tail),
-        cut(failure.stdout_file), cut(failure.stderr_file), is_cut_off(failure), is_of_timer(failure.error_file_data),
+        first_rank + failure.local_rank, failure.local_rank, pid, exitcode, **texts,
+        timestamp=min(max(0, failure.timestamp), _MOST_MOMENT - 1), detail=cut_middle(detail, longest),
+        is_cut_off=is_cut_off(failure), is_hang=is_of_timer(failure.error_file_data),
     )  # fmt: skip
 
 
@@ -342,7 +309,13 @@ class JobEvidence:
         self.failures: Mapping[int, ProcessFailure] = {
             failed.rank: _failure(one.host, failed, index, self.summary) for index, (one, failed) in enumerate(told)
         }
-        outcomes = {ended.rank: _outcome(ended) for one in found for ended in one.outcomes}
+        outcomes = {
+            each.rank: Outcome(
+                each.local_rank, each.pid, each.state, each.exitcode, each.signal_sent, notice=each.notice
+            )
+            for one in found
+            for each in one.outcomes
+        }
         self.outcomes: Mapping[int, Outcome] = dict(sorted(outcomes.items()))
         self.log_dir = next((one.log_dir for one, _ in told if one.log_dir), "")
         self.errors = [f"host {one.host}: {one.error}" for one in found if one.error]
@@ -410,21 +383,5 @@ def _failure(host: str, failed: Failed, index: int, summary: str) -> ProcessFail
         first, *more = detail.split("\n")
         detail = "\n".join((first, summary, *more))
     failure = ProcessFailure(failed.local_rank, failed.pid, failed.exitcode, NOT_AVAILABLE, rank=failed.rank, host=host)
-    return failure.replace(
-        error_file=failed.error_file,
-        message=failed.message,
-        timestamp=failed.timestamp,
-        traceback=failed.traceback,
-        unreadable=failed.unreadable,
-        detail=detail,
-        stderr_tail=failed.stderr_tail,
-        stdout_file=failed.stdout_file,
-        stderr_file=failed.stderr_file,
-        dated_ns=index,
-    )
-
-
-def _outcome(ended: Ended) -> Outcome:
-    return Outcome(
-        ended.local_rank, ended.pid, ended.state, ended.exitcode, ended.signal_sent, notice=ended.notice
-    )  # fmt: skip
+    texts = {name: getattr(failed, name) for name in _TEXTS}
+    return failure.replace(**texts, timestamp=failed.timestamp, detail=detail, dated_ns=index)

@@ -169,25 +169,16 @@ class Stop(Struct, frozen=True):
     signal: Annotated[int, Meta(ge=0, le=64)] = 0
 
 
-class End(Struct, frozen=True):
-    """How a generation ended.
+class End(Stop, frozen=True):
+    """How a generation ended, and why.
 
     Attributes:
-        generation: Which.
-        kind, node, host, error, rank, exitcode: See `Stop`.
         failed: Whether it counts as a failure.
         uptime: For how many seconds it ran, where it ran longest.
         step: The highest step that was reported.
         survivors: How many workers have outlived SIGKILL.
     """
 
-    generation: _Generation
-    kind: Kind
-    node: _Id
-    host: _Text
-    error: _Text = ""
-    rank: _Count | None = None
-    exitcode: _Code | None = None
     failed: bool = False
     uptime: _Seconds = 0.0
     step: _Step | None = None
@@ -444,13 +435,8 @@ _MOST_TEXT = 200  # characters of the numbers in a name
 class JobRanks:
     """The ranks of a job.
 
-    Args:
-        members: The nodes, by group rank.
+    ``members``: the nodes, by group rank. ``size``: how many ranks there are; 0, if there are more than 1,048,576.
 
-    Attributes:
-        size: How many ranks there are; 0, if there are more than 1,048,576.
-
-    >>> from phalanx._rendezvous.records import Member
     >>> ranks = JobRanks([Member("x", "a", 2, "trainer"), Member("y", "b", 3, "trainer")])
     >>> ranks.size, ranks.of_node("y"), ranks.of_node("z")
     (5, range(2, 5), range(0, 0))
@@ -504,7 +490,6 @@ def neighbours(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def first_rank(job: Job, rank: int, role: str | None = None) -> int:
     """Return the rank in the job of a node's first worker; with a ``role``, its rank among the workers of that.
 
-    >>> from phalanx._rendezvous.records import Job, Member
     >>> job = Job(0, "running", 2, 2, (Member("a", "a", 2, "reader"), Member("b", "b", 3, "trainer")))
     >>> first_rank(job, 1), first_rank(job, 1, "trainer"), first_rank(job, 2)
     (2, 0, 5)

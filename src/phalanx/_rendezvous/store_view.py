@@ -41,8 +41,8 @@ class StoreView:
         self._told: dict[str, int] = {}  # up to which revision the keys below a prefix are known
         self._job: tuple[int, Job | None] = -1, None
         self._made = 0  # when the job was made
-        self._nodes: dict[str, Seen] = {}
-        self._entered: dict[str, dict[str, Seen]] = {}  # by node: its entry, and that of its success, by their keys
+        self._seen: dict[str, Seen] = {}  # by key: the entries of nodes, and those of their successes
+        self._nodes: dict[str, Seen] | None = None  # the same, by node; None: they have changed
         self._looks: dict[str, Entry] = {}
 
     def take(self, event: Snapshot | Changed) -> None:
@@ -59,10 +59,8 @@ class StoreView:
             self._deleted = {key: at for key, at in self._deleted.items() if at > event.revision}
         for key, revision in gone.items():
             if revision > self._known(key):
-                self._entries.pop(key, None)
+                self._drop(key)
                 self._deleted[key] = revision
-                self._drop_node(key)
-                self._looks.pop(key.removeprefix(records.LOOK), None)
         for entry in told:
             if entry.modified > self._known(entry.key):
                 self._entries[entry.key] = entry
@@ -77,40 +75,30 @@ class StoreView:
         return self._deleted.get(key, -1) if entry is None else entry.modified
 
     def _see_node(self, entry: Entry) -> None:
-        name = _name_in(entry.key)
+        name = entry.key.removeprefix(records.NODES).partition("/")[0]
+        self._nodes = None
+        self._seen.pop(entry.key, None)
         try:
             node = records.read(Node, entry)
         except DamagedError:
             version = records.version_of(entry)
             if version == records.VERSION:  # somebody else's: no node that takes part
-                self._drop_node(entry.key)
                 return
-            node = Node(name, "", "", 1, version=version)  # it is to be told that it is not taken
+            node = Node(name, "", "", 1, version=version)  # the leader refuses it
         if node.id == name:
-            self._entered.setdefault(name, {})[entry.key] = Seen(node, entry.created, entry.modified)
-            self._find_node(name)
+            self._seen[entry.key] = Seen(node, entry.created, entry.modified)
 
-    def _drop_node(self, key: str) -> None:
-        name = _name_in(key)
-        if self._entered.get(name, {}).pop(key, None) is not None:
-            self._find_node(name)
-
-    def _find_node(self, name: str) -> None:
-        """Note how far a node is: what its entry says; if that is gone, that its workers have succeeded."""
-        its = self._entered[name]
-        found = its.get(f"{records.NODES}{name}") or its.get(records.success_of(name))
-        if found is None:
-            del self._entered[name]
-            self._nodes.pop(name, None)
-        else:
-            self._nodes[name] = found
+    def _drop(self, key: str) -> None:
+        self._entries.pop(key, None)
+        self._looks.pop(key.removeprefix(records.LOOK), None)
+        if self._seen.pop(key, None) is not None:
+            self._nodes = None
 
     def forget(self, prefix: str) -> None:
         """Forget the keys below a prefix, which is not watched any more."""
         self._told.pop(prefix, None)
         for key in [key for key in self._entries if key.startswith(prefix)]:
-            del self._entries[key]
-            self._drop_node(key)
+            self._drop(key)
 
     def told(self, prefix: str) -> int:
         """Return up to which revision the keys below a prefix are known; 0: they are not."""
@@ -127,6 +115,11 @@ class StoreView:
     @property
     def nodes(self) -> dict[str, Seen]:
         """The nodes, by their ids: those whose entries are there, and those that have gone after they succeeded."""
+        if self._nodes is None:
+            self._nodes = {}
+            for key, seen in self._seen.items():
+                if key == f"{records.NODES}{seen.node.id}" or seen.node.id not in self._nodes:  # else its success
+                    self._nodes[seen.node.id] = seen
         return self._nodes
 
     @property
@@ -195,7 +188,7 @@ class StoreView:
     def is_alone(self, node: str) -> bool:
         """Whether no other node is there that has not left: who has come to an end waits for the next job."""
         job, modified = self.job()
-        others = {name: seen for name, seen in self._nodes.items() if name != node}
+        others = {name: seen for name, seen in self.nodes.items() if name != node}
         if job is not None and job.phase == "over":
             its = {*job.ids}
             others = {name: seen for name, seen in others.items() if seen.created < modified or name in its}
@@ -205,17 +198,12 @@ class StoreView:
         """Whether the job has ended with the loss of a node: if that was stopped or cut off, it may come back."""
         job, _ = self.job()
         stop = None if job is None or job.verdict is None else job.verdict.stop
-        return stop is not None and stop.kind == "lost" and stop.node not in self._nodes
+        return stop is not None and stop.kind == "lost" and stop.node not in self.nodes
 
     def leader(self) -> tuple[str, int]:
         """Return the id of the leader, and the revision at which it became that; "" and 0: there is none."""
         entry = self._entries.get(records.LEADER)
         return ("", 0) if entry is None else (entry.value.decode("utf-8", "replace"), entry.created)
-
-
-def _name_in(key: str) -> str:
-    """Return the node of a key below ``nodes/``."""
-    return key.removeprefix(records.NODES).partition("/")[0]
 
 
 AGAIN = 1.0

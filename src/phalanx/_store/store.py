@@ -4,20 +4,34 @@ A key has a value (bytes), and the store's revision at which it was made (``crea
 Every transaction that writes makes a new revision, greater than all before it: revisions order what happens in a job,
 for the clocks of its machines are never compared. See https://etcd.io/docs/v3.5/learning/api/.
 
-`Store` is the interface; `phalanx._store.etcd` and `phalanx._store.hub` are the stores.
+`Store` is the interface; `phalanx._store.etcd` and `phalanx._store.hub` are the stores. The parts of a transaction have
+types and bounds, by which the hub reads them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
-OWN, JOB, KEPT = "own", "job", "kept"
+from msgspec import Meta, Struct
+
+OWN: Final = "own"
+JOB: Final = "job"
+KEPT: Final = "kept"
 """Leases: a key of ``OWN`` goes with the agent that wrote it, one of ``JOB`` with the last agent of the job.
 
 One of ``KEPT`` has none: it is there until it is deleted. In a store that ends with the job, it ends with the job.
 """
+
+
+MOST_VALUE = 32 << 20
+"""Bytes of a value, and of a request: what it writes is sent to others with a little more beside it."""
+
+Lease = Literal["own", "job", "kept"]
+Key = Annotated[str, Meta(max_length=1000)]
+Revision = Annotated[int, Meta(ge=0, le=1 << 62)]
+_MANY = Meta(max_length=1 << 16)
 
 
 class Entry(NamedTuple):
@@ -29,46 +43,50 @@ class Entry(NamedTuple):
     modified: int
 
 
-class Absent(NamedTuple):
+class _Part(Struct, frozen=True, array_like=True, tag=str.lower):
+    """A part of a transaction; in a message, an array whose first element says which."""
+
+
+class Absent(_Part, frozen=True):
     """The condition that a key is not there."""
 
-    key: str
+    key: Key
 
 
-class Unchanged(NamedTuple):
+class Unchanged(_Part, frozen=True):
     """The condition that a key was last written at the revision ``modified``."""
 
-    key: str
-    modified: int
+    key: Key
+    modified: Revision
 
 
-class Created(NamedTuple):
+class Created(_Part, frozen=True):
     """The condition that a key was made at the revision ``created``: it has not been deleted and made again."""
 
-    key: str
-    created: int
+    key: Key
+    created: Revision
 
 
-class Put(NamedTuple):
+class Put(_Part, frozen=True):
     """Write a key. ``lease``: with whom it goes, `OWN` or `JOB`; or `KEPT`."""
 
-    key: str
-    value: bytes
-    lease: str
+    key: Key
+    value: Annotated[bytes, Meta(max_length=MOST_VALUE)]
+    lease: Lease
 
 
-class Delete(NamedTuple):
+class Delete(_Part, frozen=True):
     """Delete a key, if it is there; ``below``: all keys that begin with it, none of which is put with that."""
 
-    key: str
+    key: Key
     below: bool = False
 
 
 class Transaction(NamedTuple):
     """Writes that are made together, if all conditions hold; else none is."""
 
-    conditions: tuple[Absent | Unchanged | Created, ...]
-    writes: tuple[Put | Delete, ...]
+    conditions: Annotated[tuple[Absent | Unchanged | Created, ...], _MANY]
+    writes: Annotated[tuple[Put | Delete, ...], _MANY]
 
 
 class Snapshot(NamedTuple):

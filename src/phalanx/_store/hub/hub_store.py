@@ -99,7 +99,7 @@ class HubStore(Store):
 
     def submit(self, ticket: int, transaction: Transaction) -> None:
         """See `Store`."""
-        self._call(lambda: self._ask(Submit, ticket, lambda number: Submit.of(number, transaction)))
+        self._call(lambda: self._ask(Submit, ticket, lambda number: Submit(number, transaction)))
 
     def fetch(self, ticket: int, prefix: str) -> None:
         """See `Store`."""

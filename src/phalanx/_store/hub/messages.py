@@ -5,8 +5,6 @@ bounds, and executed never. The values are written as MessagePack. The protocol,
 
     to the store    Hello, Enter, Watch, Unwatch, Submit, Fetch, Beat, Leave
     to an agent     Challenge or Refusal, Welcome, Told, Changes, Made, Read, Beat, Left
-
-This module loads msgspec, and is the only one here that does.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import MOST_VALUE, Entry, Key, Revision, Transaction
 
-VERSION = 4
+VERSION = 5
 """Of the protocol. Agents of another one are refused: `Hello` and `Refusal` begin the same in all versions."""
 
 MOST_BODY = 64 << 20
 """Bytes of a message that is taken."""
-MOST_REQUEST = 32 << 20
-"""Bytes of a request: what it writes is told to others with a little more beside it."""
+MOST_REQUEST = MOST_VALUE
+"""Bytes of a request."""
 MOST_HELLO = 1024
 """Bytes of a message from somebody who is not known."""
 MOST_NAME = 200
@@ -36,15 +34,11 @@ SESSION = 16
 
 _PART = 1 << 20  # bytes of values, after which a long answer goes on in another message
 
-_Key = Annotated[str, Meta(max_length=1000)]
-_Value = Annotated[bytes, Meta(max_length=MOST_REQUEST)]
-_Revision = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, Meta(max_length=MOST_NAME)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
 _Session = Annotated[bytes, Meta(min_length=SESSION, max_length=SESSION)]
-_MANY = Meta(max_length=1 << 16)
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=str.lower):
@@ -118,71 +112,20 @@ class Beat(_Message, frozen=True):
 class Watch(_Message, frozen=True):
     """See `Store.watch`. `Told` is the answer; then come `Changes`."""
 
-    prefix: _Key
+    prefix: Key
 
 
 class Unwatch(_Message, frozen=True):
     """See `Store.unwatch`."""
 
-    prefix: _Key
-
-
-class Condition(Struct, frozen=True, array_like=True):
-    """A condition of a transaction: what a key is to be; ``revision``: when it was made, or last written."""
-
-    kind: Literal["absent", "created", "unchanged"]
-    key: _Key
-    revision: _Revision = 0
-
-
-class Write(Struct, frozen=True, array_like=True):
-    """A write of a transaction: a put with the lease `OWN` or `JOB`; or a deletion, of a key or of all below it."""
-
-    kind: Literal["own", "job", "delete", "delete below"]
-    key: _Key
-    value: _Value = b""
+    prefix: Key
 
 
 class Submit(_Message, frozen=True):
     """A transaction; `Made` is the answer. ``number``: the agent counts its requests."""
 
     number: _Number
-    conditions: Annotated[tuple[Condition, ...], _MANY]
-    writes: Annotated[tuple[Write, ...], _MANY]
-
-    @classmethod
-    def of(cls, number: int, transaction: Transaction) -> Submit:
-        """Return the message for a transaction."""
-        conditions = (
-            Condition("absent", one.key)
-            if isinstance(one, Absent)
-            else Condition("created" if isinstance(one, Created) else "unchanged", *one)
-            for one in transaction.conditions
-        )
-        writes = (
-            Write("own" if one.lease == OWN else "job", one.key, one.value)
-            if isinstance(one, Put)
-            else Write("delete below" if one.below else "delete", one.key)
-            for one in transaction.writes
-        )
-        return cls(number, tuple(conditions), tuple(writes))
-
-    @property
-    def transaction(self) -> Transaction:
-        """The transaction."""
-        kinds: dict[str, type[Created | Unchanged]] = {"created": Created, "unchanged": Unchanged}
-        conditions = (
-            Absent(one.key) if one.kind == "absent" else kinds[one.kind](one.key, one.revision)
-            for one in self.conditions
-        )
-        leases = {"own": OWN, "job": JOB}
-        writes = (
-            Put(one.key, one.value, leases[one.kind])
-            if one.kind in leases
-            else Delete(one.key, below=one.kind == "delete below")
-            for one in self.writes
-        )
-        return Transaction(tuple(conditions), tuple(writes))
+    transaction: Transaction
 
 
 class Made(_Message, frozen=True):
@@ -190,14 +133,14 @@ class Made(_Message, frozen=True):
 
     number: _Number
     made: bool
-    revision: _Revision
+    revision: Revision
 
 
 class Fetch(_Message, frozen=True):
     """See `Store.fetch`. `Read` is the answer."""
 
     number: _Number
-    prefix: _Key
+    prefix: Key
 
 
 _Items = Annotated[tuple[Entry, ...], Meta(max_length=1 << 20)]
@@ -214,8 +157,8 @@ class Read(_Message, frozen=True):
 class Told(_Message, frozen=True):
     """Keys below a watched prefix. ``more``: others follow in another message."""
 
-    prefix: _Key
-    revision: _Revision
+    prefix: Key
+    revision: Revision
     items: _Items
     more: bool
 
@@ -223,10 +166,10 @@ class Told(_Message, frozen=True):
 class Changes(_Message, frozen=True):
     """What a revision has written below a watched prefix."""
 
-    prefix: _Key
-    revision: _Revision
+    prefix: Key
+    revision: Revision
     written: _Items
-    deleted: Annotated[tuple[_Key, ...], Meta(max_length=1 << 20)]
+    deleted: Annotated[tuple[Key, ...], Meta(max_length=1 << 20)]
 
 
 class Leave(_Message, frozen=True):
