@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.logs.test_search import chosen
-from tests.support.command import Place
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
