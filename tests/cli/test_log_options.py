@@ -347,14 +347,14 @@ def test_our_own_lines_go_to_stderr_and_nowhere_else(how: str, place: Place, rea
 # --- prefixes
 
 
-TEMPLATE = "${role_name}|$rank|${local_rank}|${host}|$$|"
+TEMPLATE = "${role_name}|$rank|${local_rank}|${host}|${hostname}|$$|"
 
 
 @pytest.mark.long
 def test_a_template_makes_the_prefix(place: Place) -> None:
     host = os.uname().nodename
     done = sh(place, "echo x", "--role", "eval", "--log-line-prefix-template", TEMPLATE, "--color", "always", n=2)
-    assert sorted(done.out.splitlines()) == [f"eval|{rank}|{rank}|{host}|$|x" for rank in range(2)]
+    assert sorted(done.out.splitlines()) == [f"eval|{rank}|{rank}|{host}|{host}|$|x" for rank in range(2)]
     place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "<${rank}> "
     assert sh(place, "echo x").out == "<0> x\n"
     assert sh(place, "echo x", "--log-line-prefix-template", "é ").out == "é x\n"
@@ -514,7 +514,7 @@ def test_numbers_of_another_library() -> None:
 
 def test_filtered_files_have_the_chosen_lines_of_all_ranks(place: Place) -> None:
     code = "echo loss=$RANK; echo nothing; echo 'a WARNING: é'; echo loss=9 >&2; echo ERROR >&2"
-    filters = ("--duplicate-stdout-filters", "loss,é", "--duplicate-stderr-filters", "ERROR")
+    filters = ("--duplicate-stdout-filters", "loss,é,,", "--duplicate-stderr-filters", "ERROR")
     filters += ("--duplicate-stdout-filters", "WARNING")
     done = sh(place, code, *filters, "--local-ranks-filter", 1, n=3)
     (folder,) = place.logs.glob("*/attempt_0")
