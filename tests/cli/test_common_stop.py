@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,12 +28,6 @@ import os, signal
 {ready}
 signal.pause()
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A folder of its own."""
-    return Place(tmp_path)
 
 
 @pytest.mark.slow
@@ -64,7 +57,7 @@ def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, fir
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_workers_of_a_job_and_one_launcher_stops_the_job(place: Place, ready: Ready) -> None:
+def test_a_signal_to_all_workers_and_one_launcher_stops_the_job(place: Place, ready: Ready) -> None:
     script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
     program = place.write(LAUNCHER, "launcher.py")
     options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-conf",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cli._commands import cli
 from phalanx.cli._job_file import MOST_BYTES, statements
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
@@ -29,14 +31,11 @@ def parsed(*argv: object) -> dict[str, Any]:
     return run.make_context("phalanx run", list(map(str, argv))).params
 
 
-def refusal(place: Place, text: str, *argv: str) -> str:
-    """What is said of a job file; it has to be in one line, which names the file."""
-    place.write(text, "job.toml")
-    done = place.run("-f", "job.toml", *argv)
-    refused(done)
-    line = done.err.splitlines()[-1]
-    assert "job.toml" in line
-    return line.removeprefix("Error: ")
+def refusal(*argv: object) -> str:
+    """The line of an error, after which nothing starts."""
+    done = CliRunner().invoke(cli, ["run", *map(str, argv)])
+    assert done.exit_code == 2, done.output
+    return done.output.splitlines()[-1]
 
 
 # --- a real run
@@ -68,7 +67,7 @@ def test_a_run_from_a_file(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_a_script_on_the_command_line_takes_the_place_of_that_of_the_file(place: Place) -> None:
+def test_a_typed_script_takes_the_place_of_the_files(place: Place) -> None:
     place.write(SHOW)
     place.write('script = "no_such.py"\nargs = ["a"]\n[env]\nNAME = "x"', "job.toml")
     assert place.run("-f", "job.toml", "script.py").out == '[0] [[], "x"]\n'
@@ -211,9 +210,11 @@ def test_other_line_ends_and_a_byte_order_mark(job: Path) -> None:
     ],
     ids=lambda text: text.splitlines()[-1][:40] if text else "",
 )  # fmt: skip
-def test_a_mistake_is_named_with_its_line(place: Place, text: str, said: str) -> None:
-    place.write("")
-    assert said in refusal(place, text, "script.py")
+def test_a_mistake_is_named_with_its_line(job: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+    monkeypatch.chdir(job.parent)
+    job.write_text(text)
+    Path("script.py").touch()
+    assert said in refusal("-f", "job.toml", "script.py")
 
 
 @pytest.mark.slow
@@ -227,13 +228,12 @@ def test_an_environment_that_is_wrong_beside_the_file(place: Place) -> None:
     refused(place.run("-f", "job.toml", "script.py"), "'--settle' (PET_SETTLE in the environment)")
 
 
-@pytest.mark.long
-def test_files_that_are_none(place: Place) -> None:
-    place.write(SHOW)
-    os.mkfifo(place.folder / "fifo")
-    (place.folder / "folder").mkdir()
-    (place.folder / "bytes").write_bytes(b"grace = 3\nrun-id = '\xff'")
-    (place.folder / "large").write_bytes(b"#" * (MOST_BYTES + 1))
+def test_a_file_that_is_no_job_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    Path("folder").mkdir()
+    Path("bytes").write_bytes(b"grace = 3\nrun-id = '\xff'")
+    Path("large").write_bytes(b"#" * (MOST_BYTES + 1))
     for name, said in (
         ("no_such", "no_such: No such file or directory"),
         ("fifo", "fifo: it is not a regular file, but a FIFO; a job file is a regular file"),
@@ -243,8 +243,8 @@ def test_files_that_are_none(place: Place) -> None:
         ("large", "large: a job file has 1,048,576 bytes at most"),
         ("", "'': No such file or directory"),
     ):
-        refused(place.run("-f", name, "script.py"), f"Error: {said}")
-    refused(place.run("-f", "a", "--job-file", "b", "script.py"), "there can be one job file, and there are 2: a, b")
+        assert refusal("-f", name, "script.py") == f"Error: {said}"
+    assert "there can be one job file, and there are 2: a, b" in refusal("-f", "a", "--job-file", "b", "script.py")
 
 
 @pytest.mark.long

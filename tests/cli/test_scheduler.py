@@ -20,50 +20,24 @@ from phalanx._run.scheduler import MOST_HOSTS, PORTS, Allocation, found, hosts
 Environment = dict[str, str]
 
 
-def env(text: str, **others: str) -> Environment:
-    """An environment from the lines that `env` printed."""
-    return {**dict(line.strip().split("=", 1) for line in text.split("\n") if line.strip()), **others}
+def env(text: str) -> Environment:
+    """An environment from what `env` printed."""
+    return dict(word.split("=", 1) for word in text.split())
 
 
 BATCH = env("""
-    SLURMD_NODENAME=n1
-    SLURM_JOB_ID=2
-    SLURM_JOB_NODELIST=n[1-3]
-    SLURM_JOB_NUM_NODES=3
-    SLURM_LOCALID=0
-    SLURM_NNODES=3
-    SLURM_NODEID=0
-    SLURM_NODELIST=n[1-3]
-    SLURM_NTASKS=3
-    SLURM_NTASKS_PER_NODE=1
-    SLURM_PROCID=0
-    SLURM_TASKS_PER_NODE=1(x3)
-    SLURM_TASK_PID=6758
+    SLURMD_NODENAME=n1 SLURM_JOB_ID=2 SLURM_JOB_NODELIST=n[1-3] SLURM_JOB_NUM_NODES=3 SLURM_LOCALID=0 SLURM_NNODES=3
+    SLURM_NODEID=0 SLURM_NODELIST=n[1-3] SLURM_NTASKS=3 SLURM_NTASKS_PER_NODE=1 SLURM_PROCID=0
+    SLURM_TASKS_PER_NODE=1(x3) SLURM_TASK_PID=6758
 """)
 """Of a script of three nodes, `sbatch -N3 --ntasks-per-node=1`."""
 
 STEP = env("""
-    SLURMD_NODENAME=n2
-    SLURM_JOB_ID=2
-    SLURM_JOB_NODELIST=n[1-3]
-    SLURM_JOB_NUM_NODES=3
-    SLURM_LAUNCH_NODE_IPADDR=127.0.0.1
-    SLURM_LOCALID=0
-    SLURM_NNODES=3
-    SLURM_NODEID=1
-    SLURM_NODELIST=n[1-3]
-    SLURM_NTASKS=3
-    SLURM_NTASKS_PER_NODE=1
-    SLURM_PROCID=1
-    SLURM_STEPID=0
-    SLURM_STEP_ID=0
-    SLURM_STEP_LAUNCHER_PORT=39165
-    SLURM_STEP_NODELIST=n[1-3]
-    SLURM_STEP_NUM_NODES=3
-    SLURM_STEP_NUM_TASKS=3
-    SLURM_STEP_TASKS_PER_NODE=1(x3)
-    SLURM_TASKS_PER_NODE=1(x3)
-    SLURM_TASK_PID=6797
+    SLURMD_NODENAME=n2 SLURM_JOB_ID=2 SLURM_JOB_NODELIST=n[1-3] SLURM_JOB_NUM_NODES=3
+    SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 SLURM_LOCALID=0 SLURM_NNODES=3 SLURM_NODEID=1 SLURM_NODELIST=n[1-3]
+    SLURM_NTASKS=3 SLURM_NTASKS_PER_NODE=1 SLURM_PROCID=1 SLURM_STEPID=0 SLURM_STEP_ID=0
+    SLURM_STEP_LAUNCHER_PORT=39165 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=3
+    SLURM_STEP_TASKS_PER_NODE=1(x3) SLURM_TASKS_PER_NODE=1(x3) SLURM_TASK_PID=6797
 """)
 """Of the second node in `srun` of that script."""
 
@@ -78,51 +52,22 @@ ALONE = {**STEP, "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", 
 """Of `srun -N1 -n1 -r1` of that script."""
 
 SEVERAL = env("""
-    SLURMD_NODENAME=n1
-    SLURM_JOB_ID=3
-    SLURM_JOB_NUM_NODES=2
-    SLURM_LOCALID=3
-    SLURM_NNODES=2
-    SLURM_NODEID=0
-    SLURM_NODELIST=n[1-2]
-    SLURM_NTASKS=5
-    SLURM_PROCID=3
-    SLURM_STEP_ID=0
-    SLURM_STEP_NODELIST=n[1-2]
-    SLURM_STEP_NUM_NODES=2
-    SLURM_STEP_NUM_TASKS=5
-    SLURM_STEP_TASKS_PER_NODE=4,1
+    SLURMD_NODENAME=n1 SLURM_JOB_ID=3 SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=3 SLURM_NNODES=2 SLURM_NODEID=0
+    SLURM_NODELIST=n[1-2] SLURM_NTASKS=5 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2]
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=4,1
 """)
 """Of the fourth task in `srun -N2 -n5`."""
 
 ARBITRARY = env("""
-    SLURMD_NODENAME=n3
-    SLURM_JOB_ID=22
-    SLURM_JOB_NUM_NODES=2
-    SLURM_NNODES=2
-    SLURM_NODEID=1
-    SLURM_PROCID=0
-    SLURM_STEP_ID=0
-    SLURM_STEP_NODELIST=n[1,3]
-    SLURM_STEP_NUM_NODES=2
-    SLURM_STEP_NUM_TASKS=2
+    SLURMD_NODENAME=n3 SLURM_JOB_ID=22 SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_PROCID=0
+    SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1,3] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
 """)
 """Of the first task in `srun -N2 -n2 -m arbitrary` with a file of hosts that begins with n3: the second node."""
 
 HETEROGENEOUS = env("""
-    SLURMD_NODENAME=n3
-    SLURM_HET_SIZE=2
-    SLURM_JOB_ID=6
-    SLURM_JOB_ID_HET_GROUP_0=6
-    SLURM_JOB_ID_HET_GROUP_1=7
-    SLURM_JOB_NUM_NODES=3
-    SLURM_NNODES=3
-    SLURM_NODEID=2
-    SLURM_PROCID=2
-    SLURM_STEP_ID=0
-    SLURM_STEP_NODELIST=n[1-3]
-    SLURM_STEP_NUM_NODES=3
-    SLURM_STEP_NUM_TASKS=3
+    SLURMD_NODENAME=n3 SLURM_HET_SIZE=2 SLURM_JOB_ID=6 SLURM_JOB_ID_HET_GROUP_0=6 SLURM_JOB_ID_HET_GROUP_1=7
+    SLURM_JOB_NUM_NODES=3 SLURM_NNODES=3 SLURM_NODEID=2 SLURM_PROCID=2 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3]
+    SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=3
 """)
 """Of the last node in `srun --het-group=0,1` of `salloc -N1 : -N2`."""
 
@@ -131,23 +76,13 @@ STALE = {"SLURM_STEPID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-
 """What a batch script has of the step of two nodes in which `sbatch` was called."""
 
 MPIRUN = env("""
-    OMPI_COMM_WORLD_LOCAL_RANK=0
-    OMPI_COMM_WORLD_LOCAL_SIZE=1
-    OMPI_COMM_WORLD_NODE_RANK=0
-    OMPI_COMM_WORLD_RANK=1
-    OMPI_COMM_WORLD_SIZE=3
-    OMPI_MCA_ess_base_jobid=785842177
-    PMIX_NAMESPACE=785842177
-    PMIX_RANK=1
+    OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_NODE_RANK=0 OMPI_COMM_WORLD_RANK=1
+    OMPI_COMM_WORLD_SIZE=3 OMPI_MCA_ess_base_jobid=785842177 PMIX_NAMESPACE=785842177 PMIX_RANK=1
 """)
 """Of the second process in `mpirun --map-by ppr:1:node` on three nodes."""
 
 MPIEXEC = env("""
-    MPI_LOCALNRANKS=1
-    MPI_LOCALRANKID=0
-    PMI_FD=6
-    PMI_RANK=1
-    PMI_SIZE=3
+    MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0 PMI_FD=6 PMI_RANK=1 PMI_SIZE=3
 """)
 """Of the second process in `mpiexec -ppn 1 -n 3` of Hydra."""
 
@@ -273,7 +208,7 @@ def test_mpirun_in_a_job_of_slurm_is_mpiruns() -> None:
         found({**PART, **MPIEXEC, "MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"})
 
 
-def test_steps_of_a_job_and_jobs_that_are_near_have_ports_of_their_own() -> None:
+def test_steps_of_a_job_and_near_jobs_have_their_own_ports() -> None:
     def port(job: int, step: int = 0, restarts: int = 0) -> int:
         ids = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts)}
         allocation = found(STEP | ids)
