@@ -253,21 +253,6 @@ def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
         signal.signal(signal.SIGTERM, old)
 
 
-@pytest.mark.slow
-def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready) -> None:
-    results: list[object] = []
-    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}) as group:
-        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        gate.open()
-        for thread in threads:
-            thread.join()
-    assert len(results) == len(threads)
-    assert all(result is results[0] for result in results)
-
-
 def test_a_dropped_group_is_killed_and_restores_the_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     group = start_processes("g", "/bin/sleep", ("600",), nprocs=1)

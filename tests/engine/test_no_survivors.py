@@ -92,13 +92,13 @@ def loses_both(group: PContext, _gate: Gate) -> None:
 
 
 @pytest.mark.each_python
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "warm"])
 @pytest.mark.parametrize("end", [fails, is_closed, loses_its_keeper, loses_its_guard, loses_both])
 def test_nobody_is_left_when_the_group(
     end: Callable[[PContext, Gate], None], kind: str, ready: Ready, gate: Gate
 ) -> None:
     for _ in range(ROUNDS):
-        with families.start(kind, ready.address, gate.address, grace=TIMEOUT) as group:
+        with families.held_warm(kind), families.start(kind, ready.address, gate.address, grace=TIMEOUT) as group:
             members = ready.pids(EVERYBODY)
             helpers = helpers_of(group)
             assert set(group.pids().values()) <= set(members)
@@ -123,7 +123,7 @@ def host(which: str, kind: str, ready: Ready, gate: Gate, *before: str) -> Itera
             process.kill()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "warm"])
 def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
     """Within a tenth of a second, where there are processors to be had: that is shown, and not judged here."""
     slowest = 0.0
@@ -131,7 +131,7 @@ def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Rea
         with host("plain", kind, ready, gate) as launcher:
             members = set(ready.pids(EVERYBODY))
             everybody = members | descendants(launcher.pid)
-            assert len(everybody) >= EVERYBODY + 2  # guard and keeper
+            assert len(everybody) >= EVERYBODY + 2 + (kind == "warm")  # guard and keeper, and the fork server
             launcher.kill()
             began = time.monotonic()
             assert wait_gone(everybody, 5) == set()

@@ -19,8 +19,6 @@ import pytest
 from phalanx._base import procfs
 from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
-from tests.support import families
-from tests.support.families import SIZE, WORKERS
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
 from tests.support.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
 from tests.support.workers import ROOT, add, announce, run_script
@@ -580,27 +578,6 @@ def test_functions_and_results_by_value_as_under_spawn() -> None:
 # --- nothing is left
 
 
-def members_of(ready: Ready) -> set[int]:
-    return set(ready.pids(WORKERS * SIZE))
-
-
-def test_nobody_is_left_of_a_warm_group_that_is_closed(ready: Ready, gate: Gate) -> None:
-    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
-        members = members_of(ready)
-        group.close(signal.SIGKILL)
-        assert set(filter(alive, members)) == set()
-
-
-LAUNCHER = """
-import sys
-from phalanx.multiprocessing import warm
-from tests.support import families
-if __name__ == "__main__":
-    with warm(preload=["json"]):
-        families.start("forkserver", *sys.argv[1:]).wait()
-"""
-
-
 def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python script that can import the tests, in a process that we may interrupt."""
     path = folder / "launcher.py"
@@ -608,31 +585,6 @@ def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
     command = [sys.executable, str(path), *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_no_warm_group_survives_its_killed_launcher(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
-        members = members_of(ready)
-        everybody = members | descendants(launcher.pid)
-        assert len(everybody) >= len(members) + 3  # fork server, guard and keeper
-        launcher.kill()
-        began = time.monotonic()
-        assert wait_gone(everybody, 5) == set()
-        took = time.monotonic() - began
-    print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
-
-
-def test_no_warm_group_survives_its_killed_helpers(ready: Ready, gate: Gate) -> None:
-    from phalanx.multiprocessing import KeeperLostError
-
-    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
-        members = members_of(ready)
-        guard = guard_of(group)
-        assert [os.getpgid(pid) for pid in procfs.children(guard)] == [guard]
-        os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
-        with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
-            group.wait(TIMEOUT)
-        assert set(filter(alive, members)) == set()
 
 
 SLOW = """
