@@ -732,9 +732,7 @@ process.reap_later(lambda: None)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_hosts_handler_raises_while_a_thread_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hosts_handler_raises_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TimeoutError, say, which is an OSError."""
 
     def ring(_number: int, _frame: object) -> None:

@@ -113,12 +113,7 @@ SCRIPTS: dict[str, Script] = {
         ("ALL_ENDED", "SWEEPING", SWEEP),
         *EMPTY,
     ],
-    "closed with notice, and again": [
-        *NOTICED,
-        ("STOP", "STOPPING", STOP),
-        ("GRACE_OVER", "KILLING", KILL),
-        *EMPTY,
-    ],
+    "closed with notice, and again": [*NOTICED, ("STOP", "STOPPING", STOP), ("GRACE_OVER", "KILLING", KILL), *EMPTY],
     "closed with notice, and killed": [*NOTICED, ("KILL", "KILLING", KILL), *EMPTY],
     "closed with notice, and then the launcher goes, and the workers have the orphan grace": [
         *NOTICED,

@@ -139,9 +139,7 @@ keeper.Keeper.keep = keep
 """
 
 
-def test_a_keeper_that_gets_up_as_its_guard_dies_is_not_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_keeper_that_gets_up_as_its_guard_dies_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
     command, helpers_gone, receive = interpreter.command, KeeperClient.helpers_gone, channels.Channel.receive
     heard: list[object] = ["nothing yet"]
@@ -514,9 +512,7 @@ except SignalException as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("guard_goes", [False, True])
 def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
-    guard_goes: bool,
-    ready: Ready,
-    capfd: pytest.CaptureFixture[str],
+    guard_goes: bool, ready: Ready, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its guard does its work, or, without one, the keeper itself; and the mistake is told, at the end."""
     code = f"{ready.python()}; import signal; signal.pause()"

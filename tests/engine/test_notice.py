@@ -16,12 +16,7 @@ import pytest
 import phalanx
 from phalanx._base import procfs
 from phalanx._engine.protocol import STOP_PAGE_ENV
-from phalanx.multiprocessing import (
-    KeeperLostError,
-    ScriptContext,
-    SubprocessContext,
-    start_processes,
-)
+from phalanx.multiprocessing import KeeperLostError, ScriptContext, SubprocessContext, start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
 from tests.support.workers import ROOT
 
@@ -88,11 +83,7 @@ def test_functions_see_it(method: str, ready: Ready) -> None:
 @pytest.mark.parametrize("preload", [(), ("json",)])
 @pytest.mark.parametrize("module", [False, True])
 def test_scripts_and_modules_see_it(
-    module: bool,
-    preload: tuple[str, ...],
-    ready: Ready,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: bool, preload: tuple[str, ...], ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "looping.py").write_text(HEAD.replace("; ", "\n") + loop(ready))
     monkeypatch.syspath_prepend(tmp_path)

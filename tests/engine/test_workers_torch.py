@@ -181,11 +181,7 @@ if __name__ == "__main__":
         main()
 """
 
-RUNS = [
-    ("forkserver", "file_descriptor"),
-    ("forkserver", "file_system"),
-    ("fork", "file_descriptor"),
-]
+RUNS = [("forkserver", "file_descriptor"), ("forkserver", "file_system"), ("fork", "file_descriptor")]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)

@@ -1525,8 +1525,7 @@ def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["IndexError: loss[3]:{}000", "ValueError: slice [0.5:{}000]", "[/src/pair.cpp]:{}000 x < 3", "v1.2:{}000"],
+    "text", ["IndexError: loss[3]:{}000", "ValueError: slice [0.5:{}000]", "[/src/pair.cpp]:{}000 x < 3", "v1.2:{}000"]
 )
 def test_a_number_after_a_colon_is_not_always_a_port(text: str) -> None:
     report = format_report("x", {rank: failed(rank, text.format(1 + rank)) for rank in range(2)})

@@ -229,8 +229,7 @@ def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambd
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss,way",
-    [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
+    "loss,way", [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")]
 )
 def test_a_lost_connection_is_no_cause_however_wrapped(loss: str, way: str) -> None:
     """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
