@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from phalanx._base import procfs
 from phalanx._timers.escalation import EVIDENCE_WAIT
 from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.insides import stop
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -77,14 +77,6 @@ def launched(
         finally:
             launcher.send_signal(signal.SIGCONT)
             launcher.kill()
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has taken effect."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + TIMEOUT
-    while procfs.Stat(pid).state not in "TZ":  # or it has ended
-        assert time.monotonic() < deadline
 
 
 def goes_on(launcher: subprocess.Popen[str], expected: str = "", *, busy: bool = False) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from phalanx._base import clock, linux, procfs
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.engine.test_lost_helpers import helpers_of, running, stop, until
+from tests.engine.test_lost_helpers import running, until
 from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.insides import helpers_of, state_of, stop, supervisor_of
 from tests.support.waits import shorten
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 LARGE = 1 << 20
-
-
-def supervisor_of(group: PContext) -> Supervisor:
-    assert group._supervisor is not None
-    return group._supervisor
 
 
 @contextlib.contextmanager
@@ -163,7 +159,7 @@ def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, ga
     with failing_at(gate, ready, stays=True) as group:
         ready.wait(2)
         gate.open()
-        until(lambda: supervisor_of(group).mirror.state == "STOPPING")
+        until(lambda: state_of(group) == "STOPPING")
         os.kill(helpers_of(group)[1], signal.SIGKILL)
         with pytest.raises(KeeperLostError, match="before that, rank 1 had failed: exited with code 3") as caught:
             group.wait(TIMEOUT)
@@ -174,7 +170,7 @@ def test_a_helper_lost_after_success_changes_no_result(ready: Ready, caplog: pyt
     left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
     with start_processes("g", sys.executable, ("-S", "-c", left), nprocs=1, linger=TIMEOUT) as group:
         pids = ready.pids()
-        until(lambda: supervisor_of(group).mirror.state == "LINGERING")
+        until(lambda: state_of(group) == "LINGERING")
         os.kill(helpers_of(group)[1], signal.SIGKILL)
         result = group.wait()
         assert [pid for pid in pids if alive(pid)] == []

@@ -23,6 +23,7 @@ from phalanx.multiprocessing import Leftover, start_processes
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.families import fork_daemon, fork_plain, fork_session, leaves
 from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
+from tests.support.insides import state_of, supervisor_of
 from tests.support.waits import tell_keepers
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: R
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1, linger=TIMEOUT) as group:
         ready.wait()
         (tmp_path / "go").write_text("\n")
-        until(lambda: group._started().mirror.state == "LINGERING")
+        until(lambda: state_of(group) == "LINGERING")
         assert group.wait(0.3) is None
-        assert group._started().mirror.state == "LINGERING"
+        assert state_of(group) == "LINGERING"
         gate.open()
         result = group.wait()
     assert result.succeeded
@@ -104,7 +105,7 @@ def test_nothing_lingers_of_a_group_that_failed(ready: Ready) -> None:
 def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     code = f"import os, subprocess; subprocess.Popen(['sleep', '600']); {ready.python()}"
     with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, linger=TIMEOUT * 10) as group:
-        assert group._started().mirror.workers[0].ended.wait(TIMEOUT)
+        assert supervisor_of(group).mirror.workers[0].ended.wait(TIMEOUT)
         assert group.wait(0) is None
         group.close(signal.SIGKILL if way == "kill" else signal.SIGTERM, timeout=TIMEOUT)
         result = group.wait(0)
@@ -169,7 +170,7 @@ def test_many_are_counted() -> None:
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group:
         result = group.wait()
     assert len(result.leftovers) == 64
-    assert group._started().mirror.leftovers_beyond >= 36
+    assert supervisor_of(group).mirror.leftovers_beyond >= 36
     assert not any(alive(left.pid) for left in result.leftovers)
 
 

@@ -26,6 +26,7 @@ from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
 from tests.support.helpers import PYTHON, TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.insides import helpers_of, state_of, stop, supervisor_of
 from tests.support.waits import shorten
 from tests.support.workers import ROOT, run_script
 
@@ -39,25 +40,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has taken effect."""
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: procfs.Stat(pid).state == "T")
-
-
 def until(condition: Callable[[], bool]) -> None:
     """Look again and again: for what no descriptor tells."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         select.select((), (), (), 0.001)
-
-
-def helpers_of(group: PContext) -> tuple[int, int]:
-    """The pids of a group's guard and of its keeper."""
-    guard = group._started()._keeper._guard
-    [kept] = procfs.children(guard)
-    return guard, kept
 
 
 # --- while the keeper boots
@@ -521,7 +509,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
         pids = [*ready.pids(2), *group.pids().values()]
         guard, kept = helpers_of(group)
         stop(kept)
-        supervisor = group._started()
+        supervisor = supervisor_of(group)
         said = threading.Event()
 
         def say() -> None:
@@ -557,7 +545,7 @@ def test_a_guard_killed_late_does_not_change_the_end(
         if ended == "stopped":
             closing.start()
         gate.open(2)
-        until(lambda: group._started().mirror.state in ("STOPPING", "LINGERING"))
+        until(lambda: state_of(group) in ("STOPPING", "LINGERING"))
         os.kill(guard, signal.SIGKILL)
         result = group.wait()
         assert result.state == ended
@@ -617,7 +605,7 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     starting = threading.Thread(target=start, args=(group,))
     starting.start()
     until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._keeper._guard)))
-    supervisor = group._supervisor
+    supervisor = supervisor_of(group)
     assert supervisor is not None
     [kept] = procfs.children(supervisor._keeper._guard)
     until(lambda: len(procfs.children(kept)) >= 64)
@@ -652,7 +640,7 @@ def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, mo
     with start_processes("g", pause, (ready.address,), nprocs=2, start_method="spawn") as group:
         pids = ready.pids(2)
         guard, kept = helpers_of(group)
-        monkeypatch.setattr(group._started()._keeper, "wake", lambda: None)
+        monkeypatch.setattr(supervisor_of(group)._keeper, "wake", lambda: None)
         stop(guard)
         os.kill(kept, signal.SIGKILL)
         until(lambda: all(procfs.Stat(pid).state == "Z" for pid in pids))

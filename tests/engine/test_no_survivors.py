@@ -24,6 +24,7 @@ from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests.support import families
 from tests.support.families import KINDS, SIZE, WORKERS
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, tell, wait_gone
+from tests.support.insides import helpers_of, stop
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -46,14 +47,6 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-
-
-def helpers_of(group: PContext) -> tuple[int, int]:
-    """The pids of a group's guard and of its keeper."""
-    assert group._supervisor is not None
-    guard = group._supervisor._keeper._guard
-    [kept] = procfs.children(guard)
-    return guard, kept
 
 
 # --- the matrix
@@ -250,14 +243,6 @@ def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None
     assert list(result.failures) == [1]
     assert (result.outcomes[0].state, result.outcomes[0].exitcode) == ("stopped", -9)
     assert set(filter(alive, pids)) == set()
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has taken effect."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + TIMEOUT
-    while procfs.Stat(pid).state != "T":
-        assert time.monotonic() < deadline
 
 
 def test_a_stopped_worker_is_woken_for_a_graceful_end(ready: Ready, tmp_path: Path) -> None:

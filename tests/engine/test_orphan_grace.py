@@ -15,6 +15,7 @@ import pytest
 from phalanx._base import procfs
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
+from tests.support.insides import supervisor_of
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def test_a_launcher_that_lives_gives_no_orphan_grace(ready: Ready) -> None:
 
     with start_processes("g", sys.executable, ("-c", code), nprocs=2, orphan_grace=LONG) as group:
         pids = ready.pids(2)
-        supervisor = group._started()
+        supervisor = supervisor_of(group)
         supervisor._loop.call(fail)
         with pytest.raises(KeeperLostError, match="supervisor failed: IndexError"):
             group.wait(TIMEOUT)

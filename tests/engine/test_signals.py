@@ -21,6 +21,7 @@ from phalanx._engine.host_signals import acquire, release
 from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, let_a_request_pass, wait_gone
+from tests.support.insides import supervisor_of
 from tests.support.waits import when_we_wait
 from tests.support.workers import run_script
 
@@ -220,7 +221,7 @@ def test_a_signal_amid_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pyt
     monkeypatch.setattr(PContext, "__repr__", lambda _self: os.kill(os.getpid(), signal.SIGTERM))
     group = start_processes("g", "sleep", ("600",), nprocs=1)
     [pid] = group.pids().values()
-    done = group._started().done
+    done = supervisor_of(group).done
     del group
     gc.collect()
     assert done.wait(TIMEOUT)

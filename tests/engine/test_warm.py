@@ -20,6 +20,7 @@ from phalanx._base import procfs
 from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
+from tests.support.insides import guard_of
 from tests.support.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
 from tests.support.workers import ROOT, add, announce, run_script
 
@@ -85,11 +86,6 @@ def fork_server_of(it: warm) -> int:
     assert it._fork_server is not None
     assert it._fork_server._popen is not None
     return it._fork_server._popen.pid
-
-
-def guard_of(group: PContext) -> int:
-    assert group._supervisor is not None
-    return group._supervisor._keeper._guard
 
 
 # --- preload
