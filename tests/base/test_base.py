@@ -13,13 +13,15 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx._base import channels, clock, linux, procfs
-from phalanx._base import loop as loop_module
-from phalanx._base.loop import READ, WRITE, Deadlines, Loop, Pauses
+from phalanx._base.host_names import await_name, look_up
+from phalanx._base.loop import READ, WRITE, Deadline, Deadlines, Loop, Pauses
 from phalanx._base.process import Exit, Process, descends_from, lineage, reap_later, wait_all
 from phalanx._base.threads import Latch
 from tests.support.fake_clock import FakeClock
@@ -36,44 +38,27 @@ if TYPE_CHECKING:
 # --- clock and deadlines
 
 
-def test_the_clock_is_the_kernels_monotonic_one() -> None:
-    before, now, after = clock.now_ns(), clock.now(), clock.now_ns()
-    assert before / clock.NS <= now <= after / clock.NS
-
-
-def test_a_fake_clock_moves_when_told_and_never_back() -> None:
-    fake = FakeClock(10.0)
-    fake.advance(0.5)
-    assert fake() == 10.5
-    with pytest.raises(ValueError, match="does not go back"):
-        fake.advance(-1)
-
-
-def test_deadlines_come_due_in_order_and_equal_ones_as_they_came() -> None:
-    seen: list[str] = []
-    due = Deadlines()
-    for at, name in ((2.0, "c"), (1.0, "a"), (2.0, "d"), (1.0, "b"), (3.0, "late")):
-        due.add(at, lambda name=name: seen.append(name))  # type: ignore[misc]  # bound at once
-    assert due.next() == 1.0
-    due.run(0.999)
-    assert seen == []
-    due.run(2.0)
-    assert seen == ["a", "b", "c", "d"]
-    assert due.next() == 3.0
-
-
-def test_a_cancelled_deadline_is_never_due() -> None:
-    seen: list[str] = []
-    due = Deadlines()
-    first = due.add(1.0, lambda: seen.append("first"))
-    due.add(2.0, lambda: seen.append("second"))
-    first.cancel()
-    first.cancel()
-    assert due.next() == 2.0
-    due.run(5.0)
-    assert seen == ["second"]
-    assert due.next() is None
-    first.cancel()
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["add", "cancel", "run"])), max_size=30))
+def test_deadlines_come_due_in_order_and_equal_ones_as_they_came(steps: list[tuple[int, str]]) -> None:
+    due, seen, live, now = Deadlines(), list[int](), dict[int, tuple[int, Deadline]](), 0
+    for number, (value, step) in enumerate(steps):
+        if step == "add":
+            live[number] = now + value, due.add(now + value, lambda number=number: seen.append(number))  # type: ignore[misc]  # bound at once
+        elif step == "cancel":
+            for _at, deadline in [live.pop(each) for each in sorted(live)[value : value + 1]]:
+                deadline.cancel()
+                deadline.cancel()
+        else:
+            now += value
+            expected = sorted(
+                (number for number in live if live[number][0] <= now), key=lambda each: (live[each][0], each)
+            )
+            seen.clear()
+            due.run(now)
+            assert seen == expected
+            for each in expected:
+                live.pop(each)[1].cancel()
+        assert due.next() == min((at for at, _deadline in live.values()), default=None)
 
 
 def test_an_action_may_add_and_cancel_deadlines() -> None:
@@ -144,11 +129,6 @@ def test_a_latch_calls_actions_in_their_order() -> None:
     assert called[-1] == "at once"
 
 
-def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
-    thread.start()
-    latch.wait(TIMEOUT)
-
-
 @pytest.mark.long
 def test_a_signal_at_any_moment_of_a_wait_is_raised() -> None:
     """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
@@ -195,28 +175,6 @@ def test_a_signal_at_any_moment_of_a_wait_is_raised() -> None:
         host.close()
         other.close()
     assert struck > 100
-
-
-def test_a_latch_survives_an_exception_out_of_a_wait() -> None:
-    class StopWaitingError(Exception):
-        pass
-
-    def raise_(_number: int, _frame: object) -> None:
-        raise StopWaitingError
-
-    latch = Latch()
-    before = signal.signal(signal.SIGUSR1, raise_)
-    try:
-        main = threading.main_thread().ident
-        assert main is not None
-        thread = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGUSR1))
-        with pytest.raises(StopWaitingError):
-            _start_and_wait(thread, latch)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    thread.join()
-    latch.open()
-    assert latch.wait()
 
 
 @pytest.mark.slow
@@ -483,7 +441,7 @@ def test_who_attends_to_a_moment_waits_in_parts(monkeypatch: pytest.MonkeyPatch)
         return []
 
     monkeypatch.setattr(clock, "now", fake)
-    monkeypatch.setattr(loop_module, "wait_promptly", wait)
+    monkeypatch.setattr("phalanx._base.loop.wait_promptly", wait)
     it = Loop()
     try:
         it.after(0.5, it.stop)
@@ -732,9 +690,7 @@ process.reap_later(lambda: None)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_hosts_handler_raises_while_a_thread_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hosts_handler_raises_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A TimeoutError, say, which is an OSError."""
 
     def ring(_number: int, _frame: object) -> None:
@@ -858,3 +814,49 @@ def test_inotify_tells_of_a_write_and_names_what_it_cannot_watch(tmp_path: Path)
             linux.inotify_add(fd, str(tmp_path / "nowhere"))
     finally:
         os.close(fd)
+
+
+# --- Names that are not known yet, and a DNS that does not answer
+
+
+ADDRESS = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
+
+
+def test_a_look_up_takes_no_longer_than_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, returned = threading.Event(), threading.Event()
+
+    def dead(*_: Any, flags: int = 0, **__: Any) -> Any:
+        if flags:
+            raise socket.gaierror
+        answers.wait(30)
+        returned.set()
+        return ADDRESS
+
+    monkeypatch.setattr(socket, "getaddrinfo", dead)
+    with pytest.raises(TimeoutError, match=r"its name was not resolved within 0\.01 s"):
+        look_up("slow.invalid", 1, seconds=0.01)
+    answers.set()
+    assert returned.wait(30)
+
+
+def test_a_name_that_is_published_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    said: list[str] = []
+
+    def later(host: str, *_: Any, flags: int = 0, **__: Any) -> Any:
+        asked.append(host)
+        if flags or len(asked) < 4:  # a look-up of a name asks twice: whether it is an address, first
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ADDRESS
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    await_name("pod-0.train", 30.0, Latch(), lambda: said.append("waits"))
+    assert (len(asked), said) == (4, ["waits"])
+
+
+def test_the_wait_for_a_name_is_bounded_and_can_be_ended() -> None:
+    over = Latch()
+    with pytest.raises(socket.gaierror):
+        await_name("no name", 30.0, over, over.open)
+    with pytest.raises(socket.gaierror):
+        await_name("no name", 0.1, Latch(), lambda: pytest.fail("it waits"))

@@ -24,6 +24,7 @@ from phalanx._engine.pickling.payload import Payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, descendants
+from tests.support.insides import supervisor_of
 from tests.support.waits import shorten
 
 if TYPE_CHECKING:
@@ -253,25 +254,10 @@ def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
         signal.signal(signal.SIGTERM, old)
 
 
-@pytest.mark.slow
-def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready) -> None:
-    results: list[object] = []
-    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}) as group:
-        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        gate.open()
-        for thread in threads:
-            thread.join()
-    assert len(results) == len(threads)
-    assert all(result is results[0] for result in results)
-
-
 def test_a_dropped_group_is_killed_and_restores_the_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     group = start_processes("g", "/bin/sleep", ("600",), nprocs=1)
-    supervisor = group._started()
+    supervisor = supervisor_of(group)
     kept = [group]
     del group
     with pytest.warns(ResourceWarning, match="'g', running, 1 rank> was dropped, and is killed; close it"):
@@ -298,7 +284,7 @@ def test_folders_for_evidence_are_made_once_workers_run(ready: Ready, gate: Gate
     with start_processes("g", workers.announce, args, start_method="fork") as group:
         ready.wait(4)
         made = Latch()
-        loop = group._started()._loop
+        loop = supervisor_of(group)._loop
         loop.call(lambda: loop.when_idle(made.open))  # after those that wait already
         assert made.wait(20)
         assert all(os.path.isdir(os.path.dirname(path)) for path in group.logs.error_files.values())

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import procfs
-from phalanx.multiprocessing import PContext, start_processes
+from phalanx.multiprocessing import start_processes
 from tests.support.helpers import PYTHON, TIMEOUT, Ready, wait_gone
+from tests.support.insides import helpers_of, supervisor_of
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -32,13 +33,6 @@ while True:
     for number in numbers:
         os.kill(TARGET, number)
 """
-
-
-def helpers_of(group: PContext) -> dict[str, int]:
-    assert group._supervisor is not None
-    guard = group._supervisor._keeper._guard
-    [keeper] = procfs.children(guard)
-    return {"guard": guard, "keeper": keeper}
 
 
 def flood(ready: Ready, target: str) -> str:
@@ -63,8 +57,7 @@ def test_a_flood_of_signals_from_a_worker_holds_up_no_helper(who: str, tmp_path:
         assert not wait_gone(workers, 0)
         result = group.wait(0)  # raises KeeperLostError where the guard had to finish it
         assert result is None or not result.failures
-        assert group._supervisor is not None
-        assert not group._supervisor.link.keeper_error
+        assert not supervisor_of(group).link.keeper_error
 
 
 def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
@@ -73,7 +66,7 @@ def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
         group = start_processes("deaf", sys.executable, {0: ("-c", code)}, {0: {}})
         try:
             [worker] = ready.pids()
-            for who, pid in helpers_of(group).items():
+            for who, pid in zip(("guard", "keeper"), helpers_of(group), strict=True):
                 ignored, caught, blocked = (
                     procfs.signal_set(procfs.status(pid), name) for name in ("SigIgn", "SigCgt", "SigBlk")
                 )

@@ -24,6 +24,7 @@ from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.insides import supervisor_of
 from tests.support.workers import ROOT, run_script
 
 if TYPE_CHECKING:
@@ -958,7 +959,7 @@ def test_connections_and_sockets_come_back(method: str) -> None:
 @each_method
 def test_descriptors_that_nobody_asks_for_are_closed(method: str) -> None:
     with start_processes("c", workers.make_connections, (), nprocs=2, start_method=method) as group:
-        for worker in group._started().mirror.workers.values():
+        for worker in supervisor_of(group).mirror.workers.values():
             worker.ended.wait(TIMEOUT)
 
 

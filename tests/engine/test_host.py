@@ -305,25 +305,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["low", "free"])
+@pytest.mark.parametrize("how", ["low", "free", "from the start"])
 def test_a_launcher_whose_standard_streams_are_closed(tmp_path: Path, how: str) -> None:
-    """Also when it has opened a file since, which has become its stdin by number."""
+    """Also when it has opened a file since, which has become its stdin by number; or when it never had any.
+
+    As by a shell's <&- >&- 2>&-: Python itself has no sys.stdout then.
+    """
     out, logs = tmp_path / "out", tmp_path / "logs"
-    done = run_script(tmp_path, CLOSED, str(out), str(logs), how)
+    prefix = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh") if how == "from the start" else ()
+    done = run_script(tmp_path, CLOSED, str(out), str(logs), how, prefix=prefix)
     assert done.returncode == 0
     assert out.read_text() == "{0: 3, 1: 7} None\n" * 3 + "None\n"
     assert workers.links_of((logs / "0/stdout.log").read_text()).keys() == {"0", "1", "2"}
-    assert (logs / "0/stderr.log").read_text() == "x\n"
-
-
-@pytest.mark.long
-def test_a_launcher_started_with_closed_streams(tmp_path: Path) -> None:
-    """As by a shell's <&- >&- 2>&-: Python itself has no sys.stdout then."""
-    out, logs = tmp_path / "out", tmp_path / "logs"
-    prefix = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
-    done = run_script(tmp_path, CLOSED, str(out), str(logs), "free", prefix=prefix)
-    assert done.returncode == 0
-    assert out.read_text() == "{0: 3, 1: 7} None\n" * 3 + "None\n"
     assert (logs / "0/stderr.log").read_text() == "x\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,11 +24,13 @@ from phalanx.multiprocessing import Leftover, start_processes
 from tests.support.disks import sleeping_on_disks, until
 from tests.support.families import fork_daemon, fork_plain, fork_session, leaves
 from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
+from tests.support.insides import state_of, supervisor_of
 from tests.support.waits import tell_keepers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from phalanx.multiprocessing import PContext
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
@@ -41,54 +44,46 @@ def uploader(done: Path, gate: Gate, ready: Ready) -> str:
     return f"setsid {PYTHON} -S -c {shlex.quote(code)}"
 
 
+@contextlib.contextmanager
+def leaving(tmp_path: Path, gate: Gate, ready: Ready, **options: Any) -> Iterator[tuple[PContext, int]]:
+    """A group whose worker has left an `uploader` behind, and the pid of that."""
+    os.mkfifo(tmp_path / "go")
+    script = f"{uploader(tmp_path / 'done', gate, ready)} & read line <{tmp_path}/go"
+    with start_processes("g", "/bin/sh", ("-c", script), nprocs=1, **options) as group:
+        [pid] = ready.pids()
+        (tmp_path / "go").write_text("\n")
+        yield group, pid
+
+
 @pytest.mark.slow
 def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: Ready, gate: Gate) -> None:
-    done = tmp_path / "done"
-    script = f"{uploader(done, gate, ready)} & read line <{tmp_path}/go"
-    os.mkfifo(tmp_path / "go")
-    with start_processes("g", "/bin/sh", ("-c", script), nprocs=1, linger=TIMEOUT) as group:
-        ready.wait()
-        (tmp_path / "go").write_text("\n")
-        until(lambda: group._started().mirror.state == "LINGERING")
+    with leaving(tmp_path, gate, ready, linger=TIMEOUT) as (group, _pid):
+        until(lambda: state_of(group) == "LINGERING")
         assert group.wait(0.3) is None
-        assert group._started().mirror.state == "LINGERING"
+        assert state_of(group) == "LINGERING"
         gate.open()
         result = group.wait()
     assert result.succeeded
     assert result.leftovers == ()
-    assert done.exists()
+    assert (tmp_path / "done").exists()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"linger": 0.3}, {}], ids=["lingers", "in the library, nothing does unless asked"])
 def test_it_is_ended_when_its_time_is_over(
-    tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
 ) -> None:
     tell_keepers(keeper, "PATIENCE", TIMEOUT, monkeypatch.setattr)  # for its end, once it has been asked
-    done = tmp_path / "done"
-    script = f"{uploader(done, gate, ready)} & read line <{tmp_path}/go"
-    os.mkfifo(tmp_path / "go")
     began = time.monotonic()
-    with start_processes("g", "/bin/sh", ("-c", script), nprocs=1, linger=0.3) as group:
-        [pid] = ready.pids()
-        (tmp_path / "go").write_text("\n")
+    with leaving(tmp_path, gate, ready, **options) as (group, pid):
         result = group.wait()
-    assert time.monotonic() - began >= 0.3
+    assert time.monotonic() - began >= options.get("linger", 0)
     assert result.succeeded
     [left] = result.leftovers
     assert (left.pid, left.local_rank, left.signal_sent, left.exitcode) == (pid, 0, 15, -15)
     assert left.command.startswith(f"{os.path.basename(sys.executable)} -S -c import os;")
     assert 0 < left.age < TIMEOUT
-    assert not done.exists()
-
-
-def test_in_the_library_nothing_lingers_unless_asked(tmp_path: Path, ready: Ready, gate: Gate) -> None:
-    script = f"{uploader(tmp_path / 'done', gate, ready)} & read line <{tmp_path}/go"
-    os.mkfifo(tmp_path / "go")
-    with start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group:
-        [pid] = ready.pids()
-        (tmp_path / "go").write_text("\n")
-        result = group.wait()
-    assert [left.pid for left in result.leftovers] == [pid]
+    assert not (tmp_path / "done").exists()
 
 
 def test_nothing_lingers_of_a_group_that_failed(ready: Ready) -> None:
@@ -104,7 +99,7 @@ def test_nothing_lingers_of_a_group_that_failed(ready: Ready) -> None:
 def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     code = f"import os, subprocess; subprocess.Popen(['sleep', '600']); {ready.python()}"
     with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, linger=TIMEOUT * 10) as group:
-        assert group._started().mirror.workers[0].ended.wait(TIMEOUT)
+        assert supervisor_of(group).mirror.workers[0].ended.wait(TIMEOUT)
         assert group.wait(0) is None
         group.close(signal.SIGKILL if way == "kill" else signal.SIGTERM, timeout=TIMEOUT)
         result = group.wait(0)
@@ -169,23 +164,30 @@ def test_many_are_counted() -> None:
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group:
         result = group.wait()
     assert len(result.leftovers) == 64
-    assert group._started().mirror.leftovers_beyond >= 36
+    assert supervisor_of(group).mirror.leftovers_beyond >= 36
     assert not any(alive(left.pid) for left in result.leftovers)
 
 
 # --- what a person is told
 
 
-@pytest.mark.slow
-def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+@contextlib.contextmanager
+def running(tmp_path: Path, gate: Gate, ready: Ready, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`phalanx run` of a script that has left an `uploader` behind, and the pid of that."""
     script = tmp_path / "train.sh"
     script.write_text(f"#!/bin/sh\n{uploader(tmp_path / 'done', gate, ready)} &\nread line <{tmp_path}/go\n")
     script.chmod(0o755)
     os.mkfifo(tmp_path / "go")
-    command = [*RUN, "--log-dir", str(tmp_path / "logs"), "--no-python", str(script)]
+    command = [*RUN, *options, "--log-dir", str(tmp_path / "logs"), "--no-python", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         [pid] = ready.pids()
         (tmp_path / "go").write_text("\n")
+        yield run, pid
+
+
+@pytest.mark.slow
+def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+    with running(tmp_path, gate, ready) as (run, pid):
         assert run.stdout is not None
         lines = [run.stdout.readline(), run.stdout.readline()]
         said = rf"phalanx: waiting at most 10 s for what is left behind: pid {pid} \(.*\) of rank 0, [\d.]+m?s old\n"
@@ -198,14 +200,7 @@ def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate:
 
 @pytest.mark.slow
 def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready: Ready, gate: Gate) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(f"#!/bin/sh\n{uploader(tmp_path / 'done', gate, ready)} &\nread line <{tmp_path}/go\n")
-    script.chmod(0o755)
-    os.mkfifo(tmp_path / "go")
-    command = [*RUN, "--linger", "0", "--log-dir", str(tmp_path / "logs"), "--no-python", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        [pid] = ready.pids()
-        (tmp_path / "go").write_text("\n")
+    with running(tmp_path, gate, ready, "--linger", "0") as (run, pid):
         out, _ = run.communicate(timeout=TIMEOUT)
     assert run.returncode == 0
     # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.

@@ -21,7 +21,6 @@ SWEEP = ("ARM_PATIENCE", "SWEEP")
 
 STARTED: Script = [("START", "STARTING", ("START_WORKERS",)), ("STARTED", "RUNNING", ("REPORT_STARTED",))]
 FAILED: Script = [*STARTED, ("ONE_FAILED", "SETTLING", ("ARM_SETTLE",))]
-STOPPING: Script = [*FAILED, ("SETTLED", "STOPPING", STOP)]
 CLOSED: Script = [*STARTED, ("STOP", "STOPPING", STOP)]
 NOTICED: Script = [*STARTED, ("STOP_WITH_NOTICE", "NOTICED", ("GIVE_NOTICE",))]
 KILLED: Script = [*STARTED, ("KILL", "KILLING", KILL)]
@@ -37,18 +36,6 @@ SCRIPTS: dict[str, Script] = {
         ("ONE_ENDED", "RUNNING", ()),
         ("ONE_ENDED", "RUNNING", ()),
         ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "SWEEP")),
-        *EMPTY,
-    ],
-    "one fails, its peers die of our signal": [
-        *STOPPING,
-        ("ONE_FAILED", "STOPPING", ()),
-        ("ALL_ENDED", "SWEEPING", SWEEP),
-        *EMPTY,
-    ],
-    "one fails, a peer ends well when asked to": [
-        *STOPPING,
-        ("ONE_ENDED", "STOPPING", ()),
-        ("ALL_ENDED", "SWEEPING", SWEEP),
         *EMPTY,
     ],
     "peers end by themselves in the settle window, and none is left": [
@@ -113,12 +100,7 @@ SCRIPTS: dict[str, Script] = {
         ("ALL_ENDED", "SWEEPING", SWEEP),
         *EMPTY,
     ],
-    "closed with notice, and again": [
-        *NOTICED,
-        ("STOP", "STOPPING", STOP),
-        ("GRACE_OVER", "KILLING", KILL),
-        *EMPTY,
-    ],
+    "closed with notice, and again": [*NOTICED, ("STOP", "STOPPING", STOP), ("GRACE_OVER", "KILLING", KILL), *EMPTY],
     "closed with notice, and killed": [*NOTICED, ("KILL", "KILLING", KILL), *EMPTY],
     "closed with notice, and then the launcher goes, and the workers have the orphan grace": [
         *NOTICED,
@@ -132,7 +114,6 @@ SCRIPTS: dict[str, Script] = {
         ("KILL_OVER", "DRAINING", ("ABANDON", "DRAIN")),
         *DONE,
     ],
-    "what successful workers left behind ends by itself": [*LINGERING, *EMPTY],
     "what successful workers left behind takes too long": [*LINGERING, ("LINGER_OVER", "SWEEPING", SWEEP), *EMPTY],
     "closed while it lingers": [*LINGERING, ("STOP", "SWEEPING", ("ARM_GRACE", *SWEEP)), *EMPTY],
     "killed while it lingers": [*LINGERING, ("KILL", "KILLING", KILL), *EMPTY],
@@ -143,7 +124,6 @@ SCRIPTS: dict[str, Script] = {
         ("GRACE_OVER", "KILLING", KILL),
         *EMPTY,
     ],
-    "what was left behind ends when purged": [*PURGING, *EMPTY],
     "closed while it purges": [*PURGING, ("STOP", "PURGING", ("ARM_GRACE",)), *EMPTY],
     "killed while it purges": [*PURGING, ("KILL", "KILLING", KILL), *EMPTY],
     "what was left behind takes all of the grace": [*PURGING, ("GRACE_OVER", "KILLING", KILL), *EMPTY],

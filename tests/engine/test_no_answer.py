@@ -24,6 +24,7 @@ from phalanx._group import context as group_context
 from phalanx._group import ending as group_ending
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, start_processes
 from tests.support.helpers import TIMEOUT, alive, pass_gate, wait_gone
+from tests.support.insides import supervisor_of
 from tests.support.waits import shorten
 from tests.support.workers import run_script
 
@@ -91,8 +92,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
         gate.open()
         group.wait(TIMEOUT)
         ended.set()
-        assert group._supervisor is not None
-        assert group._supervisor._chored.drain(TIMEOUT)
+        assert supervisor_of(group)._chored.drain(TIMEOUT)
     assert not made
 
 
@@ -117,8 +117,7 @@ def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch
         group.wait(TIMEOUT)
     assert steps == []
     answer.set()
-    assert group._supervisor is not None
-    assert group._supervisor._chored.drain(TIMEOUT)
+    assert supervisor_of(group)._chored.drain(TIMEOUT)
     assert steps == ["made", "removed"]
 
 
@@ -164,8 +163,7 @@ def test_a_pipe_in_place_of_a_log_file_is_waited_for_by_nobody(tmp_path: Path) -
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     specs = ErrorsIntoAPipe(tmp_path)
     with start_processes("g", "sh", ("-c", "echo oops >&2; exit 3"), nprocs=1, logs_specs=specs) as group:
-        assert group._supervisor is not None
-        assert group._supervisor.ended.wait(TIMEOUT)
+        assert supervisor_of(group).ended.wait(TIMEOUT)
         os.close(reader)
         results: list[object] = []
         waiting = threading.Thread(target=lambda: results.append(group.wait()), daemon=True)

@@ -8,22 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import procfs
+from phalanx._base import linux, procfs
 from phalanx._engine.keeper import keeper
+from phalanx._engine.keeper.sweep import PID_LIMIT, ChildScan
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests.support import families
 from tests.support.families import KINDS, SIZE, WORKERS
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, tell, wait_gone
+from tests.support.insides import helpers_of, stop
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -46,14 +50,6 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-
-
-def helpers_of(group: PContext) -> tuple[int, int]:
-    """The pids of a group's guard and of its keeper."""
-    assert group._supervisor is not None
-    guard = group._supervisor._keeper._guard
-    [kept] = procfs.children(guard)
-    return guard, kept
 
 
 # --- the matrix
@@ -92,13 +88,13 @@ def loses_both(group: PContext, _gate: Gate) -> None:
 
 
 @pytest.mark.each_python
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "warm"])
 @pytest.mark.parametrize("end", [fails, is_closed, loses_its_keeper, loses_its_guard, loses_both])
 def test_nobody_is_left_when_the_group(
     end: Callable[[PContext, Gate], None], kind: str, ready: Ready, gate: Gate
 ) -> None:
     for _ in range(ROUNDS):
-        with families.start(kind, ready.address, gate.address, grace=TIMEOUT) as group:
+        with families.held_warm(kind), families.start(kind, ready.address, gate.address, grace=TIMEOUT) as group:
             members = ready.pids(EVERYBODY)
             helpers = helpers_of(group)
             assert set(group.pids().values()) <= set(members)
@@ -123,7 +119,7 @@ def host(which: str, kind: str, ready: Ready, gate: Gate, *before: str) -> Itera
             process.kill()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "warm"])
 def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
     """Within a tenth of a second, where there are processors to be had: that is shown, and not judged here."""
     slowest = 0.0
@@ -131,7 +127,7 @@ def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Rea
         with host("plain", kind, ready, gate) as launcher:
             members = set(ready.pids(EVERYBODY))
             everybody = members | descendants(launcher.pid)
-            assert len(everybody) >= EVERYBODY + 2  # guard and keeper
+            assert len(everybody) >= EVERYBODY + 2 + (kind == "warm")  # guard and keeper, and the fork server
             launcher.kill()
             began = time.monotonic()
             assert wait_gone(everybody, 5) == set()
@@ -250,14 +246,6 @@ def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None
     assert list(result.failures) == [1]
     assert (result.outcomes[0].state, result.outcomes[0].exitcode) == ("stopped", -9)
     assert set(filter(alive, pids)) == set()
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has taken effect."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + TIMEOUT
-    while procfs.Stat(pid).state != "T":
-        assert time.monotonic() < deadline
 
 
 def test_a_stopped_worker_is_woken_for_a_graceful_end(ready: Ready, tmp_path: Path) -> None:
@@ -530,3 +518,129 @@ def test_a_keeper_that_nothing_ends_keeps_no_worker_alive(
         launcher.kill()
     assert wait_gone([*workers, above]) == set()
     assert alive(kept)
+
+
+# --- Where /proc is empty, or another namespace's, nothing that a worker started is left behind either
+
+
+EMPTY = "mount -t tmpfs none /proc"
+
+# One in a session of its own, one twice forked, and one that heeds no SIGTERM. All are so before the worker goes on.
+UNSEEN_FAMILY = """
+import os, signal
+heard, settled = os.pipe()
+for kind in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        if kind and os.fork():
+            os._exit(0)
+        if kind == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        {ready}
+        os.close(settled)
+        signal.pause()
+    if kind:
+        os.waitpid(pid, 0)
+os.close(settled)
+assert os.read(heard, 1) == b""
+{ready}
+{last}
+"""
+
+UNSEEN = """
+import os, sys
+from phalanx._base import procfs
+from phalanx.multiprocessing import start_processes
+assert not procfs.is_shown()
+def work(code):
+    exec(code)
+if __name__ == "__main__":
+    how, method, code = sys.argv[1:]
+    group = start_processes("unseen", work, {{0: (code,)}}, {{0: {{}}}}, start_method=method)
+    if how == "ends":
+        result = group.wait()
+        assert result.succeeded, result
+        assert len(result.leftovers) == 3, result
+    else:
+        {gate}
+        if how == "closed":
+            group.close(timeout=0.2)
+"""
+
+
+def _may_mount() -> bool:
+    command = ["unshare", "--mount", "sh", "-c", EMPTY]
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(command, check=False, capture_output=True).returncode == 0
+    )
+
+
+@pytest.fixture
+def unshare() -> str:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: only that mounts over /proc")
+    if not _may_mount():
+        pytest.skip("needs CAP_SYS_ADMIN: only that mounts over /proc")
+    return "unshare"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("how", ["ends", "closed", "killed"])
+def test_without_proc_nobody_is_left(
+    unshare: str, method: str, how: str, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(textwrap.dedent(UNSEEN).format(gate=gate.python()))
+    code = UNSEEN_FAMILY.format(ready=ready.python(), last="" if how == "ends" else "signal.pause()")
+    command = [unshare, "--mount", "sh", "-c", f'{EMPTY} && exec "$@"', "sh", sys.executable, str(script), how, method]
+    command.append(code)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as launcher:
+        pids = ready.pids(4)
+        if how == "killed":
+            launcher.kill()
+        else:
+            gate.open()
+        _out, err = launcher.communicate(timeout=TIMEOUT)
+    assert launcher.returncode == (-signal.SIGKILL if how == "killed" else 0), err
+    assert not wait_gone(pids, 10)
+
+
+@pytest.mark.slow
+def test_another_namespaces_proc_is_not_believed(unshare: str, tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(textwrap.dedent(UNSEEN).format(gate="pass"))
+    code = UNSEEN_FAMILY.format(ready="", last="")
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "TMPDIR": str(tmp_path)}
+    command = [unshare, "--pid", "--fork", sys.executable, str(script), "ends", "spawn", code]
+    done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ended what was left behind: pid ") == 3
+
+
+def test_a_number_is_told_to_be_a_childs_only_where_it_is() -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        assert linux.children_among([1, os.getppid(), os.getpid(), pid, PID_LIMIT - 1]) == [pid]
+        scan = ChildScan()
+        while pid not in scan.found:
+            assert not scan.step(pid)
+        assert scan.found <= set(procfs.children(os.getpid()))  # of other tests, too: a resource tracker
+        assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert linux.children_among([pid]) == [pid]  # not reaped yet
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert linux.children_among([pid]) == []
+
+
+def test_we_are_shown_by_our_own_proc() -> None:
+    assert procfs.is_shown()

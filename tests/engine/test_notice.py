@@ -16,13 +16,9 @@ import pytest
 import phalanx
 from phalanx._base import procfs
 from phalanx._engine.protocol import STOP_PAGE_ENV
-from phalanx.multiprocessing import (
-    KeeperLostError,
-    ScriptContext,
-    SubprocessContext,
-    start_processes,
-)
+from phalanx.multiprocessing import KeeperLostError, ScriptContext, SubprocessContext, start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
+from tests.support.insides import helpers_of, state_of, supervisor_of
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -88,11 +84,7 @@ def test_functions_see_it(method: str, ready: Ready) -> None:
 @pytest.mark.parametrize("preload", [(), ("json",)])
 @pytest.mark.parametrize("module", [False, True])
 def test_scripts_and_modules_see_it(
-    module: bool,
-    preload: tuple[str, ...],
-    ready: Ready,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: bool, preload: tuple[str, ...], ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "looping.py").write_text(HEAD.replace("; ", "\n") + loop(ready))
     monkeypatch.syspath_prepend(tmp_path)
@@ -272,7 +264,7 @@ def test_who_ended_before_it_has_succeeded(ready: Ready) -> None:
     with commands("pass", loop(ready)) as group:
         ready.wait()
         assert wait_gone([group.pids()[0]]) == set()
-        while 0 in group._started().mirror.alive:
+        while 0 in supervisor_of(group).mirror.alive:
             pass
         group.close()
         assert ended(group)[1] == ["succeeded", "stopped by us (notice SIGUSR1), exited with code 0"]
@@ -284,7 +276,7 @@ def test_a_failure_before_it_leaves_no_time(ready: Ready, gate: Gate) -> None:
         ready.wait(2)
         gate.open()
         assert wait_gone([group.pids()[0]]) == set()
-        while group._started().mirror.state != "SETTLING":
+        while state_of(group) != "SETTLING":
             pass
         group.close()
         assert ended(group)[1] == ["failed: exited with code 3", "stopped by us (SIGTERM)"]
@@ -318,7 +310,7 @@ def test_a_second_stop_ends_the_notice_and_a_kill_does_so_too(ready: Ready) -> N
             ready.wait()
             closing = threading.Thread(target=group.close)
             closing.start()
-            while group._started().mirror.state != "NOTICED":
+            while state_of(group) != "NOTICED":
                 pass
             group.close(death)
             closing.join()
@@ -382,12 +374,6 @@ if not os.fork():
 # --- those that are killed meanwhile
 
 
-def helpers_of(group: PContext) -> tuple[int, int]:
-    guard = group._started()._keeper._guard
-    [kept] = procfs.children(guard)
-    return guard, kept
-
-
 @pytest.mark.parametrize("who", ["guard", "keeper"])
 def test_a_helper_that_is_killed_during_it(who: str, ready: Ready) -> None:
     with commands(f"{ready.python()}; signal.pause()") as group:
@@ -395,7 +381,7 @@ def test_a_helper_that_is_killed_during_it(who: str, ready: Ready) -> None:
         guard, keeper = helpers_of(group)
         closing = threading.Thread(target=group.close)
         closing.start()
-        while group._started().mirror.state != "NOTICED":
+        while state_of(group) != "NOTICED":
             pass
         os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
         assert wait_gone([*pids, guard, keeper]) == set()

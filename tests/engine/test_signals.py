@@ -21,10 +21,12 @@ from phalanx._engine.host_signals import acquire, release
 from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, let_a_request_pass, wait_gone
+from tests.support.insides import supervisor_of
 from tests.support.waits import when_we_wait
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.support.helpers import Gate, Ready
@@ -220,7 +222,7 @@ def test_a_signal_amid_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pyt
     monkeypatch.setattr(PContext, "__repr__", lambda _self: os.kill(os.getpid(), signal.SIGTERM))
     group = start_processes("g", "sleep", ("600",), nprocs=1)
     [pid] = group.pids().values()
-    done = group._started().done
+    done = supervisor_of(group).done
     del group
     gc.collect()
     assert done.wait(TIMEOUT)
@@ -310,40 +312,34 @@ def test_a_handler_of_c_code_is_restored(tmp_path: Path) -> None:
     assert linux.handler_of(linux.sigaction(signal.SIGQUIT)) == before
 
 
-def test_what_c_code_ignores_stays_ignored() -> None:
-    """A library's SIG_IGN, of which Python knows nothing."""
+@pytest.fixture
+def ignored_in_c() -> Iterator[Callable[[], None]]:
+    """Ignores SIGHUP as a library does, of which Python knows nothing."""
     before = linux.sigaction(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ignored = linux.sigaction(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    linux.set_sigaction(signal.SIGHUP, ignored)
-    try:
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-        with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert group.wait(0.05) is None
+    yield lambda: linux.set_sigaction(signal.SIGHUP, ignored)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    linux.set_sigaction(signal.SIGHUP, before)
+
+
+def test_what_c_code_ignores_stays_ignored(ignored_in_c: Callable[[], None]) -> None:
+    ignored_in_c()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert linux.handler_of(linux.sigaction(signal.SIGHUP)) == signal.SIG_IGN
-    finally:
-        linux.set_sigaction(signal.SIGHUP, before)
+        assert group.wait(0.05) is None
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert linux.handler_of(linux.sigaction(signal.SIGHUP)) == signal.SIG_IGN
 
 
-def test_a_handler_that_c_code_sets_meanwhile_stays() -> None:
+def test_a_handler_that_c_code_sets_meanwhile_stays(ignored_in_c: Callable[[], None]) -> None:
     owner = object()
-    before = linux.sigaction(signal.SIGHUP)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ignored = linux.sigaction(signal.SIGHUP)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     acquire(owner)
-    try:
-        linux.set_sigaction(signal.SIGHUP, ignored)
-    finally:
-        release(owner)
-    try:
-        assert linux.handler_of(linux.sigaction(signal.SIGHUP)) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        linux.set_sigaction(signal.SIGHUP, before)
+    ignored_in_c()
+    release(owner)
+    assert linux.handler_of(linux.sigaction(signal.SIGHUP)) == signal.SIG_IGN
 
 
 # --- the umask

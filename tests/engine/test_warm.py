@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,9 +19,8 @@ import pytest
 from phalanx._base import procfs
 from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
-from tests.support import families
-from tests.support.families import SIZE, WORKERS
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
+from tests.support.insides import guard_of
 from tests.support.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
 from tests.support.workers import ROOT, add, announce, run_script
 
@@ -87,11 +86,6 @@ def fork_server_of(it: warm) -> int:
     assert it._fork_server is not None
     assert it._fork_server._popen is not None
     return it._fork_server._popen.pid
-
-
-def guard_of(group: PContext) -> int:
-    assert group._supervisor is not None
-    return group._supervisor._keeper._guard
 
 
 # --- preload
@@ -208,6 +202,13 @@ FAILING = {
 }  # fmt: skip
 
 
+def test_a_preload_that_is_not_there_leaves_no_folder_for_logs() -> None:
+    with pytest.raises(PreloadError) as caught:
+        start(add, (1, 2), preload=["absent_from_here"])
+    assert caught.value.traceback == "ModuleNotFoundError: No module named 'absent_from_here'\n"
+    assert os.listdir(tempfile.gettempdir()) == []
+
+
 @pytest.mark.parametrize("name", FAILING)
 def test_a_preload_that_fails_is_told_with_its_traceback(name: str, modules: Modules, tmp_path: Path) -> None:
     message, text = FAILING[name]
@@ -224,12 +225,6 @@ def test_a_preload_that_fails_is_told_with_its_traceback(name: str, modules: Mod
     assert not started.exists()
     if name == "a cause":
         assert "ZeroDivisionError: division by zero" in caught.value.traceback
-
-
-def test_a_module_that_is_not_there() -> None:
-    with pytest.raises(PreloadError) as caught:
-        start(add, (1, 2), preload=["absent_from_here"])
-    assert caught.value.traceback == "ModuleNotFoundError: No module named 'absent_from_here'\n"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +247,7 @@ def test_a_process_that_dies_before_it_imports(modules: Modules, monkeypatch: py
 
 
 def test_a_thread_may_close_a_warm_that_imports(ready: Ready, modules: Modules) -> None:
-    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    slow_module(modules.folder, ready)
     it = warm(preload=["slow"])
     errors: list[BaseException] = []
 
@@ -274,7 +269,7 @@ def test_a_thread_may_close_a_warm_that_imports(ready: Ready, modules: Modules) 
 
 
 def test_a_late_import_is_killed_with_what_it_started(ready: Ready, modules: Modules) -> None:
-    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    slow_module(modules.folder, ready)
     it = warm(preload=["slow"])
     it.begin()
     try:
@@ -288,40 +283,42 @@ def test_a_late_import_is_killed_with_what_it_started(ready: Ready, modules: Mod
         it.close()
 
 
-def test_threads_are_refused(modules: Modules) -> None:
-    modules.write("threads", """
+THREADS = {
+    "threads": (
+        """
         import threading
         for name in ("one", "two"):
             threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
-        """)  # fmt: skip
-    with pytest.raises(PreloadError, match=r"'threads' has started 2 threads \(one, two\), which a fork") as caught:
-        start(add, (1, 2), preload=["json", "threads"])
-    assert (caught.value.module, caught.value.traceback) == ("threads", "")
-
-
-def test_a_thread_that_has_ended_is_none(modules: Modules) -> None:
-    modules.write("thread", "import threading; it = threading.Thread(target=int); it.start(); it.join()")
-    assert run(add, 1, 2, preload=["thread"]) == {0: 3, 1: 3}
-
-
-def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None:
-    """None of Python's any more, and yet in /proc/self/task: so is one that has just been joined, for a moment."""
-    modules.write(
-        "leaving",
+        """,
+        r"'it' has started 2 threads \(one, two\), which a fork",
+    ),
+    "a thread of which Python knows nothing": (
+        "import _thread, time; _thread.start_new_thread(time.sleep, (600,))",
+        r"'it' has started 1 thread, which a fork would not have",
+    ),
+    "a thread that has ended": ("import threading; it = threading.Thread(target=int); it.start(); it.join()", ""),
+    "a thread that is about to leave": (  # none of Python's any more, and yet in /proc/self/task
         """
         import _thread, time
         from phalanx._engine.keeper import fork_server as main
         main._LEAVING = 60
         _thread.start_new_thread(time.sleep, (0.1,))
         """,
-    )
-    assert run(add, 1, 2, preload=["leaving"]) == {0: 3, 1: 3}
+        "",
+    ),
+}
 
 
-def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> None:
-    modules.write("stays", "import _thread, time; _thread.start_new_thread(time.sleep, (600,))")
-    with pytest.raises(PreloadError, match=r"'stays' has started 1 thread, which a fork would not have"):
-        start(add, (1, 2), preload=["stays"])
+@pytest.mark.parametrize("name", THREADS)
+def test_threads_are_refused_unless_they_end(name: str, modules: Modules) -> None:
+    text, refused = THREADS[name]
+    modules.write("it", text)
+    if not refused:
+        assert run(add, 1, 2, preload=["json", "it"]) == {0: 3, 1: 3}
+        return
+    with pytest.raises(PreloadError, match=refused) as caught:
+        start(add, (1, 2), preload=["json", "it"])
+    assert (caught.value.module, caught.value.traceback) == ("it", "")
 
 
 def test_numpy_whose_threads_know_about_forks_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,27 +577,6 @@ def test_functions_and_results_by_value_as_under_spawn() -> None:
 # --- nothing is left
 
 
-def members_of(ready: Ready) -> set[int]:
-    return set(ready.pids(WORKERS * SIZE))
-
-
-def test_nobody_is_left_of_a_warm_group_that_is_closed(ready: Ready, gate: Gate) -> None:
-    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
-        members = members_of(ready)
-        group.close(signal.SIGKILL)
-        assert set(filter(alive, members)) == set()
-
-
-LAUNCHER = """
-import sys
-from phalanx.multiprocessing import warm
-from tests.support import families
-if __name__ == "__main__":
-    with warm(preload=["json"]):
-        families.start("forkserver", *sys.argv[1:]).wait()
-"""
-
-
 def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python script that can import the tests, in a process that we may interrupt."""
     path = folder / "launcher.py"
@@ -610,37 +586,18 @@ def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_no_warm_group_survives_its_killed_launcher(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
-        members = members_of(ready)
-        everybody = members | descendants(launcher.pid)
-        assert len(everybody) >= len(members) + 3  # fork server, guard and keeper
-        launcher.kill()
-        began = time.monotonic()
-        assert wait_gone(everybody, 5) == set()
-        took = time.monotonic() - began
-    print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
-
-
-def test_no_warm_group_survives_its_killed_helpers(ready: Ready, gate: Gate) -> None:
-    from phalanx.multiprocessing import KeeperLostError
-
-    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
-        members = members_of(ready)
-        guard = guard_of(group)
-        assert [os.getpgid(pid) for pid in procfs.children(guard)] == [guard]
-        os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
-        with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
-            group.wait(TIMEOUT)
-        assert set(filter(alive, members)) == set()
-
-
 SLOW = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
 {say}
 signal.pause()
 """
+
+
+def slow_module(folder: Path, ready: Ready) -> None:
+    """Write a module that starts a child, tells both pids, and is never imported."""
+    (folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+
 
 ENTERING = """
 from phalanx.multiprocessing import start_processes, warm
@@ -665,8 +622,7 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
     way: str, number: signal.Signals, ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    say = ready.python("f'{os.getpid()} {child.pid}'")
-    (tmp_path / "slow.py").write_text(SLOW.format(say=say))
+    slow_module(tmp_path, ready)
     script = tmp_path / "script.py"
     script.write_text("print('not reached')")
     with popen(tmp_path, ENTERING.format(STARTS[way]), str(script)) as launcher:
@@ -689,7 +645,7 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
 
 
 def test_an_interrupt_amid_an_import_is_a_signal_exception(ready: Ready, modules: Modules) -> None:
-    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    slow_module(modules.folder, ready)
 
     def interrupt() -> None:
         ready.wait()
@@ -705,61 +661,44 @@ def test_an_interrupt_amid_an_import_is_a_signal_exception(ready: Ready, modules
 # --- hosts of every kind
 
 
-def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
-    done = run_script(tmp_path, """
-import os
-from phalanx._base import channels, interpreter, linux, procfs
-from phalanx._engine import forkserver as fork_server_module
-from phalanx.multiprocessing import start_processes, warm
-if __name__ == "__main__":
-    linux.become_subreaper()
-    for early in (True, False):
-        with warm(preload=["json"]):
-            group = start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver")
-            if not early:
-                assert group.wait().return_values == {0: 8, 1: 8}
-                group.close()
-        assert group.wait().return_values == {0: 8, 1: 8}
-        group.close()
-        assert not procfs.children(os.getpid())
-    print("done")
-""")  # fmt: skip
-    assert done.stdout == "done\n", done.stderr
+HOSTS = {
+    "a subreaper, which is left without zombies": (
+        """
+        from phalanx._base import linux, procfs
+        linux.become_subreaper()
+        """,
+        "assert not procfs.children(os.getpid())",
+    ),
+    "one without standard descriptors": ("for fd in (0, 1, 2): os.close(fd)", ""),
+    "one that ignores its children": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", ""),
+}
 
 
-def test_a_host_without_standard_descriptors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_host_of_any_kind_keeps_warm(name: str, tmp_path: Path) -> None:
+    begin, after = HOSTS[name]
     found = tmp_path / "found"
     run_script(tmp_path, f"""
-import os, traceback
+import os, signal, traceback
 if __name__ == "__main__":
-    for fd in (0, 1, 2):
-        os.close(fd)
     try:
+        {indent(dedent(begin), " " * 8).strip()}
         from phalanx.multiprocessing import start_processes, warm
-        with warm(preload=["json"]):
-            text = ""
-            for _ in range(2):
-                with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
+        text = ""
+        for early in (True, False):  # whether the group outlives the warm
+            with warm(preload=["json"]):
+                group = start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver")
+                if not early:
                     text += str(group.wait().return_values)
+                    group.close()
+            text += str(group.wait().return_values)
+            group.close()
+            {after or "pass"}
     except BaseException:
         text = traceback.format_exc()
     open({str(found)!r}, "w").write(text)
 """)  # fmt: skip
-    assert found.read_text() == "{0: 8, 1: 8}" * 2
-
-
-def test_a_host_that_ignores_its_children(tmp_path: Path) -> None:
-    done = run_script(tmp_path, """
-import signal
-from phalanx.multiprocessing import start_processes, warm
-if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with warm(preload=["json"]):
-        for _ in range(2):
-            with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
-                print(group.wait().return_values)
-""")  # fmt: skip
-    assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
+    assert found.read_text() == "{0: 8, 1: 8}" * 3
 
 
 def test_a_host_that_ignores_its_children_refuses_threads(tmp_path: Path) -> None:
@@ -807,12 +746,6 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(
                 start(add, (1, 2))
         assert not alive(forkserver)
         assert run(add, 1, 2) == {0: 3, 1: 3}
-
-
-def test_a_temporary_log_folder_goes_when_the_preload_fails() -> None:
-    with pytest.raises(PreloadError):
-        start(add, (1, 2), preload=["absent_from_here"])
-    assert os.listdir(tempfile.gettempdir()) == []
 
 
 class LateError(Exception):

@@ -23,6 +23,7 @@ from phalanx._engine.worker import mp_child
 from phalanx._evidence.sent import pack
 from phalanx.multiprocessing import start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
+from tests.support.insides import supervisor_of
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def test_a_flood_holds_up_neither_values_nor_the_end(ready: Ready, gate: Gate) -
     with start_processes("flood", floods, arguments, start_method="fork") as group:
         ready.wait()
         gate.open()
-        assert group._started().mirror.workers[0].ended.wait(TIMEOUT)
+        assert supervisor_of(group).mirror.workers[0].ended.wait(TIMEOUT)
         group.close(timeout=1)
         result = group.wait()
     assert result.return_values == {0: 7}

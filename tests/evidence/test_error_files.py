@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,11 @@ from phalanx._evidence.error_file import (
     write_error_file,
     written_by,
 )
-from phalanx._evidence.fatal_signals import read_fatal_stacks
 from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.support.helpers import Gate, Ready
 
@@ -106,24 +106,6 @@ def raised(exc: BaseException) -> BaseException:
 # --- describe ---------------------------------------------------------------------------------------------------------
 
 
-def test_describe_gives_what_the_interpreter_prints() -> None:
-    exc = raised(ValueError("bad shape"))
-    exc.add_note("in layer 3")
-    exc.__cause__ = KeyError("w")
-    message, stack = describe(exc)
-    assert message == "ValueError: bad shape"
-    assert stack == "".join(traceback.format_exception(exc))
-    assert "in layer 3" in stack
-    assert "direct cause" in stack
-
-
-def test_describe_shows_the_members_of_a_group() -> None:
-    message, stack = describe(raised(ExceptionGroup("two", [ValueError("a"), TypeError("b")])))
-    assert message == "ExceptionGroup: two (2 sub-exceptions)"
-    assert "ValueError: a" in stack
-    assert "TypeError: b" in stack
-
-
 class Hostile(Exception):  # noqa: N818 - not an error, a trial
     """Raises from whatever it is asked; even what is no `Exception`."""
 
@@ -139,20 +121,50 @@ class BadText(Exception):  # noqa: N818 - as above
         return 5  # type: ignore[return-value]  # noqa: PLE0307 (that is what is bad about it)
 
 
-@pytest.mark.parametrize("kind", [Hostile, BadText])
-def test_describe_survives_a_hostile_exception(kind: type[Exception]) -> None:
-    message, stack = describe(raised(kind("x")))
-    assert message.startswith(f"{kind.__name__}: <__str__ raised ")
-    assert "in raised" in stack
-    assert kind.__name__ in stack
+def caused(exc: BaseException, cause: BaseException) -> BaseException:
+    exc.__cause__ = cause
+    return exc
 
 
-def test_describe_survives_a_hostile_cause() -> None:
-    exc = raised(ValueError("x"))
-    exc.__cause__ = raised(Hostile("y"))
+def noted(exc: BaseException) -> BaseException:
+    exc.add_note("in layer 3")
+    return exc
+
+
+DESCRIBED: dict[str, tuple[Callable[[], BaseException], str, tuple[str, ...]]] = {
+    "as the interpreter prints it": (
+        lambda: caused(noted(ValueError("bad shape")), KeyError("w")),
+        "ValueError: bad shape",
+        ("in layer 3", "direct cause"),
+    ),
+    "a group": (
+        lambda: ExceptionGroup("two", [ValueError("a"), TypeError("b")]),
+        "ExceptionGroup: two (2 sub-exceptions)",
+        ("ValueError: a", "TypeError: b"),
+    ),
+    "a hostile one": (lambda: Hostile("x"), "Hostile: <__str__ raised ", ("Hostile",)),
+    "a text that is none": (lambda: BadText("x"), "BadText: <__str__ raised ", ("BadText",)),
+    "a hostile cause": (lambda: caused(ValueError("x"), raised(Hostile("y"))), "ValueError: x", ()),
+    "a lone surrogate": (lambda: ValueError("a\udc80b"), "ValueError: a\\udc80b", ()),
+    "a long chain": (
+        lambda: functools.reduce(lambda exc, number: caused(ValueError(number), exc), range(3000), KeyError()),  # type: ignore[arg-type, return-value]  # of exceptions
+        "ValueError: 2999",
+        ("ValueError: 2999",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_describe_gives_message_and_stack_of_any_exception(name: str) -> None:
+    make, expected, parts = DESCRIBED[name]
+    exc = raised(make())
     message, stack = describe(exc)
-    assert message == "ValueError: x"
+    assert message.startswith(expected) if "<" in expected else message == expected
     assert "in raised" in stack
+    assert all(part in stack for part in parts)
+    (message + stack).encode()
+    if name == "as the interpreter prints it":
+        assert stack == "".join(traceback.format_exception(exc))
 
 
 def test_describe_says_how_much_it_cut() -> None:
@@ -164,12 +176,6 @@ def test_describe_says_how_much_it_cut() -> None:
     assert " characters cut ...\n" in stack
     assert stack.endswith("THE END\n")
     assert len(stack) < TEXT_LIMIT + 100
-
-
-def test_describe_makes_lone_surrogates_encodable() -> None:
-    message, stack = describe(raised(ValueError("a\udc80b")))
-    assert message == "ValueError: a\\udc80b"
-    stack.encode()
 
 
 def test_describe_of_endless_recursion_and_in_it() -> None:
@@ -188,17 +194,6 @@ def test_describe_of_endless_recursion_and_in_it() -> None:
     for message, stack in (seen[0], describe(caught.value)):
         assert message.startswith("RecursionError: ")
         assert "in deeper" in stack
-
-
-def test_describe_of_a_long_chain() -> None:
-    exc: BaseException = ValueError(0)
-    for number in range(1, 3000):
-        outer = ValueError(number)
-        outer.__cause__ = exc
-        exc = outer
-    message, stack = describe(exc)
-    assert message == "ValueError: 2999"
-    assert "ValueError: 2999" in stack
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
@@ -856,15 +851,6 @@ def test_a_damaged_file_is_unreadable_and_nothing_worse(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize(
-    "exitcode,after,is_first", [(-9, 90, True), (-9, 110, False), (3, 4, True), (3, 6, False), (-15, 6, False)]
-)
-def test_an_end_may_go_unnoticed_for_a_while(tmp_path: Path, exitcode: int, after: int, is_first: bool) -> None:
-    """Of one with no evidence, that is noticed so many milliseconds after a peer's evidence. A kill takes longest."""
-    failure = ProcessFailure(0, 4242, exitcode, str(tmp_path / "error.json"), observed_ns=(1000 + after) * MS)
-    assert (failure.first_key < 1000 * MS) == is_first
-
-
-@pytest.mark.parametrize(
     "data",
     [
         {},
@@ -998,20 +984,22 @@ def test_the_timestamp_orders_failures_without_a_moment(tmp_path: Path) -> None:
     assert ChildFailedError("x", failures).get_first_failure()[0] == 1
 
 
-def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_fatal_signal_leaves_the_stack(tmp_path: Path, caught: bool) -> None:
+    """In the file of a worker, and on stderr where there is none, also if `record` was called since."""
     path = tmp_path / "error.json"
-    code = (
-        "import faulthandler, resource; from phalanx._evidence.fatal_signals import catch_fatal_signals\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "assert catch_fatal_signals()\n"
-        "def crash(): faulthandler._sigsegv()\n"
-        "crash()\n"
-    )
-    process, _ = run(code, path)
+    code = SCRIPT.format("import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()")
+    if caught:
+        code = f"from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch()\n{code}"
+    process, stderr = run(code, path)
     assert process.returncode == -signal.SIGSEGV
+    if not caught:
+        assert "in main" in stderr
+        return
+    assert stderr == ""
     failure = ProcessFailure(0, process.pid, process.returncode, str(path))
     assert failure.message == f"Signal 11 (SIGSEGV) received by PID {process.pid}"
-    assert "in crash" in failure.traceback
+    assert "in main" in failure.traceback
     assert ProcessFailure(0, process.pid, -9, str(path)).traceback == ""
     remove_empty(str(path))
     assert os.listdir(tmp_path) == ["error.json.fatal"]
@@ -1079,13 +1067,6 @@ def test_record_in_a_process_that_cannot_write(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert stderr.rstrip().endswith("ValueError: x")
     assert "During handling" not in stderr
-
-
-def test_record_prints_the_stack_on_a_fatal_signal(tmp_path: Path) -> None:
-    body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
-    process, stderr = run(SCRIPT.format(body), tmp_path / "error.json")
-    assert process.returncode == -signal.SIGSEGV
-    assert "in main" in stderr
 
 
 def test_record_keeps_name_arguments_and_value(error_file: Path) -> None:
@@ -1335,17 +1316,6 @@ def test_initialize_warns_where_no_stack_can_be_shown(monkeypatch: pytest.Monkey
             faulthandler.enable()
 
 
-def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -> None:
-    body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
-    code = (
-        f"from phalanx._evidence.fatal_signals import catch_fatal_signals; catch_fatal_signals()\n{SCRIPT.format(body)}"
-    )
-    process, stderr = run(code, tmp_path / "error.json")
-    assert process.returncode == -signal.SIGSEGV
-    assert stderr == ""
-    assert "in main" in read_fatal_stacks(str(tmp_path / "error.json"))
-
-
 # --- ChildFailedError, Outcome ----------------------------------------------------------------------------------------
 
 
@@ -1512,48 +1482,58 @@ rank 10: succeeded
     )
 
 
-@pytest.mark.parametrize("peer", ["[127.0.0.1]:{}", "10.0.0.7:{}", "[fe80::1%eth0]:{}", "[localhost]:{}"])
-def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
-    def closed(rank: int, line: int = 553) -> ProcessFailure:
-        port = 48021 + 77 * rank
-        return failed(rank, f"RuntimeError: pair.cc:{line} Connection closed by peer {peer.format(port)}. Why?")
+PEER = "RuntimeError: pair.cc:{} Connection closed by peer {}. Why?"
+NATIVE = "Thread 0x1 (most recent call first):\n  File x\n \n  {}native frames (py-spy):\n    f (libc.so)"
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in step\nValueError: no'
 
-    failures = {rank: closed(rank) for rank in range(3)}
-    assert "ranks 1-2: the same" in format_report("x", failures)
-    failures[2] = closed(2, 554)
-    assert "rank 1: the same" in format_report("x", failures)
+ALIKE: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    **{
+        f"the port of a lost peer: {peer}": (
+            [{"message": PEER.format(553, peer.format(port))} for port in (1, 8)],
+            True,
+        )
+        for peer in ("[127.0.0.1]:4802{}", "10.0.0.7:4802{}", "[fe80::1%eth0]:4802{}", "[localhost]:4802{}")
+    },
+    "another line": ([{"message": PEER.format(line, "[127.0.0.1]:48021")} for line in (553, 554)], False),
+    **{
+        f"no port: {text}": ([{"message": text.format(number)} for number in (1, 2)], False)
+        for text in (
+            "IndexError: loss[3]:{}000",
+            "ValueError: slice [0.5:{}000]",
+            "[/src/pair.cpp]:{}000 x < 3",
+            "v1.2:{}000",
+        )
+    },
+    "our signal in the teardown": (
+        [
+            {"message": "ValueError: nan"},
+            {"message": "ValueError: nan", "detail": f"SIGTERM, sent by us, {WHILE_LEAVING}"},
+        ],
+        True,
+    ),
+    "another detail": (
+        [{"message": "ValueError: nan", "detail": text} for text in ("", "2.3 GiB of memory were in use")],
+        False,
+    ),
+    "a stop after the exception": (
+        [{"message": "ValueError: no", "stack": TRACE, "exitcode": code} for code in (1, -15)],
+        True,
+    ),
+    "another shape": ([{"message": f"ValueError: shape [{number}]"} for number in (3, 4)], False),
+    "the same signal": ([{"exitcode": -9}] * 2, True),
+    "another signal": ([{"message": "ValueError: shape [3]"}, {"exitcode": -9}], False),
+    "native frames": ([{"message": "E", "stack": stack} for stack in (NATIVE[:47], NATIVE.format(""))], True),
+    "text like that": ([{"message": "E", "stack": stack} for stack in (NATIVE[:47], NATIVE.format("no "))], False),
+}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["IndexError: loss[3]:{}000", "ValueError: slice [0.5:{}000]", "[/src/pair.cpp]:{}000 x < 3", "v1.2:{}000"],
-)
-def test_a_number_after_a_colon_is_not_always_a_port(text: str) -> None:
-    report = format_report("x", {rank: failed(rank, text.format(1 + rank)) for rank in range(2)})
-    assert "the same" not in report
-
-
-def test_a_signal_in_the_teardown_makes_no_difference() -> None:
-    failures = {rank: failed(rank, "ValueError: nan", "Traceback") for rank in range(3)}
-    failures[2] = failures[2].replace(detail=f"SIGTERM, sent by us, {WHILE_LEAVING}")
-    assert "ranks 1-2: the same" in format_report("x", failures)
-    failures[2] = failures[2].replace(detail="2.3 GiB of memory were in use")
-    assert "rank 1: the same" in format_report("x", failures)
-
-
-def test_failures_that_differ_are_not_called_the_same() -> None:
-    failures = {0: failed(0, "ValueError: shape [3]"), 1: failed(1, "ValueError: shape [4]"), 2: failed(2, exitcode=-9)}
+@pytest.mark.parametrize("name", ALIKE)
+def test_failures_that_are_alike_are_reported_once(name: str) -> None:
+    kinds, alike = ALIKE[name]
+    failures = {rank: failed(rank, **kind) for rank, kind in enumerate(kinds)}
     report = format_report("x", failures)
-    assert "the same" not in report
-    assert "ValueError: shape [4]" in report
-    same = {rank: failed(rank, exitcode=-9) for rank in range(8)}
-    assert "ranks 1-7: the same" in format_report("x", same)
-
-
-def test_a_stop_after_the_exception_makes_no_difference() -> None:
-    trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in step\nValueError: no'
-    failures = {rank: failed(rank, "ValueError: no", trace, exitcode=code) for rank, code in enumerate((1, -15, 1))}
-    assert "ranks 1-2: the same" in format_report("x", failures)
+    assert ("rank 1: the same" in report) == alike
+    assert alike or failures[1].message in report
 
 
 def test_a_report_is_bounded() -> None:
@@ -1565,52 +1545,6 @@ def test_a_report_is_bounded() -> None:
     assert "4,880 lines left out" in report
     assert "line 4999" in report
     assert "not shown" not in report
-
-
-MIB = 1 << 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "piece,head",
-    [
-        ("\n", ""),
-        ("\n \t", ""),
-        (" native frames (py-spy):\n", ""),
-        ("x native frames (py-spy):\n", ""),
-        ("0x", ""),
-        ("f", "0x"),
-        ("1", ""),
-        ("1.", ""),
-        ("9", "pid"),
-        ("rank rank_", ""),
-        ("process ", ""),
-        ("0", "\x1b["),
-        ("\x1b[", ""),
-        ("\x1b]", ""),
-        ("x", "\x1b]"),
-        ("\r", ""),
-        ("x\r\n", ""),
-        ("\udc80", ""),
-    ],
-    ids=ascii,
-)
-def test_a_report_of_hostile_text_takes_no_long_time(piece: str, head: str) -> None:
-    text = head + piece * (MIB // len(piece))
-    failures = {rank: failed(rank, text, text, detail=text, stderr_tail=text) for rank in range(2)}
-    began = time.process_time()
-    report = format_report("x", failures)
-    took = time.process_time() - began
-    assert "rank 1: the same" in report
-    assert took < 20, "some seconds on a machine that is slow: hours, if the time is the square of the length"
-
-
-def test_native_frames_make_no_difference() -> None:
-    stack = "Thread 0x1 (most recent call first):\n  File x"
-    native = stack + "\n \n  native frames (py-spy):\n    f (libc.so)"
-    assert "rank 1: the same" in format_report("x", {0: failed(0, "E", stack), 1: failed(1, "E", native)})
-    other = stack + "\n  no native frames (py-spy):\n    f"
-    assert "the same" not in format_report("x", {0: failed(0, "E", stack), 1: failed(1, "E", other)})
 
 
 def test_nothing_in_a_report_can_act_on_a_terminal() -> None:

@@ -18,11 +18,7 @@ from tests.support.helpers import TIMEOUT
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("own_temporary_folder"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_temporary_folder")]
 
 FILES: dict[str, Any] = {
     "of record": {

@@ -35,8 +35,11 @@ PIECES = [
     "\n ", "_",
     "native frames (py-spy):\n", "\nnative frames (py-spy):", "Thread 0x1 (most recent call first):  ",
     '  File "', '", line 1 in ', "pid ", "process", "rank", "local_rank 0", "0xa", "0xabcdef ", "1ms ", "12.3s over",
-    "cuda:", "peer ", "connection was ", "Error",
+    "cuda:", "peer ", "connection was ", "Error", "\n \t", "x native frames (py-spy):\n", "0x", "1.", "x\r\n",
+    "rank rank_",
 ]  # fmt: skip
+HEADS = {"f": "0x", "9": "pid", "0": "\x1b[", "x": "\x1b]"}
+"""What may stand before a text that is one piece again and again."""
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def not_for_ever() -> Iterator[None]:
 
 
 def of(piece: str, size: int) -> str:
-    return (piece * (size // len(piece) + 1))[:size]
+    return HEADS.get(piece, "") + (piece * (size // len(piece) + 1))[:size]
 
 
 def fails(message: str, stack: str = "", **more: Any) -> ProcessFailure:
@@ -74,7 +77,7 @@ def size_of(value: object) -> int:
     return 8
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", [*PIECES, *HEADS])
 def test_no_text_takes_more_than_its_length(piece: str) -> None:
     text, long = of(piece, 64 << 10), of(piece, MIB)
     dump = f"Current thread 0x01 (most recent call first):\n{text}"

@@ -21,14 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._base import clock
 from phalanx._engine import keeper_link
 from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
-from phalanx._outcomes.result import _raised, verdict
+from phalanx._outcomes.result import _early, _raised, verdict
+from phalanx.errors import Outcome
 from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
+from tests.cli.test_run import Launcher
 from tests.support.disks import until
 from tests.support.families import KINDS
-from tests.support.helpers import TIMEOUT, pass_gate, rest, tell
+from tests.support.helpers import TIMEOUT, pass_gate, rest, tell, wait_gone
 from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
 from tests.support.racing_workers import (
     SLOW_EXIT,
@@ -42,12 +45,12 @@ from tests.support.racing_workers import (
     leave_slowly,
     loses_its_peer,
     one_has_handled,
+    outlives,
     part,
     raises,
     return_and_stay,
     serve_and_leave,
     slow_part,
-    waits,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.multiprocessing import RunProcsResult
+    from tests.cli.test_run import Place
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
@@ -230,8 +234,7 @@ def run_connected(worker: Any, *arguments: Any, method: str, opened: Any = lambd
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss,way",
-    [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")],
+    "loss,way", [*((loss, "wrapped") for loss in LOSSES), ("reset", "bare"), ("aiohttp", "hidden"), ("httpx", "exit")]
 )
 def test_a_lost_connection_is_no_cause_however_wrapped(loss: str, way: str) -> None:
     """A peer that has lost the cause's connection is not named, though its evidence is there long before the cause's.
@@ -396,17 +399,6 @@ def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None
     assert [result.outcomes[rank].exitcode for rank in range(4)] == [1, 9, 1, -15]
 
 
-@pytest.mark.slow
-def test_a_closed_group_has_no_failures(ready: Ready) -> None:
-    with start_processes("closed", waits, (ready.address,), nprocs=2) as group:
-        ready.wait(2)
-    result = group.wait(0)
-    assert result is not None
-    assert result.state == "stopped"
-    assert result.root_cause is None
-    assert states(result) == ["stopped", "stopped"]
-
-
 # --- what is known of it
 
 
@@ -434,17 +426,6 @@ def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
     assert failure.signal_name() == number.name
     assert failure.message == f"Signal {number.value} ({number.name}) received by PID {failure.pid}"
     assert states(result) == ["stopped", "failed"]
-
-
-@pytest.mark.slow
-def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
-    with start_processes("killed", waits, (ready.address,), nprocs=2) as group:
-        ready.wait(2)
-        os.kill(group.pids()[1], signal.SIGKILL)
-        result = group.wait()
-    assert result.failures[1].detail == "SIGKILL, not sent by us"
-    assert cause(result) == 1
-    assert list(result.failures) == [1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -542,12 +523,8 @@ def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: s
     path = str(tmp_path / "socket")
     times: dict[str, Any] = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
-        script = tmp_path / "train.py"
-        script.write_text(SLOW_EXIT)
-        argv = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
-        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), **times)
-        group.start()
-        with group:
+        argv: dict[int, tuple[str, ...]] = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
+        with script_group(tmp_path, SLOW_EXIT, argv, **times) as group:
             result = group.wait()
     else:
         args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
@@ -561,18 +538,28 @@ def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: s
     assert re.fullmatch(stayed("sys.exit") if teardown == TIMEOUT else "", result.root_cause.detail)
 
 
+def script_group(tmp_path: Path, source: str, argv: dict[int, tuple[str, ...]], **options: Any) -> ScriptContext:
+    """A started group of a script, which can import the tests."""
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    group = ScriptContext("script", str(script), argv, dict.fromkeys(argv, env), DefaultLogsSpecs(), **options)
+    group.start()
+    return group
+
+
+def run_script(tmp_path: Path, source: str, *argv: str, nprocs: int = 1, **options: Any) -> RunProcsResult:
+    with script_group(tmp_path, source, dict.fromkeys(range(nprocs), argv), **options) as group:
+        return group.wait()
+
+
 def staying(tmp_path: Path, kind: str, how: str, nprocs: int = 2, **options: Any) -> PContext:
     """Start a group whose last rank fails, and stays, as `STAYS` has it. The others rest."""
     args = {rank: (1 if rank == nprocs - 1 else 0, how, str(tmp_path / "done")) for rank in range(nprocs)}
     if kind != "script":
         return start_processes("stays", fail_and_stay, args, start_method=kind, **options)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT_OF_STAYS)
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     argv = {rank: tuple(map(str, each)) for rank, each in args.items()}
-    group = ScriptContext("stays", str(script), argv, dict.fromkeys(argv, env), DefaultLogsSpecs(), **options)
-    group.start()
-    return group
+    return script_group(tmp_path, SCRIPT_OF_STAYS, argv, **options)
 
 
 SCRIPT_OF_STAYS = """
@@ -586,15 +573,21 @@ WAYS = ["thread", "pool", "exit handler", "sys.exit"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind", ["script", *METHODS])
-def test_a_failed_rank_that_stays_is_the_cause(tmp_path: Path, kind: str, how: str) -> None:
-    with staying(tmp_path, kind, how, settle=0.1, grace=0.2) as group:
+@pytest.mark.parametrize(
+    "kind, how, nprocs",
+    [
+        *((kind, how, 2) for kind in ("script", *METHODS) for how in WAYS),
+        ("script", "thread", 1),
+        ("spawn", "thread", 1),
+    ],
+)
+def test_a_failed_rank_that_stays_is_the_cause(tmp_path: Path, kind: str, how: str, nprocs: int) -> None:
+    with staying(tmp_path, kind, how, nprocs, settle=0.1, grace=0.2) as group:
         result = group.wait()
-    assert states(result) == ["stopped", "failed"]
-    assert (result.outcomes[0].signal_sent, result.outcomes[1].signal_sent) == (15, 9)
-    assert cause(result) == 1
-    root = result.failures[1]
+    assert states(result) == ["stopped", "failed"][-nprocs:]
+    assert [outcome.signal_sent for outcome in result.outcomes.values()] == [15, 9][-nprocs:]
+    assert cause(result) == nprocs - 1
+    root = result.failures[nprocs - 1]
     if how == "sys.exit":
         assert (root.exitcode, root.message) == (3, "exited with code 3; no error was recorded")
     else:
@@ -618,15 +611,6 @@ def test_it_is_found_where_it_stays(tmp_path: Path, kind: str) -> None:
         0: ("stopped", signal.SIGTERM),
         1: ("failed", signal.SIGKILL),
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["script", "spawn"])
-def test_a_group_of_one_that_does_not_exit_ends_as_well(tmp_path: Path, kind: str) -> None:
-    with staying(tmp_path, kind, "thread", 1, settle=0.1, grace=0.2) as group:
-        result = group.wait()
-    assert states(result) == ["failed"]
-    assert result.failures[0].message == "ValueError: loss is nan"
 
 
 @pytest.mark.slow
@@ -694,13 +678,7 @@ def test_who_returns_later_is_announced_later_and_nobody_twice(
 
 
 def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import atexit, sys, time; atexit.register(time.sleep, 0.1); sys.exit(0)")
-    group = ScriptContext("slow", str(script), {0: ()}, {0: {}}, DefaultLogsSpecs())
-    group.start()
-    with group:
-        result = group.wait()
-    assert result.succeeded
+    assert run_script(tmp_path, "import atexit, sys, time; atexit.register(time.sleep, 0.1); sys.exit(0)").succeeded
 
 
 @pytest.mark.slow
@@ -739,24 +717,11 @@ handled_before(*sys.argv[1:])
 """
 
 
-def script_group(tmp_path: Path, source: str, *argv: str, nprocs: int = 1) -> ScriptContext:
-    script = tmp_path / "train.py"
-    script.write_text(source)
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ranks = range(nprocs)
-    group = ScriptContext(
-        "script", str(script), dict.fromkeys(ranks, argv), dict.fromkeys(ranks, env), DefaultLogsSpecs()
-    )
-    group.start()
-    return group
-
-
 @pytest.mark.parametrize("way", ["raise", "exit", "exit in the handler", "kill"])
 @pytest.mark.parametrize("kind", ["script", *METHODS])
 def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
-        with script_group(tmp_path, SCRIPT, way, "") as group:
-            result = group.wait()
+        result = run_script(tmp_path, SCRIPT, way, "")
     else:
         result = run(handled_before, {0: (way, "")}, start_method=kind)
     failure = result.failures[0]
@@ -779,8 +744,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
 @pytest.mark.parametrize("way", ["exit", "from", "again", "hidden", "afterwards", "0"])
 def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
-        with script_group(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way) as group:
-            result = group.wait()
+        result = run_script(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way)
     else:
         result = run(exits_while_handling, {0: (way,)}, start_method=kind)
     if way == "0":
@@ -813,8 +777,7 @@ def test_a_childs_evidence_is_kept_when_its_parent_exits(tmp_path: Path) -> None
         "try: subprocess.run([sys.executable, '-c', %r], check=True)\n"
         "except subprocess.CalledProcessError as error: sys.exit(error.returncode)"
     )
-    with script_group(tmp_path, parent % child) as group:
-        result = group.wait()
+    result = run_script(tmp_path, parent % child)
     assert result.failures[0].message == "KeyError: 'the cause'"
 
 
@@ -858,8 +821,7 @@ raise SystemExit(77) if {exits} else RuntimeError("no checkpoint")
 
 @pytest.mark.parametrize("exits", [True, False])
 def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, exits: bool) -> None:
-    with script_group(tmp_path, CUSTOM.replace("{exits}", str(exits))) as group:
-        result = group.wait()
+    result = run_script(tmp_path, CUSTOM.replace("{exits}", str(exits)))
     failure = result.failures[0]
     assert failure.message == "the disk is full"
     assert failure.error_file_data["custom"] == [1]
@@ -909,8 +871,7 @@ def test_the_cause_below_a_nested_launcher_is_passed_up(tmp_path: Path) -> None:
         "main()\n"
     )
     began = time.monotonic_ns()
-    with script_group(tmp_path, NESTED.replace("{python}", sys.executable).replace("{code!r}", repr(code))) as group:
-        result = group.wait()
+    result = run_script(tmp_path, NESTED.replace("{python}", sys.executable).replace("{code!r}", repr(code)))
     failure = result.failures[0]
     assert failure.message == "ValueError: far below"
     assert "in main" in failure.traceback
@@ -919,3 +880,109 @@ def test_the_cause_below_a_nested_launcher_is_passed_up(tmp_path: Path) -> None:
     assert "below the worker" in failure.detail
     assert failure.evidence_ns is not None
     assert began < failure.evidence_ns < (failure.observed_ns or 0)
+
+
+# --- A rank that succeeded long before the rest is no failure, and is noted: in the last lines, and in the record
+
+
+BEGAN = 1000.0
+SOON = """
+import phalanx._outcomes.result as result
+result.EARLY = result.EARLY_SHARE = 1e-9
+from phalanx.cli import main
+main()
+"""
+"""`phalanx run`, to which any time is long."""
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    "ends,early",
+    [
+        ({0: HOUR, 1: HOUR, 2: HOUR, 3: 600.0}, {3: HOUR - 600}),
+        ({0: HOUR, 1: 600.0}, {1: HOUR - 600}),
+        ({0: HOUR, 1: HOUR, 2: 600.0, 3: 600.0}, {2: HOUR - 600, 3: HOUR - 600}),  # half of them
+        ({0: HOUR, 1: 600.0, 2: 600.0, 3: 600.0}, {}),  # they are the rest
+        ({0: HOUR, 1: 0.9 * HOUR - 1}, {1: 0.1 * HOUR + 1}),
+        ({0: HOUR, 1: 0.9 * HOUR + 1}, {}),  # not long, for such a run
+        ({0: 20.0, 1: 10.0}, {1: 10.0}),
+        ({0: 20.0, 1: 10.1}, {}),  # not long
+        ({0: HOUR}, {}),
+        ({}, {}),
+    ],
+)
+def test_which_ranks_are_early(ends: dict[int, float], early: dict[int, float]) -> None:
+    outcomes = {
+        rank: Outcome(rank, 1, "succeeded", 0, ended_ns=int((BEGAN + end) * clock.NS)) for rank, end in ends.items()
+    }
+    assert dict(_early(outcomes, int(BEGAN * clock.NS))) == pytest.approx(early)
+    assert dict(_early(outcomes, 0)) == {}  # it is not known when they began
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped", "abandoned"])
+def test_who_did_not_succeed_is_not_early(state: str) -> None:
+    late = {rank: Outcome(rank, 1, "succeeded", 0, ended_ns=int(HOUR * clock.NS)) for rank in range(3)}
+    other = Outcome(3, 1, state, None if state == "abandoned" else 1, ended_ns=None if state == "abandoned" else 1)
+    assert dict(_early({**late, 3: other}, 1)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_is_said_and_recorded(place: Place, ready: Ready, gate: Gate, fails: bool) -> None:
+    script = place.write(f"""
+        import os, sys
+        if os.environ["RANK"] == "1":
+            {ready.python()}
+            sys.exit()
+        {gate.python()}
+        sys.exit({3 * fails} if os.environ["RANK"] == "2" else 0)
+        """)
+    command = ("run", "--log-dir", place.logs, "--nproc-per-node", 3, "--settle", 60, script)
+    with Launcher([sys.executable, "-c", SOON, *map(str, command)], cwd=place.folder, env=place.env) as launcher:
+        assert not wait_gone(ready.pids(1))
+        gate.open(2)
+        done = launcher.end()
+    assert done.status == 3 * fails
+    assert len(re.findall(r"^(?:phalanx: )?rank 1: succeeded, [\d.]+m?s before the rest$", done.err, re.MULTILINE)) == 1
+    (record,) = place.logs.glob("*/run.json")
+    ranks = json.loads(record.read_text())["attempts"][0]["ranks"]
+    assert ranks[1]["early"] > 0
+    first_of_the_rest = min(ranks[0]["ended"], ranks[2]["ended"])
+    assert ranks[1]["ended"] + ranks[1]["early"] == pytest.approx(first_of_the_rest, abs=1.0)  # two looks at two clocks
+    assert [ranks[0]["early"], ranks[2]["early"]] == [0, 0]
+
+
+class DistStoreError(Exception):
+    """As torch has it."""
+
+
+SERVES = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+GONE = r"rank 0 had ended [\d.]+m?s before, and with it what it served \(torch's store, at MASTER_PORT\)"
+
+
+@pytest.mark.parametrize(
+    "error,serves,detail",
+    [
+        (DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//metric"), SERVES, GONE),
+        (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed."), SERVES, GONE),
+        (BrokenPipeError(32, "Broken pipe"), SERVES, GONE),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES, GONE),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, ""),
+        (ConnectionRefusedError(111, "Connection refused"), {"RANK": "0"}, ""),
+        (ConnectionRefusedError(111, "Connection refused"), SERVES | {"RANK": "2"}, ""),
+        (ValueError("loss is nan"), SERVES, ""),
+    ],
+)
+def test_who_loses_a_connection_when_rank_0_has_ended_is_told(
+    gate: Gate, tmp_path: Path, error: Exception, serves: dict[str, str], detail: str
+) -> None:
+    """The store of torch's programs is in rank 0."""
+    args, logs = {rank: (rank, gate.address, error) for rank in (0, 1)}, DefaultLogsSpecs(str(tmp_path))
+    envs = {0: serves, 1: serves | {"RANK": "1"}}
+    with start_processes("late", outlives, args, envs=envs, logs_specs=logs, start_method="fork") as group:
+        until(lambda: set(group.alive) == {1})
+        gate.open()
+        result = group.wait()
+    assert result.failures.keys() == {1}
+    assert re.fullmatch(detail, result.failures[1].detail)

@@ -59,8 +59,8 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 479,
-    "private attributes": 587,
+    "private modules imported": 472,
+    "private attributes": 542,
     "private names patched": 246,
     "long names": 258,
 }

@@ -114,6 +114,13 @@ def shown(text: str) -> list[list[str]]:
 
 
 SLEEP = "ready(); time.sleep(1000)"
+IDLE = """
+    here = threading.Semaphore(0)
+    def idle(): here.release(); threading.Event().wait()
+    for _ in range(3): threading.Thread(target=idle, daemon=True).start()
+    for _ in range(3): here.acquire()
+    ready(); time.sleep(1000)
+    """
 
 
 def wait_for_state(pid: int, state: str) -> None:
@@ -158,14 +165,7 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
 
 
 def test_all_threads_are_shown_and_the_main_thread_comes_last(tmp_path: Path, ready: Ready) -> None:
-    code = """
-        here = threading.Semaphore(0)
-        def idle(): here.release(); threading.Event().wait()
-        for _ in range(3): threading.Thread(target=idle, daemon=True).start()
-        for _ in range(3): here.acquire()
-        ready(); time.sleep(1000)
-        """
-    with Worker(tmp_path, ready, code) as worker:
+    with Worker(tmp_path, ready, IDLE) as worker:
         text = worker.ask()
     assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
     *others, main = dump.parse(text)
@@ -217,15 +217,18 @@ def test_another_thread_takes_a_signal_that_main_blocks(
 
 
 @pytest.mark.slow
-def test_many_at_once(tmp_path: Path, ready: Ready) -> None:
+@pytest.mark.parametrize("doomed", [True, False])
+def test_many_at_once(tmp_path: Path, ready: Ready, doomed: bool) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(4)]
-        collection = stack.enter_context(collect.Collection([worker.target for worker in workers], PATIENCE))
+        targets = [worker.target.replace(doomed=doomed) for worker in workers]
+        collection = stack.enter_context(collect.Collection(targets, PATIENCE))
         collection.begin()
         assert collection.wait()
         texts = collection.finish()
         assert collection.finish() is texts
         assert collection.wait()
+        assert any(worker.sent for worker in workers) == doomed
     assert dump.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
 
 
@@ -393,31 +396,42 @@ def test_a_binary_is_never_signalled(tmp_path: Path, header: str | None) -> None
     assert f"\nthread {process.pid} (cat): " in text
 
 
+REFUSED = {
+    "it ignores the signal": (
+        f"for n in ({ONE}, {ALL}): signal.signal(n, signal.SIG_IGN)\n{SLEEP}",
+        "it does not handle signal ",
+    ),
+    "it would die of the signal": (
+        f"for n in ({ONE}, {ALL}): signal.signal(n, signal.SIG_DFL)\n{SLEEP}",
+        "it does not handle signal ",
+    ),
+    "it has closed every descriptor": (  # the dump would go to whatever has the number now
+        "os.closerange(3, 100); os.open('/dev/null', os.O_WRONLY); READY; time.sleep(1000)",
+        "it offers none itself",
+    ),
+    "it has executed something else": (
+        "sys.stdin.close(); os.execv(sys.executable, [sys.executable, '-S', '-c', AGAIN])",
+        "it offers none itself",
+    ),
+    "its code shows none": (
+        f"from phalanx.timer import move_stack_signal; move_stack_signal(0); {SLEEP}",
+        "it offers none",
+    ),
+}
+
+
 @without_py_spy
-def test_a_worker_that_has_executed_something_else(tmp_path: Path, ready: Ready) -> None:
-    code = """
-        ready(); sys.stdin.close()
-        os.execv(sys.executable, [sys.executable, "-S", "-c", AGAIN])
-        """
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_process_that_offers_no_stack_is_not_signalled(tmp_path: Path, ready: Ready, name: str) -> None:
+    code, reason = REFUSED[name]
     again = f"AGAIN = {f'import time; {ready.python()}; time.sleep(1000)'!r}; assert offer()"
-    with Worker(tmp_path, ready, code, offer=again) as worker:
-        ready.wait()
-        worker.refuses("it offers none itself")
-
-
-@without_py_spy
-@pytest.mark.parametrize("user", ["signal.SIG_IGN", "signal.SIG_DFL"])
-def test_who_ignores_the_signal_is_not_asked(tmp_path: Path, ready: Ready, user: str) -> None:
-    with Worker(tmp_path, ready, f"for n in ({ONE}, {ALL}): signal.signal(n, {user})\n{SLEEP}") as worker:
-        worker.refuses("it does not handle signal ")
-
-
-@without_py_spy
-def test_who_has_closed_every_descriptor_is_not_asked(tmp_path: Path, ready: Ready) -> None:
-    """The dump would go to whatever has the number now."""
-    code = f"os.closerange(3, 100); os.open('/dev/null', os.O_WRONLY); {ready.python()}; time.sleep(1000)"
-    with Worker(tmp_path, ready, code) as worker:
-        worker.refuses("it offers none itself")
+    with Worker(tmp_path, ready, code.replace("READY", ready.python()), offer=again) as worker:
+        worker.refuses(reason)
+        if "move_stack_signal" in code:
+            assert not stack_workers.catches(worker.process.pid)
+    if "move_stack_signal" in code:
+        remove_empty(worker.error_file)
+        assert not os.path.exists(stacks_path(worker.error_file))
 
 
 # --- the offer
@@ -486,16 +500,6 @@ def test_user_code_moves_the_signal(tmp_path: Path, ready: Ready, gate: Gate) ->
 def _read(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
-
-
-@without_py_spy
-def test_user_code_shows_none(tmp_path: Path, ready: Ready) -> None:
-    code = "from phalanx.timer import move_stack_signal; move_stack_signal(0); " + SLEEP
-    with Worker(tmp_path, ready, code) as worker:
-        worker.refuses("it offers none")
-        assert not stack_workers.catches(worker.process.pid)
-    remove_empty(worker.error_file)
-    assert not os.path.exists(stacks_path(worker.error_file))
 
 
 def test_a_number_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,14 +688,7 @@ def test_native_frames_of_a_real_process(tmp_path: Path, ready: Ready) -> None:
 
 def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> None:
     """Nothing runs in it: not even a handler of a signal."""
-    code = """
-        here = threading.Semaphore(0)
-        def idle(): here.release(); threading.Event().wait()
-        for _ in range(3): threading.Thread(target=idle, daemon=True).start()
-        for _ in range(3): here.acquire()
-        ready(); time.sleep(1000)
-        """
-    with Worker(tmp_path, ready, code) as worker:
+    with Worker(tmp_path, ready, IDLE) as worker:
         text = worker.look()
         assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
         assert " [MainThread] (most recent call first):\n" in text
@@ -818,8 +815,13 @@ def test_py_spy_is_found_without_a_look_at_path(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
+@pytest.mark.parametrize("spied", [True, False])
+def test_more_threads_than_a_dump_has(
+    tmp_path: Path, ready: Ready, request: pytest.FixtureRequest, spied: bool
+) -> None:
     """faulthandler shows 100, the newest first: not the one that matters."""
+    if not spied:
+        request.getfixturevalue("no_py_spy")
     code = """
         def idle(): threading.Event().wait()
         for _ in range(130): threading.Thread(target=idle, daemon=True).start()
@@ -827,36 +829,9 @@ def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
         """
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
-        assert worker.sent == []
-    assert len(dump.parse(text)) == 131
+        assert worker.sent == ([] if spied else [ALL, ONE])
+    assert len(dump.parse(text)) == (131 if spied else 101)
     assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
-
-
-@without_py_spy
-def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready) -> None:
-    code = """
-        def idle(): threading.Event().wait()
-        for _ in range(130): threading.Thread(target=idle, daemon=True).start()
-        ready(); time.sleep(1000)
-        """
-    with Worker(tmp_path, ready, code) as worker:
-        text = worker.ask()
-        assert worker.sent == [ALL, ONE]
-    assert len(dump.parse(text)) == 101
-    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
-
-
-@pytest.mark.slow
-def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(6)]
-        targets = [worker.target.replace(doomed=False) for worker in workers]
-        collection = stack.enter_context(collect.Collection(targets, PATIENCE))
-        collection.begin()
-        assert collection.wait()
-        texts = collection.finish()
-        assert not any(worker.sent for worker in workers)
-    assert dump.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
 
 
 # --- what a dump says
@@ -917,33 +892,19 @@ def test_the_top_is_the_users() -> None:
 
 @pytest.mark.parametrize(
     "called",
-    [("supervisor.py",), ("pickling", "pack.py"), ("keeper_client.py",), ("worker", "mp_child.py")],
-    ids=lambda called: called[-1],
+    ["supervisor.py", "pickling/pack.py", "keeper_client.py", "worker/mp_child.py", "keeper/guard.py"],
 )
-def test_a_program_that_has_called_the_engine_keeps_its_frames(called: tuple[str, ...]) -> None:
-    poll = os.path.join(ROOT, "_base", "loop.py"), 47, "wait_promptly"
-    engine = os.path.join(ROOT, "_engine", *called), 7, "call"
+def test_a_program_that_calls_the_engine_keeps_its_frames(called: str) -> None:
+    """Also where it imports what starts a worker: its group may be of start method fork, and a disk may not answer."""
+    above = ("<frozen importlib._bootstrap_external>", 1073, "wait_promptly")
+    engine = os.path.join(ROOT, "_engine", called), 7, "<module>" if "guard" in called else "call"
     face = os.path.join(ROOT, "multiprocessing", "_start.py"), 180, "start_processes"
-    user = "/u/train.py", 41, "step"
     starter = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_call"
-    threads = dump.parse(at(poll, engine, face, user, starter, ("<string>", 1, "<module>")))
-    assert [frame.function for frame in dump.program_frames(threads[0].frames)] == [
-        "wait_promptly", "call", "start_processes", "step"
-    ]  # fmt: skip
-    assert str(dump.top(threads)) == "step (train.py:41)"
-
-
-def test_a_program_that_imports_our_starters_keeps_its_frames() -> None:
-    """Its own group may be of start method fork, and a disk may not answer."""
-    read = "<frozen importlib._bootstrap_external>", 1073, "get_data"
-    imported = os.path.join(ROOT, "_engine", "keeper", "guard.py"), 23, "<module>"
-    client = os.path.join(ROOT, "_engine", "keeper_client.py"), 67, "fork"
-    user = "/u/train.py", 41, "step"
-    starter = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_call"
-    threads = dump.parse(at(read, imported, client, user, starter))
-    assert [frame.function for frame in dump.program_frames(threads[0].frames)] == [
-        "get_data", "<module>", "fork", "step"
-    ]  # fmt: skip
+    if "guard" not in called:
+        above = os.path.join(ROOT, "_base", "loop.py"), 47, "wait_promptly"
+    threads = dump.parse(at(above, engine, face, ("/u/train.py", 41, "step"), starter, ("<string>", 1, "<module>")))
+    shown = [frame.function for frame in dump.program_frames(threads[0].frames)]
+    assert shown == ["wait_promptly", engine[2], "start_processes", "step"]
     assert str(dump.top(threads)) == "step (train.py:41)"
 
 

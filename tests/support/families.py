@@ -7,6 +7,7 @@ tests.support.families HOST KIND READY GATE``, it is a host (a launcher) for the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -123,7 +124,15 @@ def start(kind: str, address: str, gate: str, **options: Any) -> PContext:
         python = f"exec {_PYTHON} {shlex.quote(source(family, address, gate))}"
         args = {0: ("-c", _family_in_shell(address, gate)), 1: ("-c", python)}
         return start_processes("families", "/bin/sh", args, **options)
-    return start_processes("families", family, (address, gate), nprocs=WORKERS, start_method=kind, **options)
+    method = "forkserver" if kind == "warm" else kind
+    return start_processes("families", family, (address, gate), nprocs=WORKERS, start_method=method, **options)
+
+
+def held_warm(kind: str) -> contextlib.AbstractContextManager[object]:
+    """What a group of the kind "warm" needs around it, which is one of "forkserver" then."""
+    from phalanx.multiprocessing import warm  # a worker needs none of it
+
+    return warm(preload=["json"]) if kind == "warm" else contextlib.nullcontext()
 
 
 def start_daemons(kind: str, address: str, gate: str) -> PContext:
@@ -141,7 +150,8 @@ def start_daemons(kind: str, address: str, gate: str) -> PContext:
 
 def host_plain(kind: str, address: str, gate: str) -> None:
     """Launch, and wait for what comes."""
-    start(kind, address, gate).wait()
+    with held_warm(kind):
+        start(kind, address, gate).wait()
 
 
 def host_with_child(kind: str, address: str, gate: str) -> None:

@@ -302,24 +302,6 @@ def fill(address: str, gate: str) -> None:
         os.write(1, b"x" * 65536)
 
 
-def names_of_a_group(method: str) -> tuple[str, list[str]]:
-    """What multiprocessing calls us, and the workers of a group of ours."""
-    import multiprocessing
-
-    from phalanx.multiprocessing import start_processes
-
-    with start_processes("inner", name, (), nprocs=2, start_method=method) as group:
-        found = group.wait().return_values
-    me = multiprocessing.current_process().name
-    return me, [found[0], found[1]]
-
-
-def name() -> str:
-    import multiprocessing
-
-    return multiprocessing.current_process().name
-
-
 def start_a_process(_index: int) -> None:
     import multiprocessing
 
