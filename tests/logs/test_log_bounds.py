@@ -242,7 +242,7 @@ def test_a_file_with_another_name_is_left_alone(path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("closes", [False, True])
-def test_who_reads_meanwhile_misses_nothing_and_sees_nothing_twice(path: Path, closes: bool) -> None:
+def test_a_reader_during_compression_gets_every_byte_once(path: Path, closes: bool) -> None:
     compressor = Compressor()
     it, follower = Rotated(str(path), 100, 0, compressor), Follower(str(path), rotates=True)
     seen, buffer = b"", bytearray(64)

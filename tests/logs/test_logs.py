@@ -291,7 +291,7 @@ def test_what_it_has_not_made_is_not_removed(logs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:
+def test_evidence_of_an_earlier_run_in_the_folder_is_removed(logs: Path) -> None:
     """Nor is what stands beside an error file; what is no file stays."""
     for suffix in ("", ".fatal", ".exit", ".stacks"):
         (logs / f"error-0.json{suffix}").write_text("yesterday's")

@@ -81,7 +81,7 @@ def test_a_real_terminal(loop: Loop) -> None:
         os.close(slave)
 
 
-def test_a_full_pipe_holds_nobody_up_and_gets_everything_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     rooms: list[int] = []
     out = Sink(writer)
@@ -213,6 +213,18 @@ def test_what_refuses_to_be_written_to_is_left_alone(target: Any, error: Excepti
     out.close()
 
 
+def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = Sink(writer)
+    out.open(loop, lambda: None)
+    out.write((b"x",))
+    out.flush()
+    assert (out.broken, out.has_no_reader, out.refusal) == (True, True, None)
+    out.close()
+    os.close(writer)
+
+
 def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
     path = tmp_path / "out"
     for text in (b"one\n", b"two\n"):
@@ -341,7 +353,7 @@ def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
 # --- the pump
 
 
-def test_a_file_that_appears_later_in_a_folder_that_appears_later(tmp_path: Path) -> None:
+def test_files_and_folders_that_appear_later_are_followed(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a/b/c/log", "a/b/log", "there")]
     with rig(paths, str(tmp_path / "out")) as it:
         os.makedirs(tmp_path / "a")

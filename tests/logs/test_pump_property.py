@@ -165,7 +165,7 @@ def test_a_cutter_gives_out_what_it_was_given(parts: list[bytes]) -> None:
 @pytest.mark.long
 @quick
 @given(turns(barred))
-def test_lines_of_several_ranks_without_their_prefixes_are_the_input(said: list[tuple[int, bytes]]) -> None:
+def test_lines_without_their_prefixes_are_the_input(said: list[tuple[int, bytes]]) -> None:
     with stopped_clock() as time:
         desk = Desk(time)
         for rank, data in said:

@@ -231,7 +231,7 @@ def test_reading_up_to_a_number(tmp_path: Path) -> None:
         assert (it.read_here(buffer), it.number) == (7, 2)
 
 
-def test_a_file_that_was_cut_short_and_set_aside_before_anybody_looked(tmp_path: Path) -> None:
+def test_a_file_cut_and_set_aside_between_reads_is_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(str(path), b"a long line\n")
     with followed(path) as it:
@@ -269,7 +269,7 @@ def test_a_compressed_file_is_unpacked_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage behind", "two members", "garbage"])
-def test_a_compressed_file_that_is_damaged_yields_what_can_be_read(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_compressed_file_yields_what_can_be_read(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "log.1.gz"
     text = b"".join(b"line %d\n" % number for number in range(1000))
     packed = gzip.compress(text)

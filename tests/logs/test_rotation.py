@@ -109,7 +109,7 @@ def test_a_close_in_the_midst_of_a_flood(tmp_path: Path, ready: Ready, gate: Gat
 # --- the writer, lost
 
 
-def test_a_log_writer_that_is_killed_ends_the_group_with_its_name(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+def test_a_killed_log_writer_ends_the_group_by_name(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     args = {0: (ready.address, gate.address)}
     with start_processes("g", workers.announce, args, logs_specs=rotated(tmp_path)) as group:
         ready.wait()
@@ -436,7 +436,7 @@ def test_rotation_splits_no_line(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
+def test_a_grandchilds_descriptor_stays_valid_across_rotations(place: Place) -> None:
     place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
     done = sh(place, 'echo before; (setsid sh -c "$CHILD"; true); echo after', "--log-max-size", "200")
     expected = ["before", *(f"child {i}" for i in range(1, 201)), "after"]

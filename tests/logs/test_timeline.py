@@ -170,7 +170,7 @@ def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: TimelineWriter) -> N
     assert merged(times, path) == [(50.0, 0, b"new\n")]
 
 
-def test_copies_of_a_log_that_is_not_rotated_are_none_of_its_files(
+def test_copies_of_a_log_that_is_not_rotated_are_not_read(
     tmp_path: Path, time: FakeClock, times: TimelineWriter
 ) -> None:
     """As logrotate's copytruncate makes them."""

@@ -118,9 +118,7 @@ def test_another_users_run_is_never_the_latest(shared: Path) -> None:
         assert last_word(process, writer) == b"spared\n"
 
 
-def test_root_can_look_at_another_users_run_but_signals_nobody_for_it(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_signals_nobody_for_another_users_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(py_spy, "find", lambda: "")  # else it is read from outside, and a signal is not thought of
     offered = shared / "offered"
     with acting_as(NOBODY):
@@ -383,7 +381,7 @@ print(*folder_for_new_runs())
 """
 
 
-def test_where_nothing_can_be_made_in_the_folder_of_the_runs_another_is_taken(shared: Path) -> None:
+def test_a_read_only_folder_of_runs_is_replaced(shared: Path) -> None:
     runs = shared / "phalanx" / "runs"
     runs.mkdir(parents=True)
     runs.chmod(0o555)

@@ -129,9 +129,7 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
 
 
 @pytest.mark.slow
-def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
-    logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exits_by_the_guard_are_recorded(logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     with start_processes("train", work, {rank: (gate.address, rank) for rank in range(3)}, record=True) as group:
         os.kill(helpers_of(group)[1], signal.SIGKILL)
         with pytest.raises(KeeperLostError):
@@ -144,7 +142,7 @@ def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
     assert not [text for text in caplog.messages if "left behind" in text]
 
 
-def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: Path, ready: Ready) -> None:
+def test_losing_the_keeper_after_success_is_no_failure(logs: Path, ready: Ready) -> None:
     left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
     command = ("-S", "-c", left)
     with start_processes("g", sys.executable, command, nprocs=1, linger=TIMEOUT, record=True) as group:

@@ -422,7 +422,7 @@ def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
     assert (len(whole.attempts), len(whole.command)) == (1, 3)
 
 
-def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_draft_is_not_followed(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (tmp_path / "precious").write_text("precious")
     (folder / f".run.json.{os.getpid()}").symlink_to(tmp_path / "precious")

@@ -187,7 +187,7 @@ def test_a_group_that_cannot_be_started() -> None:
     assert heard.lines[-1] == "group.not_started"
 
 
-def test_an_on_event_that_raises_hears_everything_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_on_event_that_raises_gets_every_event(caplog: pytest.LogCaptureFixture) -> None:
     names: list[str] = []
 
     def raises(event: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def test_a_block_that_is_never_left_goes_with_its_object(table: TimerTable) -> N
     assert armed(table) == []
 
 
-def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: TimerTable) -> None:
+def test_the_default_scope_is_the_callers_line(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60))
         line = sys._getframe().f_lineno - 1
@@ -345,7 +345,7 @@ def test_a_client_of_names_has_a_name_for_each_timer(make: Any) -> None:
     assert len(client.calls) == 10
 
 
-def test_the_configured_client_is_called_and_heartbeats_are_the_groups(table: TimerTable) -> None:
+def test_a_configured_client_leaves_heartbeats_to_the_group(table: TimerTable) -> None:
     client, other = Client(), Client()
     timer.progress(step=4)
     with expires(60, "before"):
@@ -467,7 +467,7 @@ class NotingFile(Noting, FileTimerClient):
     [NotingLocal(queue.SimpleQueue, name="mine"), NotingFile("pipe", name="mine")],
     ids=lambda client: type(client).__name__,
 )
-def test_who_overrides_a_method_of_a_client_is_asked_where_it_was_sent(client: Any) -> None:
+def test_an_overridden_method_is_called_in_a_pickled_client(client: Any) -> None:
     there = pickle.loads(pickle.dumps(client))
     there.release = lambda _scope: None
     with expires(60, "load", there):
@@ -528,7 +528,7 @@ def test_a_heartbeat_names_the_step(table: TimerTable) -> None:
         timer.progress(step=1 << 64)
 
 
-def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: TimerTable) -> None:
+def test_the_end_of_a_block_beats_only_where_beats_were_sent(table: TimerTable) -> None:
     with expires(60):
         pass
     assert due(table) == []
@@ -541,7 +541,7 @@ def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Ti
     assert second.step == 3
 
 
-def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
+def test_a_heartbeat_without_a_seat_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with contextlib.closing(TimerTable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
@@ -582,7 +582,7 @@ def test_a_rest_ends_with_the_next_heartbeat(table: TimerTable) -> None:
     assert [timer.step for timer in due(table)] == [4]
 
 
-def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: TimerTable) -> None:
+def test_leaving_a_rest_beats_if_there_were_beats(table: TimerTable) -> None:
     with timer.rest():
         pass
     assert due(table) == []
@@ -759,7 +759,7 @@ print(struck)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "named"])
-def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, tmp_path: Path) -> None:
+def test_a_signal_handler_that_raises_leaves_no_timer(kind: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SIGNALS, kind, "0.4")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "it hardly ever struck"

@@ -383,9 +383,7 @@ def hosted(kind: str, folder: Path, ready: Ready, gate: Gate) -> Iterator[tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "file", "named"])
-def test_a_server_that_was_stopped_spares_who_was_in_time_and_ends_who_was_not(
-    kind: str, tmp_path: Path, ready: Ready, gate: Gate
-) -> None:
+def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
     with hosted(kind, tmp_path, ready, gate) as (pid, (prompt, late), put):
         span = 3.0
@@ -411,9 +409,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_ends_who_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "file"])
-def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
-    kind: str, tmp_path: Path, ready: Ready, gate: Gate
-) -> None:
+def test_a_timer_set_just_before_a_stop_has_its_time(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """The server waits without end, so its wait has not overrun, and the timer is over when it hears of it."""
     with channel(kind, tmp_path) as where:
         host = SPAWN.Process(target=timer_workers.serve_itself, args=(kind, where, ready.address, gate.address))

@@ -125,7 +125,7 @@ def test_phalanx_run_exits_with_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_survived_and_is_stopped_for_another_is_not_the_one_that_failed(
+def test_a_survivor_stopped_for_another_has_not_failed(
     events: Events, ready: Ready, gate: Gate, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # as above

@@ -318,7 +318,7 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_who_waits_for_another_is_dated_after_it_whoever_is_recorded_first(
+def test_a_waiting_rank_is_dated_after_the_cause(
     order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 waits for rank 1; its timer expires half a millisecond sooner, and each is told of by itself."""
@@ -339,7 +339,7 @@ def test_who_waits_for_another_is_dated_after_it_whoever_is_recorded_first(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_no_signal_waits_for_stacks_of_a_rank_that_has_recorded_its_failure(tmp_path: Path, recorded: bool) -> None:
+def test_a_recorded_failure_needs_no_stacks(tmp_path: Path, recorded: bool) -> None:
     error_file, taken = str(tmp_path / "error.json"), threading.Event()
     table = TimerTable(1)
     report = HangReporter(table, [("term", 0.0)], {0: error_file}, lambda _text: None)
@@ -392,7 +392,7 @@ def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> No
 
 
 @pytest.mark.slow
-def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(
+def test_a_dead_process_below_does_not_kill_the_worker(
     events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_before_the_second_step(monkeypatch, lambda hang: not alive(hang.pid))
@@ -474,7 +474,7 @@ def test_who_leaves_the_block_between_two_steps_is_let_go(
 
 
 @pytest.mark.slow
-def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
+def test_a_block_left_before_the_evidence_is_reported_once(
     events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
@@ -506,7 +506,7 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
 
 
 @pytest.mark.slow
-def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_gets_every_event(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[tuple[str, str]] = []
 
     def listener(event: dict[str, Any]) -> None:
@@ -525,7 +525,7 @@ def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", ["terminate", "terminate,kill:600"])
-def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
+def test_a_survivor_is_not_blamed_for_a_later_failure(
     steps: str, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # in the keeper, which is a fork of this process
@@ -541,7 +541,7 @@ def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
 
 
 @pytest.mark.slow
-def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
+def test_the_hang_of_a_survivor_that_fails_is_reported(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # as above
@@ -554,9 +554,7 @@ def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
 
 
 @pytest.mark.slow
-def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
-    events: Events, gate: Gate, patience: pytest.MonkeyPatch
-) -> None:
+def test_the_most_timers_expire_and_hold_up_nothing(events: Events, gate: Gate, patience: pytest.MonkeyPatch) -> None:
     patience.undo()  # the stacks are taken four times in a row
     count = layout.SLOTS
     group = start(hang_workers.hold_many_or_fail, (count, gate.address), events, 2, on_expiry="report")
@@ -585,7 +583,7 @@ def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Ga
 
 
 @pytest.mark.slow
-def test_it_is_the_rank_that_has_to_beat_and_not_each_of_its_processes(events: Events) -> None:
+def test_the_rank_has_to_beat_not_each_process(events: Events) -> None:
     group = start(hang_workers.beat_with_a_silent_child, (), events, on_expiry="report", hang_timeout=0.2)
     (child,) = result_of(group).return_values.values()
     # On a machine that is busy enough, the worker may miss a beat itself.
@@ -601,9 +599,7 @@ def _beat_or_not(gate: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
-    events: Events, ready: Ready, gate: Gate, tmp_path: Path
-) -> None:
+def test_a_hang_after_a_long_block_is_found(events: Events, ready: Ready, gate: Gate, tmp_path: Path) -> None:
     second = tmp_path / "second"
     os.mkfifo(second)
     args = (ready.address, gate.address, str(second))
@@ -754,9 +750,7 @@ def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
-    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_prevents_no_kill(events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object, **_options: object) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -812,9 +806,7 @@ def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> No
 
 
 @pytest.mark.slow
-def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(
-    events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_survivor_raises_is_kept_with_its_hang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # as above: it is to end first, however slowly
     group = start(hang_workers.survive_and_raise, (), events, on_expiry="terminate", start_method="fork")
     failure = failure_of(group)
@@ -825,7 +817,7 @@ def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(
 
 
 @pytest.mark.slow
-def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
+def test_the_hang_is_recorded_before_sigterm(
     events: Events, logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = tmp_path / "found"
@@ -884,7 +876,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 FILES = {rank: f"/nowhere/{rank}/error.json" for rank in range(4)}
 
 
-def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(says: dict[int, str]) -> None:
+def test_the_next_hang_keeps_stacks_from_before_the_kill(says: dict[int, str]) -> None:
     it = Snapshot(FILES)
     says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
     first, second = hang_of(0, 10), hang_of(1, 12)
@@ -966,7 +958,7 @@ def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> Non
     ]  # else the main thread, the last
 
 
-def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
+def test_an_unread_thread_is_not_replaced_by_another(says: dict[int, str]) -> None:
     it = Snapshot(FILES)
     says[10] = in_("train")
     says[11] = f"# {dump.MAIN_ALONE}\n" + in_("train", "Stack")

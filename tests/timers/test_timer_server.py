@@ -181,7 +181,7 @@ def test_a_late_worker_is_reaped_and_its_timers_are_cleared(
     assert "worker late is reaped" in caplog.text
 
 
-def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> None:
+def test_a_release_in_the_queue_is_read_before_a_kill() -> None:
     class OneByOne(ThreadQueue):
         def size(self) -> int:
             return min(1, self.requests.qsize())
@@ -210,7 +210,7 @@ def test_the_server_sleeps_until_the_next_deadline(server: ListServer) -> None:
     assert counts[0] <= 8  # bounded by the interval of 0.2 s; and not one more
 
 
-def test_who_cannot_be_reaped_keeps_its_timers_and_is_tried_again() -> None:
+def test_a_worker_that_cannot_be_reaped_is_tried_again() -> None:
     server = ListServer(0.1)
     looks: list[float] = []
 
@@ -270,7 +270,7 @@ def test_who_raises_while_reaping_counts_as_reaped(server: ListServer, caplog: p
     assert "not worker" in caplog.text
 
 
-def test_a_wait_that_was_too_long_gives_the_time_once_more_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_overran_gives_the_time_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that is late whenever it is asked, and by how much: no worker lives for ever by it."""
     now = 1000.0
 
@@ -318,7 +318,7 @@ def test_a_wait_that_was_too_long_gives_the_time_once_more_and_only_once(monkeyp
         assert server._timers == {}
 
 
-def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
+def test_a_wait_that_overran_spares_no_earlier_timer() -> None:
     server = ListServer(60)
     watchdog = Watchdog(server, server.inbox, 60, daemon=True)
     now = clock.now()
