@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -19,16 +18,14 @@ from phalanx._base import clock, linux
 from phalanx._base.loop import Loop
 from phalanx._logs import pump, sink
 from phalanx._logs.dedup import Dedup
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.follower import Follower
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import Json, Text, View
 from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
-from phalanx._logs.terminal import PlainOutput, TerminalOutput
-from tests.support.helpers import TIMEOUT
+from phalanx._logs.terminal import PlainOutput
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
-from tests.support.screen import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,28 +54,6 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 # --- sinks
-
-
-def test_a_real_terminal(loop: Loop) -> None:
-    master, slave = os.openpty()
-    os.set_blocking(master, False)
-    try:
-        out = Sink(slave)
-        it = View(TerminalOutput(out, lambda: (80, 24)), Text())
-        out.open(loop, lambda: None)
-        it.take(source(0), b"hello\n")
-        it.take(source(1), b"\r 5%")
-        it.tick()
-        it.settle()
-        out.flush()
-        terminal, shown = Emulator(80), ["[0] hello", "[1]  5%"]
-        while terminal.text() != shown:  # what was written is there a little later
-            assert select.select([master], [], [], TIMEOUT)[0], terminal.text()
-            terminal.feed(read_all(master).decode())
-        out.close()
-    finally:
-        os.close(master)
-        os.close(slave)
 
 
 def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
@@ -304,30 +279,6 @@ def rotated(path: Path, limit: int) -> Iterator[Callable[[bytes], None]]:
         rotator.close()
 
 
-@pytest.mark.parametrize("size", [1, 7, 4096])
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_file_that_is_rotated_while_it_is_read(tmp_path: Path, size: int, closes: bool) -> None:
-    path = tmp_path / "log"
-    with rotated(path, 20) as write, followed(path, rotates=True) as it:
-        got, said = b"", b""
-        buffer = bytearray(size)
-        for number in range(30):
-            line = b"line %d\n" % number
-            write(line)
-            said += line
-            assert it.left() == len(said) - len(got)
-            if number % 3 == 0:
-                got += buffer[: it.read(buffer)]
-            if closes:
-                it.close()
-        assert len(rotated_files(str(path))) == 14
-        got += read_on(it)
-        assert got == said
-        assert it.left() == 0
-        write(b"more\n" * 9)
-        assert it.lines_left(1 << 20) == (9, 45, False)
-
-
 def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n")
@@ -415,30 +366,6 @@ def test_a_file_that_appears_while_it_is_looked_for(tmp_path: Path, monkeypatch:
         assert not it.watch._missing
         it.finish()
     assert (tmp_path / "out").read_bytes() == b"[0] late\n"
-
-
-def test_a_rotated_file_is_watched_once(tmp_path: Path) -> None:
-    """Files that were set aside grow no more, and the watches of a user are counted."""
-    paths = [tmp_path / "a", tmp_path / "b"]
-    with (
-        rotated(paths[0], 10) as one,
-        rotated(paths[1], 10) as two,
-        rig([str(path) for path in paths], str(tmp_path / "out"), rotates=True) as it,
-    ):
-        for number in range(40):
-            one(b"line %03d\n" % number)  # by turns, so that the kernel cannot make one event of two
-            two(b"line %03d\n" % number)
-            one(b"\n")
-            if number % 5 == 0:
-                it.catch_up()
-        it.catch_up()
-        until(it.loop, lambda: len(it.watch._watches) == 2)
-        assert [len(streams) for streams in it.watch._watches.values()] == [1, 1]
-        it.finish()
-    lines = (tmp_path / "out").read_bytes().splitlines()
-    for rank in range(2):
-        mine = [line[4:] for line in lines if line.startswith(b"[%d]" % rank) and len(line) > 4]
-        assert mine == [b"line %03d" % number for number in range(40)]
 
 
 def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
@@ -731,14 +658,6 @@ def test_a_hidden_rank_that_fails_is_revealed_once(tmp_path: Path, text: bytes, 
         pump.close()
         loop.close()
     assert out.read_bytes() == shown
-
-
-def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
-    path = tmp_path / "hidden"
-    with rotated(path, 30) as write:
-        write(b"".join(b"line %d\n" % number for number in range(50)))
-    assert last_lines(str(path), rotates=True) == b"".join(b"line %d\n" % number for number in range(30, 50))
-    assert last_lines(str(path)) == b"line 48\nline 49\n"
 
 
 def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:

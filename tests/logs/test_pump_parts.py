@@ -45,17 +45,6 @@ def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
     assert cutter.withdrawn
 
 
-def test_an_unfinished_line_is_joined_once() -> None:
-    """Else a line of 200 KB that comes in pieces of 100 bytes would be copied 2,000 times."""
-    desk, one = Desk(Json()), source()
-    for count in range(1, 2001):
-        assert desk.take(one, b"x" * 100) == b""
-        assert len(one.line.cutter._pieces) == count
-        assert one.line.cutter.held == 100 * count
-    assert objects(desk.take(one, b"\n"))[0]["text"] == "x" * 200_000
-    assert (one.line.cutter.held, one.line.cutter.rest) == (0, b"")
-
-
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
 def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[bytes]) -> None:
     cutter, whole = Cutter(), b""
@@ -107,13 +96,6 @@ class Desk:
             self.view.finish(it)
         self.view.close()
         return self.memory.taken()
-
-
-def test_a_prefix_may_tell_the_time() -> None:
-    desk = Desk()
-    desk.view.time = lambda: 12.5
-    it = Source(0, "stdout", lambda now: b"%.1f " % now)
-    assert desk.take(it, b"a\nb\n") == b"12.5 a\n12.5 b\n"
 
 
 def test_an_unfinished_line_is_shown_after_a_quiet_time(time: FakeClock) -> None:
@@ -375,13 +357,6 @@ class Folder:
 
     def add(self, rank: int, block: bytes) -> None:
         self.fold.add_lines(self.sources[rank], block)
-
-
-@pytest.mark.parametrize(
-    "ranks,text", [([], ""), ([5], "5"), ([1, 0], "0-1"), ([3, 0, 1, 2, 7], "0-3,7"), ([9, 7, 5], "5,7,9")]
-)
-def test_ranges(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks, ",") == text
 
 
 def test_a_line_that_all_have_said_comes_at_once(time: FakeClock) -> None:

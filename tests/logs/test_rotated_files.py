@@ -252,22 +252,6 @@ def test_the_last_lines_of_compressed_files(tmp_path: Path) -> None:
     assert last_lines(str(path), rotates=True) == expected
 
 
-def test_a_compressed_file_is_unpacked_once(tmp_path: Path) -> None:
-    """Also by a reader that gives its descriptor back each time."""
-    path = tmp_path / "log"
-    text = random.Random(4).randbytes(1 << 20)  # noqa: S311 - the same bytes in every run, and no secret
-    append(str(path), text)
-    rotate(path, 1)
-    compress(path, 1)
-    with followed(path) as it:
-        buffer, got = bytearray(5000), b""
-        while count := it.read(buffer):
-            got += buffer[:count]
-            assert it._gzip is None or it._gzip._taken <= os.path.getsize(f"{path}.1.gz") + (1 << 16)
-            it.close()
-        assert got == text
-
-
 @pytest.mark.parametrize("damage", ["cut", "garbage behind", "two members", "garbage"])
 def test_a_damaged_compressed_file_yields_what_can_be_read(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "log.1.gz"

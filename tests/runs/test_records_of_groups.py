@@ -282,16 +282,6 @@ def test_one_that_does_not_start_has_failed(logs: Path) -> None:
     assert record(logs)["cause"] == "preload: 'no_such_module' could not be imported"
 
 
-def test_logs_of_ones_own(logs: Path, tmp_path: Path) -> None:
-    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT, run_id="night")
-    with start_processes("echo", "echo", ("x",), nprocs=2, logs_specs=specs, record=True) as group:
-        group.wait(TIMEOUT)
-    (folder,) = (tmp_path / "own").iterdir()
-    assert folder.name.startswith("night_")
-    assert json.loads((folder / "run.json").read_text())["run_id"] == "night"
-    assert not logs.exists()
-
-
 def test_ranks_that_have_numbers_of_their_own(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a program that has no command line."""
     monkeypatch.setattr(sys, "argv", [""])

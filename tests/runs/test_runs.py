@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -665,12 +664,3 @@ def test_a_reader_that_leaves_early(place: Place) -> None:
 def test_what_is_not_needed_is_not_loaded() -> None:
     code = "import sys, phalanx.cli._commands, phalanx.cli.run; print(sorted({'msgspec', 'rich'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
-def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [record.Rank(rank=n, local_rank=n, pid=100000 + n, pid_started=n, state="running") for n in range(10_000)]
-    run = record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks)
-    record.write(str(tmp_path), run)
-    assert os.path.getsize(tmp_path / "run.json") < 1.6e6
-    with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
-        assert json.load(file)["nprocs"] == 1

@@ -133,33 +133,6 @@ def test_blocks_nest_also_with_one_scope(table: TimerTable) -> None:
     assert armed(table) == []
 
 
-def test_one_scope_in_several_threads(table: TimerTable) -> None:
-    barrier = threading.Barrier(9)
-
-    def work() -> None:
-        with expires(60, "same"):
-            barrier.wait()
-            barrier.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    found = armed(table)
-    assert {timer.thread for timer in found} == {thread.ident for thread in threads}
-    assert len({timer.slot for timer in found}) == 8
-    barrier.wait()
-    for thread in threads:
-        thread.join()
-    assert armed(table) == []
-
-
-def test_an_exception_ends_the_block_and_goes_on(table: TimerTable) -> None:
-    with pytest.raises(KeyError, match="in the block"), expires(60):
-        raise KeyError("in the block")
-    assert armed(table) == []
-
-
 def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: TimerTable) -> None:
     block = expires(60, "again")
     for _ in range(2):

@@ -285,11 +285,6 @@ def test_a_flood_is_taken_without_an_error(pair: Pair) -> None:
         pair.wait_until(lambda: pair.holds(*((pid, "done") for pid in pids)))
 
 
-def test_a_worker_that_leaves_with_timers_has_not_failed(pair: Pair) -> None:
-    with client_process(lambda: pair.client.acquire("step", time.time() + 60)) as pid:
-        pair.wait_until(lambda: pair.holds((pid, "step")))
-
-
 def test_stopping_is_prompt_and_leaves_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     pair.server.stop()
     before = set(os.listdir("/proc/self/fd"))

@@ -200,25 +200,6 @@ def test_when_all_seats_are_taken_the_next_one_is_told_so() -> None:
             assert ("load", 9) in armed(table)
 
 
-def test_a_fork_has_neither_the_seat_nor_the_timers(table: TimerTable) -> None:
-    with seat_at(table) as seat:
-        slot = seat.arm(5, 3, TEXT)
-
-        def work(child: Child) -> None:
-            seat.disarm(slot)
-            seat.arm(1, 1, encode("the child's", ""))
-            seat.beat(7)
-            child.say()
-            child.wait()
-
-        with Child(work) as child:
-            assert armed(table) == [("load", 5)]
-            assert table.holder(0) == os.getpid()
-            child.end()
-        assert armed(table) == [("load", 5)]
-        assert table.holder(0) == os.getpid()
-
-
 def test_the_most_timers(table: TimerTable) -> None:
     with seat_at(table) as seat:
         slots = [seat.arm(number, 1, TEXT) for number in range(1, SLOTS + 1)]

@@ -25,7 +25,7 @@ from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import hang_workers
 from tests.support.disks import until
@@ -379,16 +379,6 @@ def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
     assert kept == list(range(51 - snapshot.KEPT, 51))
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
-
-
-@pytest.mark.long
-def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> None:
-    group = start(hang_workers.chat_and_hang, (gate.address,), events, nprocs=2, on_expiry="report", tee=Std.ALL)
-    for rank in range(2):
-        events.wait("timer.expired", 3, rank)
-    assert group.wait(0) is None  # it goes on, and so do its logs
-    gate.open(2)
-    assert not result_of(group).is_failed()
 
 
 @pytest.mark.slow

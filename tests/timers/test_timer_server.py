@@ -12,7 +12,6 @@ import queue
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,37 +327,6 @@ def test_a_wait_that_overran_spares_no_earlier_timer() -> None:
     server._timers["late", "scope"] = TimerRequest("late", "scope", now - 1)
     assert list(watchdog._expired(now)) == []
     assert list(watchdog._expired(now + 1.1)) == ["late"]
-
-
-def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
-    server = ListServer(0.1)
-    server.stop()  # not started: nothing to do
-    server.start()
-    server.start()  # it runs already, and goes on: one thread
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
-    assert thread.daemon
-    server.stop()
-    server.stop()
-    assert not thread.is_alive()
-    with server:  # once more
-        server.ask("worker", "scope", 0.0)
-        server.reaped.get(timeout=TIMEOUT)
-    assert not caplog.records[1:]
-
-
-def test_a_server_may_stop_itself() -> None:
-    server = ListServer(0.1)
-
-    def stop(_worker: Any) -> bool:
-        server.stop()
-        return True
-
-    server.answer = stop
-    server.start()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
-    server.ask("worker", "scope", 0.0)
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
 
 
 def test_a_client_of_ones_own_gets_unix_time(monkeypatch: pytest.MonkeyPatch) -> None:
