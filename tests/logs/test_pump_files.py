@@ -28,7 +28,7 @@ from phalanx._logs.terminal import PlainOutput
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -54,6 +54,14 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 # --- sinks
+
+
+@contextlib.contextmanager
+def opened(loop: Loop, target: Any) -> Iterator[Sink]:
+    it = Sink(target)
+    it.open(loop, lambda: None)
+    yield it
+    it.close()
 
 
 def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
@@ -84,46 +92,40 @@ def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tup
 
 def test_what_waits_is_counted_by_whose_it_is(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    out = Sink(writer)
-    out.open(loop, lambda: None)
-    out.write((b"x" * 4095, b"\n"), "first")
-    out.flush()
-    assert out.idle
-    out.write((b"a\nb\n", b"c"), "a")
-    out.write((b"d\n",), "b")
-    out.write((b"e\n",), "a")
-    out.flush()
-    assert out.pending() == {"a": 3, "b": 1}
-    assert not out.mid_line
-    read_all(reader)
-    until(loop, lambda: out.idle)
-    assert out.pending() == {}
-    out.close()
+    with opened(loop, writer) as out:
+        out.write((b"x" * 4095, b"\n"), "first")
+        out.flush()
+        assert out.idle
+        out.write((b"a\nb\n", b"c"), "a")
+        out.write((b"d\n",), "b")
+        out.write((b"e\n",), "a")
+        out.flush()
+        assert out.pending() == {"a": 3, "b": 1}
+        assert not out.mid_line
+        read_all(reader)
+        until(loop, lambda: out.idle)
+        assert out.pending() == {}
 
 
 def test_a_sink_that_gives_up_ends_its_line(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    out = Sink(writer)
-    out.open(loop, lambda: None)
-    out.write((b"x" * 5000, b"\n"))
-    out.flush()
-    assert out.mid_line
-    assert read_all(reader) == b"x" * 4096
-    out.give_up()
-    assert read_all(reader) == b"\n"
-    assert (out.idle, out.broken) == (True, True)
-    out.write((b"dropped",))
-    out.flush()
-    assert read_all(reader) == b""
-    out.close()
+    with opened(loop, writer) as out:
+        out.write((b"x" * 5000, b"\n"))
+        out.flush()
+        assert out.mid_line
+        assert read_all(reader) == b"x" * 4096
+        out.give_up()
+        assert read_all(reader) == b"\n"
+        assert (out.idle, out.broken) == (True, True)
+        out.write((b"dropped",))
+        out.flush()
+        assert read_all(reader) == b""
 
 
 def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
     """It cannot be opened anew: what is written to it would block."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        out = Sink(theirs.fileno())
-        out.open(loop, lambda: None)
+    with ours, theirs, opened(loop, theirs.fileno()) as out:
         out.write((b"x" * (1 << 22), b"\n"))
         out.flush()
         assert out.blocked
@@ -137,7 +139,6 @@ def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
         assert out.mid_line
         out.give_up()
         assert out.broken
-        out.close()
 
 
 def test_a_reader_that_goes_away(loop: Loop, pipe: tuple[int, int]) -> None:
@@ -161,14 +162,12 @@ def test_a_reader_that_goes_away(loop: Loop, pipe: tuple[int, int]) -> None:
 
 def test_an_object_gets_text_and_no_half_letters(loop: Loop) -> None:
     text = io.StringIO()
-    out = Sink(text)
-    out.open(loop, lambda: None)
-    for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
-        out.write((bytes([byte]),))
-        out.flush()
-        until(loop, lambda: out.idle)
-    assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
-    out.close()
+    with opened(loop, text) as out:
+        for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
+            out.write((bytes([byte]),))
+            out.flush()
+            until(loop, lambda: out.idle)
+        assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
 
 
 class Broken:
@@ -178,37 +177,31 @@ class Broken:
 
 @pytest.mark.parametrize("target, error", [(Broken(), ValueError("closed")), ("/dev/full", OSError(errno.ENOSPC, ""))])
 def test_what_refuses_to_be_written_to_is_left_alone(target: Any, error: Exception, loop: Loop) -> None:
-    out = Sink(target)
-    out.open(loop, lambda: None)
-    out.write((b"x",))
-    out.flush()
-    until(loop, lambda: out.broken)
-    assert type(out.refusal) is type(error)
-    assert out.refusal.args[0] == error.args[0]
-    out.close()
+    with opened(loop, target) as out:
+        out.write((b"x",))
+        out.flush()
+        until(loop, lambda: out.broken)
+        assert type(out.refusal) is type(error)
+        assert out.refusal.args[0] == error.args[0]
 
 
 def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    out = Sink(writer)
-    out.open(loop, lambda: None)
-    out.write((b"x",))
-    out.flush()
-    assert (out.broken, out.has_no_reader, out.refusal) == (True, True, None)
-    out.close()
+    with opened(loop, writer) as out:
+        out.write((b"x",))
+        out.flush()
+        assert (out.broken, out.has_no_reader, out.refusal) == (True, True, None)
     os.close(writer)
 
 
 def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
     path = tmp_path / "out"
     for text in (b"one\n", b"two\n"):
-        out = Sink(str(path))
-        out.open(loop, lambda: None)
-        out.write((text,))
-        out.flush()
-        assert out.idle
-        out.close()
+        with opened(loop, str(path)) as out:
+            out.write((text,))
+            out.flush()
+            assert out.idle
     assert path.read_bytes() == b"one\ntwo\n"
     nowhere = Sink(str(tmp_path / "no" / "where"))
     with pytest.raises(FileNotFoundError):
@@ -269,16 +262,6 @@ def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> 
         assert read_on(it) == b"again\n"
 
 
-@contextlib.contextmanager
-def rotated(path: Path, limit: int) -> Iterator[Callable[[bytes], None]]:
-    """What fills a file that is rotated."""
-    rotator = Rotated(str(path), limit)
-    try:
-        yield rotator.write
-    finally:
-        rotator.close()
-
-
 def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n")
@@ -294,8 +277,8 @@ def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
 def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for text in (b"one\ntwo\n", b"three\nfour\n"):
-        with rotated(path, 10) as write:
-            write(text)
+        with Rotated(str(path), 10) as log:
+            log.write(text)
     with followed(path, rotates=True) as it:
         assert read_on(it) == b"one\ntwo\nthree\nfour\n"
     assert [os.path.getsize(name) for name in [*rotated_files(str(path)), str(path)]] == [8, 6, 5]
@@ -374,7 +357,7 @@ def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
         most = int(file.read())
     paths = [tmp_path / name for name in ("a", "b", "late/c")]
     paths[0].touch()
-    with rotated(paths[1], 1000) as write, rig([str(path) for path in paths], str(tmp_path / "out")) as it:
+    with Rotated(str(paths[1]), 1000) as log, rig([str(path) for path in paths], str(tmp_path / "out")) as it:
         it.streams[1].follower.rotates = True
         with open(paths[0], "ab", buffering=0) as first, open(tmp_path / "b", "ab", buffering=0) as second:
             for _ in range(most // 2 + 10):
@@ -382,12 +365,12 @@ def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
                 second.write(b"")
                 os.utime(paths[1])
             first.write(b"\n")
-        write(b"x" * 999 + b"\n" + b"second\n")
+        log.write(b"x" * 999 + b"\n" + b"second\n")
         (tmp_path / "late").mkdir()
         append(str(paths[2]), b"third\n")
         it.catch_up()
         append(str(paths[2]), b"more\n")
-        write(b"more\n")
+        log.write(b"more\n")
         it.catch_up()
         it.finish()
     lines = (tmp_path / "out").read_bytes().splitlines()

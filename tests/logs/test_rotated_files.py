@@ -18,7 +18,6 @@ from phalanx._logs.timeline import Growth
 from tests.support.pump_tools import append
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -48,13 +47,8 @@ def filled(path: Path, count: int = 5) -> None:
     append(str(path), b"newest\n")
 
 
-@contextlib.contextmanager
-def followed(path: Path) -> Iterator[Follower]:
-    it = Follower(str(path), rotates=True)
-    try:
-        yield it
-    finally:
-        it.close()
+def followed(path: Path) -> contextlib.closing[Follower]:
+    return contextlib.closing(Follower(str(path), rotates=True))
 
 
 def read_on(follower: Follower, size: int = 4096) -> bytes:

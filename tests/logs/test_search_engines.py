@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.cli.test_run import Place
 from tests.logs.test_search import chosen
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -226,8 +227,5 @@ def test_a_search_whose_process_is_lost_is_given_up(capfd: pytest.CaptureFixture
 def test_a_fork_has_a_search_of_its_own() -> None:
     its = search(["^b"])
     assert chosen(its, b"a\nb\n") == b"b\n"
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if chosen(its, b"a\nb\n") == b"b\n" else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert code_of_fork(lambda: chosen(its, b"a\nb\n") == b"b\n") == 0
     assert chosen(its, b"a\nb\n") == b"b\n"

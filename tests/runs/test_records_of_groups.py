@@ -23,6 +23,7 @@ from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.engine.test_lost_helpers import helpers_of, until
 from tests.logs.test_logs import OneFolder
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT, pass_gate, tell
 from tests.support.timer_workers import wait_asleep
 
@@ -205,13 +206,8 @@ def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
         gate.open()
         until(lambda: group.is_open is False and states(logs) == ("failed", ["failed"]))
         before = record(logs)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os._exit(0 if group.wait(0) is not None and not any(map(is_record, threading.enumerate())) else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        threads = threading.enumerate
+        assert code_of_fork(lambda: group.wait(0) is not None and not any(map(is_record, threads()))) == 0
         assert record(logs) == before
         group.wait(TIMEOUT)
         until(lambda: record(logs)["cause"] == "rank 0: ValueError: no luck")

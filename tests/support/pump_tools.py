@@ -21,7 +21,7 @@ from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
+    from typing import Any, Self
 
     from phalanx._engine.keeper.log_writer import Compressor
     from phalanx._logs.stream import FileWatch
@@ -66,6 +66,12 @@ class Rotated:
         """As a worker that ends does."""
         os.close(self.writer)
         self.writer = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Give all descriptors back."""

@@ -35,6 +35,7 @@ from phalanx.timer import (
     configure,
     expires,
 )
+from tests.support.forks import code_of_fork
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
@@ -463,23 +464,19 @@ def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
     """The lock that it holds is held for ever in the fork, unless that makes a new one."""
     client = Client()
     with expires(60, "load", client), _beats.lock:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(20)
-                thread = threading.Thread(target=_take, args=(client,))
-                thread.start()
-                thread.join()
-                code = int(client.calls[-1][0] != "a")
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
+        def take() -> None:
+            with expires(60, "a", client):
+                pass
 
-def _take(client: Client) -> None:
-    with expires(60, "a", client):
-        pass
+        def work() -> bool:
+            signal.alarm(20)
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+            return client.calls[-1][0] == "a"
+
+        assert code_of_fork(work) == 0
 
 
 # --- heartbeats
@@ -596,13 +593,7 @@ def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None
     timer.beat()
     with contextlib.ExitStack() as stack:
         stack.enter_context(timer.rest())
-        pid = os.fork()
-        if pid == 0:
-            try:
-                stack.close()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(stack.close) == 0
         assert due(table) == []
     assert [timer.seat for timer in due(table)] == [0]
 
@@ -648,13 +639,7 @@ def test_a_fork_within_a_block(table: TimerTable) -> None:
 def test_a_fork_that_leaves_its_parents_block(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60, "ours"))
-        pid = os.fork()
-        if pid == 0:
-            try:
-                stack.close()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(stack.close) == 0
         assert scopes(table) == ["ours"]
     assert armed(table) == []
 
@@ -663,13 +648,7 @@ def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatc
     timer.beat()
     with contextlib.closing(TimerTable(1, hang=1000)) as table:
         monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
-        pid = os.fork()
-        if pid == 0:
-            try:
-                timer.progress(step=9)
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(lambda: timer.progress(step=9)) == 0
         assert [timer.step for timer in due(table)] == [9]
         assert table.holder(0) == 0
 

@@ -23,6 +23,7 @@ from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT, Ready, wait_gone
 
 if TYPE_CHECKING:
@@ -258,17 +259,14 @@ def test_a_server_in_a_fork_is_nobodys(mp_queue: Any) -> None:
         pipe = server._requests._reader
         assert pipe is not None
         with pipe._gate:
-            pid = os.fork()
-            if not pid:
-                code = 1
-                try:
-                    signal.alarm(20)
-                    server.stop()
-                    server.stop()
-                    code = len(server._timers)
-                finally:
-                    os._exit(code)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+            def stop() -> bool:
+                signal.alarm(20)
+                server.stop()
+                server.stop()
+                return not server._timers
+
+            assert code_of_fork(stop) == 0
         worker.communicate()
         until(lambda: not server._timers, server)
 
