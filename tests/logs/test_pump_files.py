@@ -452,20 +452,14 @@ def test_what_was_not_shown_is_said(
 
 
 def test_a_file_of_ours_is_complete_though_who_reads_is_given_up(
-    tmp_path: Path, loop: Loop, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, chosen = tmp_path / "log", tmp_path / "chosen"
     path.write_bytes(b"a line\n" * 500_000)
     views = [View(PlainOutput(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
     streams = [Stream(Follower(str(path)), [(view, source())]) for view in views]
-    pump = Pump(streams, views, drain=0.0)
-    ends: list[bool] = []
-    try:
-        pump.open(loop)
-        pump.finish(lambda: ends.append(True))
-        until(loop, lambda: bool(ends))
-    finally:
-        pump.close()
+    with rig([], None, views=views, streams=streams, drain=0.0) as it:
+        it.finish()
     assert chosen.read_bytes() == b"[0] a line\n" * 500_000
     assert re.fullmatch(rf"phalanx: … [\d,]+ more lines in {path}\n", capfd.readouterr().err)
 
@@ -568,22 +562,14 @@ def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tu
     reader, writer = pipe
     path = tmp_path / "log"
     path.touch()
-    loop = Loop()
-    views = [View(PlainOutput(Sink(writer)), Text()), View(PlainOutput(Sink(str(tmp_path / "out"))), Text())]
+    views = [View(PlainOutput(Sink(target)), Text()) for target in (writer, str(tmp_path / "out"))]
     stream = Stream(Follower(str(path)), [(it, source()) for it in views])
-    pump = Pump([stream], views)
-    done: list[bool] = []
-    try:
-        pump.open(loop)
+    with rig([], None, views=views, streams=[stream]) as it:
         os.close(reader)
         append(str(path), b"one\n")
-        until(loop, lambda: views[0].output.sink.broken)
+        until(it.loop, lambda: views[0].output.sink.broken)
         append(str(path), b"two\n")
-        pump.finish(lambda: done.append(True))
-        until(loop, lambda: bool(done))
-    finally:
-        pump.close()
-        loop.close()
+        it.finish()
     assert (tmp_path / "out").read_bytes() == b"[0] one\n[0] two\n"
 
 
@@ -624,22 +610,16 @@ def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_hidden_rank_that_fails_is_revealed_once(tmp_path: Path, text: bytes, shown: bytes) -> None:
     out = tmp_path / "out"
     (tmp_path / "hidden").write_bytes(text)
-    it = View(PlainOutput(Sink(str(out))), Text())
+    view = View(PlainOutput(Sink(str(out))), Text())
     streams = [
-        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(it, source(number // 2)))
+        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(view, source(number // 2)))
         for name, number in (("hidden", 0), ("never written", 1), ("other", 2))
     ]
     (tmp_path / "other").write_bytes(b"well\n")
-    loop, pump, done = Loop(), Pump(streams, [it]), []
-    try:
-        pump.open(loop)
-        pump.reveal(0)
-        pump.reveal(0)
-        pump.finish(lambda: done.append(True))
-        until(loop, lambda: bool(done))
-    finally:
-        pump.close()
-        loop.close()
+    with rig([], None, view=view, streams=streams) as it:
+        it.pump.reveal(0)
+        it.pump.reveal(0)
+        it.finish()
     assert out.read_bytes() == shown
 
 

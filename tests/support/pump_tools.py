@@ -109,7 +109,7 @@ def append(path: str, data: bytes) -> None:
 
 
 class Rig:
-    """A pump of some files on a loop of its own, and one view of all of them: on paper, as text, unless told."""
+    """A pump of some files on a loop of its own, and one view of all of them: on paper, as text, unless given."""
 
     def __init__(
         self,
@@ -119,16 +119,18 @@ class Rig:
         prefix: str = "[{}] ",
         rotates: bool = False,
         view: View | None = None,
+        views: list[View] | None = None,
+        streams: list[Stream] | None = None,
         **options: Any,
     ) -> None:
         self.loop = Loop()
         self.view = view or View(PlainOutput(target if isinstance(target, Sink) else Sink(target)), Text())
         self.sources = [Source(rank, "stdout", prefix.format(rank).encode()) for rank in range(len(paths))]
-        self.streams = [
+        self.streams = streams or [
             Stream(Follower(path, rotates=rotates), [(self.view, source)], number=2 * rank)
             for rank, (path, source) in enumerate(zip(paths, self.sources, strict=True))
         ]
-        self.pump = Pump(self.streams, [self.view], message_view=self.view, **options)
+        self.pump = Pump(self.streams, views or [self.view], message_view=self.view, **options)
         self.done = False
 
     @property

@@ -104,6 +104,11 @@ class Child:
     def exitcode(self) -> int:
         return self._process.wait(TIMEOUT)
 
+    def hang(self) -> None:
+        """Take a timer that is over, and be killed for it."""
+        self.begin("client.acquire('s', time.time())")
+        assert self.exitcode() == -signal.SIGKILL
+
     def leave(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -381,8 +386,7 @@ def test_a_file_of_the_users_is_no_error_file(path: str, tmp_path: Path) -> None
     (tmp_path / "model.stacks").write_bytes(b"# stacks of layers\n")
     with Child(path, TORCHELASTIC_ERROR_FILE=str(error_file)) as child:
         child.do(f"kept = open({str(model) + '.stacks'!r})")
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert model.read_bytes() == b"weights"
     assert written_by(read_error_file(str(error_file))[0]) == child.pid
 
@@ -394,8 +398,7 @@ def test_what_is_no_error_file_is_left_where_one_was_asked_for(
     model = tmp_path / "model"
     model.write_bytes(b"weights")
     with Child(path, TORCHELASTIC_ERROR_FILE=str(model)) as child:
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert model.read_bytes() == b"weights"
     assert f"{model} is no error file, and is left as it is" in caplog.text
 
@@ -409,8 +412,7 @@ def test_a_reader_of_another_ranks_stacks_is_not_accused(path: str, tmp_path: Pa
         stacks = theirs.with_name("error.json.stacks")
         stacks.write_text(f"# stacks on signals 52 and 53, descriptor {number + 1}, process 4242\n")
         child.do(f"again = open({str(stacks)!r})")  # which has that number, and is for reading
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert not theirs.exists()
     assert written_by(read_error_file(str(own))[0]) == child.pid
 
@@ -422,8 +424,7 @@ def test_what_a_worker_has_recorded_is_kept(path: str, tmp_path: Path, whose: st
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         write_error_file(error_file, "ValueError: first", "", pid=child.pid)
         if whose == "the worker":
-            child.begin("client.acquire('s', time.time())")
-            assert child.exitcode() == -signal.SIGKILL
+            child.hang()
         else:
             child.do(
                 "middle = os.fork()\n"
@@ -607,8 +608,7 @@ def test_evidence_that_fails_does_not_prevent_the_kill(
 
     monkeypatch.setattr(Victim, "_stacks", fail)
     monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", fail)
-    child.begin("client.acquire('s', time.time())")
-    assert child.exitcode() == -signal.SIGKILL
+    child.hang()
     assert "no evidence" in caplog.text
 
 
@@ -623,8 +623,7 @@ def test_an_exception_of_the_owner_is_harmless(path: str, caplog: pytest.LogCapt
     with FileTimerServer(path, "run", log_event=fail) as server:
         for _ in range(2):
             with Child(path) as child:
-                child.begin("client.acquire('s', time.time())")
-                assert child.exitcode() == -signal.SIGKILL
+                child.hang()
         settle(server)
     assert "the owner's mistake" in caplog.text
 
@@ -839,8 +838,7 @@ def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
         first.wait()
         assert alive(fork)
         with FileTimerServer(path, "run"), Child(path) as child:
-            child.begin("client.acquire('s', time.time())")
-            assert child.exitcode() == -signal.SIGKILL
+            child.hang()
         assert first.stdin is not None
         first.stdin.close()
         assert not wait_gone([fork])

@@ -699,25 +699,6 @@ def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "option, error",
-    [
-        ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
-        ("--hang-timeout=x", "'x': expected a time, more than 0, like 90 (seconds), 90s, 5m or 2h"),
-        ("--hang-timeout=inf", "'inf': expected a time, more than 0, like 90"),
-    ],
-)
-def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:
-    command = [*RUN, "--log-dir", str(tmp_path / "logs"), option, "--no-python", "touch", str(tmp_path / "started")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert option.partition("=")[0] in done.stderr
-    assert error in done.stderr
-    assert list(tmp_path.glob("*")) in ([], [tmp_path / "temporary"])
-
-
-@pytest.mark.slow
 def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import signal; from phalanx import timer\ntimer.progress(step=3)\nwhile True: signal.pause()\n")
