@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
@@ -91,9 +92,15 @@ def test_one_that_somebody_has_removed_is_no_trouble(path: Path) -> None:
 # --- compressed
 
 
-def test_compressed_files_are_the_plain_ones(path: Path) -> None:
+@contextlib.contextmanager
+def compressing(path: Path) -> Iterator[tuple[Rotated, Compressor]]:
     compressor = Compressor()
     with Rotated(str(path), 10, 0, compressor) as it:
+        yield it, compressor
+
+
+def test_compressed_files_are_the_plain_ones(path: Path) -> None:
+    with compressing(path) as (it, compressor):
         it.write(line(0))
         os.chmod(path, 0o640)
         os.utime(path, ns=(10**18 + 1, 10**18 + 2))
@@ -133,8 +140,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_no_pipe_waits_for_compression(path: Path, held: Held) -> None:
-    compressor = Compressor()
-    with Rotated(str(path), 10, 0, compressor) as it:
+    with compressing(path) as (it, compressor):
         write(it, range(50))
         assert held.entered.wait(TIMEOUT)
         write(it, range(50, 60))
@@ -148,8 +154,7 @@ def test_no_pipe_waits_for_compression(path: Path, held: Held) -> None:
 
 def test_the_end_leaves_plain_what_is_not_compressed(path: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "_CHUNK", 4)
-    compressor = Compressor()
-    with Rotated(str(path), 10, 0, compressor) as it:
+    with compressing(path) as (it, compressor):
         write(it, range(5))
         assert held.entered.wait(TIMEOUT)
         compressor._over = True  # as `stop` has it, which waits from here on
@@ -163,8 +168,7 @@ def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
     path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "_PATIENCE", 0.01)
-    compressor = Compressor()
-    with Rotated(str(path), 10, 0, compressor) as it:
+    with compressing(path) as (it, compressor):
         write(it, range(3))
         assert held.entered.wait(TIMEOUT)
         compressor.stop()
@@ -177,8 +181,7 @@ def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
 def test_a_full_disk_leaves_the_plain_file(path: Path, held: Held) -> None:
     held.error = OSError(errno.ENOSPC, "No space left on device")
     held.go_on.set()
-    compressor = Compressor()
-    with Rotated(str(path), 10, 0, compressor) as it:
+    with compressing(path) as (it, compressor):
         write(it, range(3))
         wait_for(compressor)
         assert names(path.parent) == ["log", "log.1", "log.2"]

@@ -165,6 +165,14 @@ def test_a_record_in_a_folder_of_ours_may_be_anothers(shared: Path) -> None:
 # --- stacks by signal
 
 
+def first_line_of(pid: int, folder: Path) -> str:
+    """What the collection of a process' stacks begins with, whose error file is in a folder."""
+    with collect.Collection([request.Target(0, pid, str(folder / "error.json"), doomed=True)], TIMEOUT) as collection:
+        collection.begin()
+        collection.wait()
+        return collection.finish()[0].partition("\n")[0]
+
+
 @pytest.mark.parametrize(
     "offer, why",
     [
@@ -181,11 +189,7 @@ def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, writer):
         path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
-        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with collect.Collection([target], TIMEOUT) as collection:
-            collection.begin()
-            collection.wait()
-            assert why in collection.finish()[0].partition("\n")[0]
+        assert why in first_line_of(process.pid, shared)
         assert last_word(process, writer) == b"spared\n"
 
 
@@ -197,11 +201,7 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
     with path.open() as file, victim(file.fileno()) as (process, writer):
         with acting_as(NOBODY):
             path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with collect.Collection([target], TIMEOUT) as asked:
-            asked.begin()
-            asked.wait()
-            assert "it offers none;" in asked.finish()[0].partition("\n")[0]
+        assert "it offers none;" in first_line_of(process.pid, shared)
         assert last_word(process, writer) == b"spared\n"
 
 

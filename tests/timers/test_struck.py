@@ -14,7 +14,6 @@ import pytest
 
 from phalanx._evidence.error_file import write_error_file
 from phalanx._timers import escalation
-from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.support import hang_workers
 from tests.support.stack_workers import fake_py_spy
 from tests.support.waits import wait_long_for_stacks
@@ -136,7 +135,7 @@ def test_a_survivor_stopped_for_another_has_not_failed(
         2,
         on_expiry="terminate",
         start_method="fork",
-        logs_specs=DefaultLogsSpecs(str(logs)),
+        logs=logs,
     )
     ready.wait()
     events.wait("timer.left")

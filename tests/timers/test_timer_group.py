@@ -100,6 +100,8 @@ def start(
 ) -> PContext:
     specs = {"on_expiry": options.pop("on_expiry", "kill"), "hang_timeout": options.pop("hang_timeout", None)}
     envs = {rank: {"RANK": str(rank)} for rank in range(nprocs)}
+    if (logs := options.pop("logs", None)) is not None:
+        options["logs_specs"] = DefaultLogsSpecs(str(logs))
     return start_processes("hang", function, args, envs, timers=TimerSpecs(**specs, on_event=events), **options)
 
 
@@ -407,7 +409,7 @@ def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
         (0.05,),
         events,
         on_expiry="report,dump:0.05,terminate:0.05,kill:0.1",
-        logs_specs=DefaultLogsSpecs(str(logs)),
+        logs=logs,
     ) as group:  # the file of its events is finished when it is closed
         result = result_of(group)
     assert result.failures[0].exitcode == -signal.SIGKILL
@@ -425,14 +427,7 @@ def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
 @pytest.mark.parametrize("step", ["report", "dump"])
 def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate: Gate, logs: Path) -> None:
     args = (0.05, gate.address, gate.address)
-    group = start(
-        hang_workers.pass_late,
-        args,
-        events,
-        on_expiry=step,
-        logs_specs=DefaultLogsSpecs(str(logs)),
-        start_method="fork",
-    )
+    group = start(hang_workers.pass_late, args, events, on_expiry=step, logs=logs, start_method="fork")
     third = events.wait("timer.expired", 3)
     assert third["overdue"] >= 0.1
     gate.open(2)
@@ -799,14 +794,7 @@ def test_the_hang_is_recorded_before_sigterm(
 
     ended = escalation.Escalation._signal_rank
     monkeypatch.setattr(escalation.Escalation, "_signal_rank", end)  # in the keeper, which is a fork of this process
-    group = start(
-        hang_workers.hang,
-        (),
-        events,
-        on_expiry="terminate",
-        logs_specs=DefaultLogsSpecs(str(logs)),
-        start_method="fork",
-    )
+    group = start(hang_workers.hang, (), events, on_expiry="terminate", logs=logs, start_method="fork")
     assert result_of(group).failures[0].exitcode == -signal.SIGTERM
     assert "Hang: 'load'" in found.read_text()
 
