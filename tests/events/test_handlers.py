@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from phalanx import events, metrics
 from phalanx._base.handler_guard import MOST_NESTED
 from phalanx.events import Event, EventSource
 from phalanx.multiprocessing import SignalException
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
 from tests.support.told import Kept, KeptRecords, fail, unconfigured
 
@@ -206,17 +206,15 @@ def test_a_fork_has_a_queue_of_its_own(behind: Way, gated: Gated) -> None:
     behind.emit("first")
     gated.begun.wait()
     behind.emit("second")
-    pid = os.fork()
-    if pid == 0:
-        try:
-            handler.then = lambda _: None
-            before = len(handler.got)
-            assert behind.flush(0)
-            behind.emit("of the child")
-            os._exit(0 if behind.flush() and behind.names(handler)[before:] == ["of the child"] else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def work() -> bool:
+        handler.then = lambda _: None
+        before = len(handler.got)
+        assert behind.flush(0)
+        behind.emit("of the child")
+        return behind.flush() and behind.names(handler)[before:] == ["of the child"]
+
+    assert code_of_fork(work) == 0
     gated.may.set()
     assert behind.flush()
     assert behind.names(handler) == ["first", "second"]

@@ -368,9 +368,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
         (254, errno.ENOSPC, r"no inotify watch to be had \(.*\)"),  # inotify_add_watch(2)
     ],
 )
-def test_without_inotify_files_are_looked_at_and_that_is_said_once(
-    call: int, error: int, why: str, tmp_path: Path
-) -> None:
+def test_without_inotify_files_are_polled_and_that_is_reported(call: int, error: int, why: str, tmp_path: Path) -> None:
     done = workers.run_script(tmp_path, BLIND, str(tmp_path / "logs"), str(call), str(error))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
@@ -437,7 +435,7 @@ def test_two_groups_on_one_terminal_cut_no_line_and_erase_no_bar(tmp_path: Path)
     assert [line for line in lines if not whole.fullmatch(line)] == []
 
 
-def test_a_surface_is_one_for_all_who_share_its_place_and_is_another_when_they_have_closed_it(tmp_path: Path) -> None:
+def test_an_output_is_shared_until_all_have_closed_it(tmp_path: Path) -> None:
     def make() -> PlainOutput:
         return PlainOutput(Sink(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), own=True))
 
@@ -455,7 +453,7 @@ def test_a_surface_is_one_for_all_who_share_its_place_and_is_another_when_they_h
         output.sink.close()
 
 
-def test_lines_go_to_the_file_that_a_descriptor_meant_at_the_start(tmp_path: Path) -> None:
+def test_lines_go_to_the_file_of_a_descriptor_at_the_start(tmp_path: Path) -> None:
     """The host closes it as soon as the group has started, and the number comes to mean another file."""
     other = tmp_path / "other"
     other.write_text("precious\n")

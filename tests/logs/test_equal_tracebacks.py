@@ -109,13 +109,6 @@ def test_line_by_line(time: FakeClock) -> None:
     assert it.wait(time, LONG) == [("0-1", CHAINED)]
 
 
-def test_an_empty_line_after_it_is_no_part_of_it(time: FakeClock) -> None:
-    it = Console(2)
-    it.take(0, ONE)
-    it.take(1, ONE + b"\n")
-    assert it.wait(time, QUIET) + it.wait(time, dedup.WINDOW) == [("0-1", ONE), ("1", b"\n")]
-
-
 def test_one_that_comes_late_is_shown_again(time: FakeClock) -> None:
     it = Console(2)
     it.take(0, ONE)

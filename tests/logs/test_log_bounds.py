@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
@@ -56,13 +57,10 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_oldest_are_removed(path: Path, keep: int) -> None:
-    it = Rotated(str(path), 10, keep)
-    try:
+    with Rotated(str(path), 10, keep) as it:
         for number in range(20):
             it.write(line(number))
             assert len(rotated_files(str(path))) == min(number, keep)
-    finally:
-        it.close()
     assert list(numbers(str(path))) == list(range(20 - keep, 20))
     assert path.read_bytes() == line(19)
     assert [(path.parent / f"log.{n}").read_bytes() for n in range(20 - keep, 20)] == [
@@ -74,41 +72,38 @@ def test_those_of_an_earlier_run_count(path: Path) -> None:
     for number, name in ((1, "log.1"), (2, "log.2.gz"), (7, "log.7")):
         (path.parent / name).write_bytes(line(number))
     (path.parent / "log.old").write_bytes(b"of somebody else")
-    it = Rotated(str(path), 10, 2)
-    try:
+    with Rotated(str(path), 10, 2) as it:
         write(it, range(2))
         assert names(path.parent) == ["log", "log.7", "log.8", "log.old"]
         write(it, range(2, 4))
         assert names(path.parent) == ["log", "log.10", "log.9", "log.old"]
-    finally:
-        it.close()
 
 
 def test_one_that_somebody_has_removed_is_no_trouble(path: Path) -> None:
-    it = Rotated(str(path), 10, 2)
-    try:
+    with Rotated(str(path), 10, 2) as it:
         write(it, range(3))
         os.unlink(f"{path}.1")
         write(it, range(3, 5))
-    finally:
-        it.close()
     assert names(path.parent) == ["log", "log.3", "log.4"]
 
 
 # --- compressed
 
 
-def test_compressed_files_are_the_plain_ones(path: Path) -> None:
+@contextlib.contextmanager
+def compressing(path: Path) -> Iterator[tuple[Rotated, Compressor]]:
     compressor = Compressor()
-    it = Rotated(str(path), 10, 0, compressor)
-    try:
+    with Rotated(str(path), 10, 0, compressor) as it:
+        yield it, compressor
+
+
+def test_compressed_files_are_the_plain_ones(path: Path) -> None:
+    with compressing(path) as (it, compressor):
         it.write(line(0))
         os.chmod(path, 0o640)
         os.utime(path, ns=(10**18 + 1, 10**18 + 2))
         write(it, range(1, 30))
         wait_for(compressor)
-    finally:
-        it.close()
     assert names(path.parent) == sorted(["log", *(f"log.{n}.gz" for n in range(1, 30))])
     assert [gzip.decompress((path.parent / f"log.{n}.gz").read_bytes()) for n in range(1, 30)] == [
         line(n) for n in range(29)
@@ -143,9 +138,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_no_pipe_waits_for_compression(path: Path, held: Held) -> None:
-    compressor = Compressor()
-    it = Rotated(str(path), 10, 0, compressor)
-    try:
+    with compressing(path) as (it, compressor):
         write(it, range(50))
         assert held.entered.wait(TIMEOUT)
         write(it, range(50, 60))
@@ -153,25 +146,19 @@ def test_no_pipe_waits_for_compression(path: Path, held: Held) -> None:
         assert not list(path.parent.glob("*.gz"))
         held.go_on.set()
         wait_for(compressor)
-    finally:
-        it.close()
     assert len(list(path.parent.glob("log.*.gz"))) == 59
     assert len(names(path.parent)) == 60
 
 
 def test_the_end_leaves_plain_what_is_not_compressed(path: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "_CHUNK", 4)
-    compressor = Compressor()
-    it = Rotated(str(path), 10, 0, compressor)
-    try:
+    with compressing(path) as (it, compressor):
         write(it, range(5))
         assert held.entered.wait(TIMEOUT)
         compressor._over = True  # as `stop` has it, which waits from here on
         held.go_on.set()
         compressor.stop()
         compressor.add(f"{path}.1", lambda: True)
-    finally:
-        it.close()
     assert names(path.parent) == ["log", "log.1", "log.2", "log.3", "log.4"]
 
 
@@ -179,9 +166,7 @@ def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
     path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "_PATIENCE", 0.01)
-    compressor = Compressor()
-    it = Rotated(str(path), 10, 0, compressor)
-    try:
+    with compressing(path) as (it, compressor):
         write(it, range(3))
         assert held.entered.wait(TIMEOUT)
         compressor.stop()
@@ -189,32 +174,25 @@ def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
         assert (path.parent / "log.1").exists()
         held.go_on.set()
         wait_for(compressor)
-    finally:
-        it.close()
 
 
 def test_a_full_disk_leaves_the_plain_file(path: Path, held: Held) -> None:
     held.error = OSError(errno.ENOSPC, "No space left on device")
     held.go_on.set()
-    compressor = Compressor()
-    it = Rotated(str(path), 10, 0, compressor)
-    try:
+    with compressing(path) as (it, compressor):
         write(it, range(3))
         wait_for(compressor)
         assert names(path.parent) == ["log", "log.1", "log.2"]
         held.error = None
         write(it, range(3, 5))
         wait_for(compressor)
-    finally:
-        it.close()
     assert names(path.parent) == ["log", "log.1", "log.2", "log.3.gz", "log.4.gz"]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_removed_while_it_is_compressed_stays_away(path: Path, held: Held, by_hand: bool) -> None:
     compressor = Compressor()
-    it = Rotated(str(path), 10, 0 if by_hand else 1, compressor)
-    try:
+    with Rotated(str(path), 10, 0 if by_hand else 1, compressor) as it:
         write(it, range(2))
         assert held.entered.wait(TIMEOUT)
         if by_hand:
@@ -223,8 +201,6 @@ def test_what_is_removed_while_it_is_compressed_stays_away(path: Path, held: Hel
             write(it, range(2, 4))
         held.go_on.set()
         wait_for(compressor)
-    finally:
-        it.close()
     assert names(path.parent) == (["log"] if by_hand else ["log", "log.3.gz"])
 
 
@@ -240,7 +216,7 @@ def test_a_file_with_another_name_is_left_alone(path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("closes", [False, True])
-def test_who_reads_meanwhile_misses_nothing_and_sees_nothing_twice(path: Path, closes: bool) -> None:
+def test_a_reader_during_compression_gets_every_byte_once(path: Path, closes: bool) -> None:
     compressor = Compressor()
     it, follower = Rotated(str(path), 100, 0, compressor), Follower(str(path), rotates=True)
     seen, buffer = b"", bytearray(64)

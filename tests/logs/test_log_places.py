@@ -221,7 +221,7 @@ def test_a_run_for_others_in_the_temporary_place(place: Place, tmp_path: Path) -
     assert stat.S_IMODE((tmp_path / f"phalanx-{os.geteuid()}").stat().st_mode) == 0o755
 
 
-def test_the_home_of_the_user_database_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_database_knows_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     assert default_folder() == os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".local/state/phalanx/runs")

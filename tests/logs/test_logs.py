@@ -148,11 +148,6 @@ def test_a_temporary_folder_with_evidence_stays() -> None:
     assert os.path.exists(result.failures[0].error_file)
 
 
-def test_error_file_is_named_in_the_environment(logs: Path) -> None:
-    result = run(workers.get_env, {0: ("TORCHELASTIC_ERROR_FILE",)}, log_dir=logs)
-    assert result.return_values == {0: {"TORCHELASTIC_ERROR_FILE": str(logs / "0/error.json")}}
-
-
 def test_relative_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rel").mkdir()
@@ -291,7 +286,7 @@ def test_what_it_has_not_made_is_not_removed(logs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:
+def test_evidence_of_an_earlier_run_in_the_folder_is_removed(logs: Path) -> None:
     """Nor is what stands beside an error file; what is no file stays."""
     for suffix in ("", ".fatal", ".exit", ".stacks"):
         (logs / f"error-0.json{suffix}").write_text("yesterday's")
@@ -364,16 +359,6 @@ def test_tee_shows_whole_lines_and_keeps_every_byte(logs: Path, capfdbinary: pyt
     for rank, (data, shown) in enumerate(TEED):
         assert (logs / f"{rank}/stdout.log").read_bytes() == data
         assert [line[4:] for line in lines if line.startswith(b"[%d] " % rank)] == shown
-
-
-@pytest.mark.slow
-def test_tee_of_both_streams(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run(workers.prints, {0: ("a", "b"), 1: ("c",)}, log_dir=logs, tee=Std.ALL)
-    captured = capfd.readouterr()
-    for text in captured:
-        assert [line for line in text.splitlines() if line.startswith("[0]")] == ["[0] a", "[0] b"]
-        assert [line for line in text.splitlines() if line.startswith("[1]")] == ["[1] c"]
-    assert (logs / "0/stderr.log").read_text() == "a\nb\n"
 
 
 def test_prefixes_of_the_callers(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -449,13 +434,6 @@ def test_output_of_orphans_is_in_the_file(
     assert re.fullmatch(r"ended what was left behind: pid \d+ \(.*\) of rank 0, [\d.]+m?s old: SIGTERM", said)
 
 
-def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    code = "import os; os.write(1, b'x' * 100 + b'\\n'); os.truncate(f'/proc/self/fd/1', 0); os.write(1, b'new\\n')"
-    run(PYTHON, {0: ("-c", code)}, log_dir=logs, tee=Std.OUT)
-    assert (logs / "0/stdout.log").read_bytes() == b"new\n"
-    assert len(capfdbinary.readouterr().out) < 200
-
-
 HEAD = """
 import sys
 from phalanx._logs import render
@@ -504,16 +482,6 @@ def test_kinds_of_consoles(tmp_path: Path, logs: Path, kind: str) -> None:
     if kind != "null":
         expected = [f"[{rank}] line {n}" for rank in range(2) for n in range(20000)]
         assert sorted(got.decode().splitlines()) == sorted(expected), done.stderr
-
-
-def test_a_stdout_that_is_an_object(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook's: it has no descriptor."""
-    import io
-
-    console = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", console)
-    tee(logs, b"hello\n\xff\n")
-    assert console.getvalue() == "[0] hello\n[0] \ufffd\n"
 
 
 @pytest.mark.slow

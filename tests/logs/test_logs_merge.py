@@ -225,12 +225,11 @@ def shown(folder: Path, **options: Any) -> list[dict[str, Any]]:
     """What `phalanx logs --log-format json` shows."""
     out = io.StringIO()
     run = RunDir(str(folder), None, "", "succeeded", 0.0)
-    with mock.patch.object(sys, "stdout", out):
-        reader = Reader(run, 0, str(folder), ConsoleSpecs(format="json"))
-        try:
-            reader.read(**options)
-        finally:
-            reader.close()
+    with (
+        mock.patch.object(sys, "stdout", out),
+        contextlib.closing(Reader(run, 0, str(folder), ConsoleSpecs(format="json"))) as reader,
+    ):
+        reader.read(**options)
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
     for row in rows:
         row["number"] = 2 * row["rank"] + (row["stream"] == "stderr")

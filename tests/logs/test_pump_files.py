@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -19,19 +18,17 @@ from phalanx._base import clock, linux
 from phalanx._base.loop import Loop
 from phalanx._logs import pump, sink
 from phalanx._logs.dedup import Dedup
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.follower import Follower
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import Json, Text, View
 from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
-from phalanx._logs.terminal import PlainOutput, TerminalOutput
-from tests.support.helpers import TIMEOUT
+from phalanx._logs.terminal import PlainOutput
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
-from tests.support.screen import Emulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -59,29 +56,15 @@ def pipe() -> Iterator[tuple[int, int]]:
 # --- sinks
 
 
-def test_a_real_terminal(loop: Loop) -> None:
-    master, slave = os.openpty()
-    os.set_blocking(master, False)
-    try:
-        out = Sink(slave)
-        it = View(TerminalOutput(out, lambda: (80, 24)), Text())
-        out.open(loop, lambda: None)
-        it.take(source(0), b"hello\n")
-        it.take(source(1), b"\r 5%")
-        it.tick()
-        it.settle()
-        out.flush()
-        terminal, shown = Emulator(80), ["[0] hello", "[1]  5%"]
-        while terminal.text() != shown:  # what was written is there a little later
-            assert select.select([master], [], [], TIMEOUT)[0], terminal.text()
-            terminal.feed(read_all(master).decode())
-        out.close()
-    finally:
-        os.close(master)
-        os.close(slave)
+@contextlib.contextmanager
+def opened(loop: Loop, target: Any) -> Iterator[Sink]:
+    it = Sink(target)
+    it.open(loop, lambda: None)
+    yield it
+    it.close()
 
 
-def test_a_full_pipe_holds_nobody_up_and_gets_everything_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
+def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     rooms: list[int] = []
     out = Sink(writer)
@@ -109,46 +92,40 @@ def test_a_full_pipe_holds_nobody_up_and_gets_everything_in_order(loop: Loop, pi
 
 def test_what_waits_is_counted_by_whose_it_is(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    out = Sink(writer)
-    out.open(loop, lambda: None)
-    out.write((b"x" * 4095, b"\n"), "first")
-    out.flush()
-    assert out.idle
-    out.write((b"a\nb\n", b"c"), "a")
-    out.write((b"d\n",), "b")
-    out.write((b"e\n",), "a")
-    out.flush()
-    assert out.pending() == {"a": 3, "b": 1}
-    assert not out.mid_line
-    read_all(reader)
-    until(loop, lambda: out.idle)
-    assert out.pending() == {}
-    out.close()
+    with opened(loop, writer) as out:
+        out.write((b"x" * 4095, b"\n"), "first")
+        out.flush()
+        assert out.idle
+        out.write((b"a\nb\n", b"c"), "a")
+        out.write((b"d\n",), "b")
+        out.write((b"e\n",), "a")
+        out.flush()
+        assert out.pending() == {"a": 3, "b": 1}
+        assert not out.mid_line
+        read_all(reader)
+        until(loop, lambda: out.idle)
+        assert out.pending() == {}
 
 
 def test_a_sink_that_gives_up_ends_its_line(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    out = Sink(writer)
-    out.open(loop, lambda: None)
-    out.write((b"x" * 5000, b"\n"))
-    out.flush()
-    assert out.mid_line
-    assert read_all(reader) == b"x" * 4096
-    out.give_up()
-    assert read_all(reader) == b"\n"
-    assert (out.idle, out.broken) == (True, True)
-    out.write((b"dropped",))
-    out.flush()
-    assert read_all(reader) == b""
-    out.close()
+    with opened(loop, writer) as out:
+        out.write((b"x" * 5000, b"\n"))
+        out.flush()
+        assert out.mid_line
+        assert read_all(reader) == b"x" * 4096
+        out.give_up()
+        assert read_all(reader) == b"\n"
+        assert (out.idle, out.broken) == (True, True)
+        out.write((b"dropped",))
+        out.flush()
+        assert read_all(reader) == b""
 
 
 def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
     """It cannot be opened anew: what is written to it would block."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        out = Sink(theirs.fileno())
-        out.open(loop, lambda: None)
+    with ours, theirs, opened(loop, theirs.fileno()) as out:
         out.write((b"x" * (1 << 22), b"\n"))
         out.flush()
         assert out.blocked
@@ -162,7 +139,6 @@ def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
         assert out.mid_line
         out.give_up()
         assert out.broken
-        out.close()
 
 
 def test_a_reader_that_goes_away(loop: Loop, pipe: tuple[int, int]) -> None:
@@ -186,14 +162,12 @@ def test_a_reader_that_goes_away(loop: Loop, pipe: tuple[int, int]) -> None:
 
 def test_an_object_gets_text_and_no_half_letters(loop: Loop) -> None:
     text = io.StringIO()
-    out = Sink(text)
-    out.open(loop, lambda: None)
-    for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
-        out.write((bytes([byte]),))
-        out.flush()
-        until(loop, lambda: out.idle)
-    assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
-    out.close()
+    with opened(loop, text) as out:
+        for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
+            out.write((bytes([byte]),))
+            out.flush()
+            until(loop, lambda: out.idle)
+        assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
 
 
 class Broken:
@@ -203,25 +177,31 @@ class Broken:
 
 @pytest.mark.parametrize("target, error", [(Broken(), ValueError("closed")), ("/dev/full", OSError(errno.ENOSPC, ""))])
 def test_what_refuses_to_be_written_to_is_left_alone(target: Any, error: Exception, loop: Loop) -> None:
-    out = Sink(target)
-    out.open(loop, lambda: None)
-    out.write((b"x",))
-    out.flush()
-    until(loop, lambda: out.broken)
-    assert type(out.refusal) is type(error)
-    assert out.refusal.args[0] == error.args[0]
-    out.close()
+    with opened(loop, target) as out:
+        out.write((b"x",))
+        out.flush()
+        until(loop, lambda: out.broken)
+        assert type(out.refusal) is type(error)
+        assert out.refusal.args[0] == error.args[0]
+
+
+def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with opened(loop, writer) as out:
+        out.write((b"x",))
+        out.flush()
+        assert (out.broken, out.has_no_reader, out.refusal) == (True, True, None)
+    os.close(writer)
 
 
 def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
     path = tmp_path / "out"
     for text in (b"one\n", b"two\n"):
-        out = Sink(str(path))
-        out.open(loop, lambda: None)
-        out.write((text,))
-        out.flush()
-        assert out.idle
-        out.close()
+        with opened(loop, str(path)) as out:
+            out.write((text,))
+            out.flush()
+            assert out.idle
     assert path.read_bytes() == b"one\ntwo\n"
     nowhere = Sink(str(tmp_path / "no" / "where"))
     with pytest.raises(FileNotFoundError):
@@ -282,40 +262,6 @@ def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> 
         assert read_on(it) == b"again\n"
 
 
-@contextlib.contextmanager
-def rotated(path: Path, limit: int) -> Iterator[Callable[[bytes], None]]:
-    """What fills a file that is rotated."""
-    rotator = Rotated(str(path), limit)
-    try:
-        yield rotator.write
-    finally:
-        rotator.close()
-
-
-@pytest.mark.parametrize("size", [1, 7, 4096])
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_file_that_is_rotated_while_it_is_read(tmp_path: Path, size: int, closes: bool) -> None:
-    path = tmp_path / "log"
-    with rotated(path, 20) as write, followed(path, rotates=True) as it:
-        got, said = b"", b""
-        buffer = bytearray(size)
-        for number in range(30):
-            line = b"line %d\n" % number
-            write(line)
-            said += line
-            assert it.left() == len(said) - len(got)
-            if number % 3 == 0:
-                got += buffer[: it.read(buffer)]
-            if closes:
-                it.close()
-        assert len(rotated_files(str(path))) == 14
-        got += read_on(it)
-        assert got == said
-        assert it.left() == 0
-        write(b"more\n" * 9)
-        assert it.lines_left(1 << 20) == (9, 45, False)
-
-
 def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n")
@@ -331,8 +277,8 @@ def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
 def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for text in (b"one\ntwo\n", b"three\nfour\n"):
-        with rotated(path, 10) as write:
-            write(text)
+        with Rotated(str(path), 10) as log:
+            log.write(text)
     with followed(path, rotates=True) as it:
         assert read_on(it) == b"one\ntwo\nthree\nfour\n"
     assert [os.path.getsize(name) for name in [*rotated_files(str(path)), str(path)]] == [8, 6, 5]
@@ -341,7 +287,7 @@ def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
 # --- the pump
 
 
-def test_a_file_that_appears_later_in_a_folder_that_appears_later(tmp_path: Path) -> None:
+def test_files_and_folders_that_appear_later_are_followed(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a/b/c/log", "a/b/log", "there")]
     with rig(paths, str(tmp_path / "out")) as it:
         os.makedirs(tmp_path / "a")
@@ -405,37 +351,13 @@ def test_a_file_that_appears_while_it_is_looked_for(tmp_path: Path, monkeypatch:
     assert (tmp_path / "out").read_bytes() == b"[0] late\n"
 
 
-def test_a_rotated_file_is_watched_once(tmp_path: Path) -> None:
-    """Files that were set aside grow no more, and the watches of a user are counted."""
-    paths = [tmp_path / "a", tmp_path / "b"]
-    with (
-        rotated(paths[0], 10) as one,
-        rotated(paths[1], 10) as two,
-        rig([str(path) for path in paths], str(tmp_path / "out"), rotates=True) as it,
-    ):
-        for number in range(40):
-            one(b"line %03d\n" % number)  # by turns, so that the kernel cannot make one event of two
-            two(b"line %03d\n" % number)
-            one(b"\n")
-            if number % 5 == 0:
-                it.catch_up()
-        it.catch_up()
-        until(it.loop, lambda: len(it.watch._watches) == 2)
-        assert [len(streams) for streams in it.watch._watches.values()] == [1, 1]
-        it.finish()
-    lines = (tmp_path / "out").read_bytes().splitlines()
-    for rank in range(2):
-        mine = [line[4:] for line in lines if line.startswith(b"[%d]" % rank) and len(line) > 4]
-        assert mine == [b"line %03d" % number for number in range(40)]
-
-
 def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
     """The kernel drops events when too many wait (fs.inotify.max_queued_events)."""
     with open("/proc/sys/fs/inotify/max_queued_events") as file:
         most = int(file.read())
     paths = [tmp_path / name for name in ("a", "b", "late/c")]
     paths[0].touch()
-    with rotated(paths[1], 1000) as write, rig([str(path) for path in paths], str(tmp_path / "out")) as it:
+    with Rotated(str(paths[1]), 1000) as log, rig([str(path) for path in paths], str(tmp_path / "out")) as it:
         it.streams[1].follower.rotates = True
         with open(paths[0], "ab", buffering=0) as first, open(tmp_path / "b", "ab", buffering=0) as second:
             for _ in range(most // 2 + 10):
@@ -443,12 +365,12 @@ def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
                 second.write(b"")
                 os.utime(paths[1])
             first.write(b"\n")
-        write(b"x" * 999 + b"\n" + b"second\n")
+        log.write(b"x" * 999 + b"\n" + b"second\n")
         (tmp_path / "late").mkdir()
         append(str(paths[2]), b"third\n")
         it.catch_up()
         append(str(paths[2]), b"more\n")
-        write(b"more\n")
+        log.write(b"more\n")
         it.catch_up()
         it.finish()
     lines = (tmp_path / "out").read_bytes().splitlines()
@@ -530,20 +452,14 @@ def test_what_was_not_shown_is_said(
 
 
 def test_a_file_of_ours_is_complete_though_who_reads_is_given_up(
-    tmp_path: Path, loop: Loop, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, chosen = tmp_path / "log", tmp_path / "chosen"
     path.write_bytes(b"a line\n" * 500_000)
     views = [View(PlainOutput(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
     streams = [Stream(Follower(str(path)), [(view, source())]) for view in views]
-    pump = Pump(streams, views, drain=0.0)
-    ends: list[bool] = []
-    try:
-        pump.open(loop)
-        pump.finish(lambda: ends.append(True))
-        until(loop, lambda: bool(ends))
-    finally:
-        pump.close()
+    with rig([], None, views=views, streams=streams, drain=0.0) as it:
+        it.finish()
     assert chosen.read_bytes() == b"[0] a line\n" * 500_000
     assert re.fullmatch(rf"phalanx: … [\d,]+ more lines in {path}\n", capfd.readouterr().err)
 
@@ -646,22 +562,14 @@ def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tu
     reader, writer = pipe
     path = tmp_path / "log"
     path.touch()
-    loop = Loop()
-    views = [View(PlainOutput(Sink(writer)), Text()), View(PlainOutput(Sink(str(tmp_path / "out"))), Text())]
+    views = [View(PlainOutput(Sink(target)), Text()) for target in (writer, str(tmp_path / "out"))]
     stream = Stream(Follower(str(path)), [(it, source()) for it in views])
-    pump = Pump([stream], views)
-    done: list[bool] = []
-    try:
-        pump.open(loop)
+    with rig([], None, views=views, streams=[stream]) as it:
         os.close(reader)
         append(str(path), b"one\n")
-        until(loop, lambda: views[0].output.sink.broken)
+        until(it.loop, lambda: views[0].output.sink.broken)
         append(str(path), b"two\n")
-        pump.finish(lambda: done.append(True))
-        until(loop, lambda: bool(done))
-    finally:
-        pump.close()
-        loop.close()
+        it.finish()
     assert (tmp_path / "out").read_bytes() == b"[0] one\n[0] two\n"
 
 
@@ -702,31 +610,17 @@ def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_hidden_rank_that_fails_is_revealed_once(tmp_path: Path, text: bytes, shown: bytes) -> None:
     out = tmp_path / "out"
     (tmp_path / "hidden").write_bytes(text)
-    it = View(PlainOutput(Sink(str(out))), Text())
+    view = View(PlainOutput(Sink(str(out))), Text())
     streams = [
-        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(it, source(number // 2)))
+        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(view, source(number // 2)))
         for name, number in (("hidden", 0), ("never written", 1), ("other", 2))
     ]
     (tmp_path / "other").write_bytes(b"well\n")
-    loop, pump, done = Loop(), Pump(streams, [it]), []
-    try:
-        pump.open(loop)
-        pump.reveal(0)
-        pump.reveal(0)
-        pump.finish(lambda: done.append(True))
-        until(loop, lambda: bool(done))
-    finally:
-        pump.close()
-        loop.close()
+    with rig([], None, view=view, streams=streams) as it:
+        it.pump.reveal(0)
+        it.pump.reveal(0)
+        it.finish()
     assert out.read_bytes() == shown
-
-
-def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
-    path = tmp_path / "hidden"
-    with rotated(path, 30) as write:
-        write(b"".join(b"line %d\n" % number for number in range(50)))
-    assert last_lines(str(path), rotates=True) == b"".join(b"line %d\n" % number for number in range(30, 50))
-    assert last_lines(str(path)) == b"line 48\nline 49\n"
 
 
 def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:

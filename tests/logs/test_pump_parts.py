@@ -45,17 +45,6 @@ def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
     assert cutter.withdrawn
 
 
-def test_an_unfinished_line_is_joined_once_and_not_with_each_more_of_it() -> None:
-    """Else a line of 200 KB that comes in pieces of 100 bytes would be copied 2,000 times."""
-    desk, one = Desk(Json()), source()
-    for count in range(1, 2001):
-        assert desk.take(one, b"x" * 100) == b""
-        assert len(one.line.cutter._pieces) == count
-        assert one.line.cutter.held == 100 * count
-    assert objects(desk.take(one, b"\n"))[0]["text"] == "x" * 200_000
-    assert (one.line.cutter.held, one.line.cutter.rest) == (0, b"")
-
-
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
 def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[bytes]) -> None:
     cutter, whole = Cutter(), b""
@@ -109,14 +98,7 @@ class Desk:
         return self.memory.taken()
 
 
-def test_a_prefix_may_tell_the_time() -> None:
-    desk = Desk()
-    desk.view.time = lambda: 12.5
-    it = Source(0, "stdout", lambda now: b"%.1f " % now)
-    assert desk.take(it, b"a\nb\n") == b"12.5 a\n12.5 b\n"
-
-
-def test_an_unfinished_line_is_shown_after_a_quiet_time_and_its_prefix_once(time: FakeClock) -> None:
+def test_an_unfinished_line_is_shown_after_a_quiet_time(time: FakeClock) -> None:
     desk, one = Desk(), source()
     assert desk.take(one, b"name? ") == b""
     assert desk.view.due == time() + QUIET
@@ -174,7 +156,7 @@ def test_nobody_ends_the_last_line(time: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("form, first", [(b"\r%3d%%", 0), (b"%3d%%\r", 1)])
-def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(form: bytes, first: int, time: FakeClock) -> None:
+def test_a_progress_bar_shows_one_state_a_second_and_the_last(form: bytes, first: int, time: FakeClock) -> None:
     desk, one = Desk(), source()
     shown = b""
     for percent in range(101):
@@ -324,7 +306,7 @@ def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.M
     assert [row[0] for row in marked[1:]] == ["before", "after", "wanted"]
 
 
-def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_a_line_without_end_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been written of it before it is wanted, and is too much to be held, is not shown."""
     monkeypatch.setattr(render, "LONGEST", 10)
     desk, one = Desk(Json()), source()
@@ -375,13 +357,6 @@ class Folder:
 
     def add(self, rank: int, block: bytes) -> None:
         self.fold.add_lines(self.sources[rank], block)
-
-
-@pytest.mark.parametrize(
-    "ranks,text", [([], ""), ([5], "5"), ([1, 0], "0-1"), ([3, 0, 1, 2, 7], "0-3,7"), ([9, 7, 5], "5,7,9")]
-)
-def test_ranges(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks, ",") == text
 
 
 def test_a_line_that_all_have_said_comes_at_once(time: FakeClock) -> None:
@@ -580,7 +555,7 @@ def test_more_ranks_than_there_is_room_for(time: FakeClock) -> None:
     assert it.look() == ["[0] done", *[f"[{rank}] ..." for rank in range(1, 10)]]
 
 
-def test_a_live_line_that_is_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
+def test_a_live_line_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
     it, one = Watcher(columns=20), source()
     it.take(one, b"\r" + b"x" * 100)
     assert len(it.look()) == 1

@@ -165,7 +165,7 @@ def test_a_cutter_gives_out_what_it_was_given(parts: list[bytes]) -> None:
 @pytest.mark.long
 @quick
 @given(turns(barred))
-def test_lines_of_several_ranks_without_their_prefixes_are_the_input(said: list[tuple[int, bytes]]) -> None:
+def test_lines_without_their_prefixes_are_the_input(said: list[tuple[int, bytes]]) -> None:
     with stopped_clock() as time:
         desk = Desk(time)
         for rank, data in said:
@@ -312,14 +312,11 @@ def test_a_file_that_is_cut_short_goes_on(steps: list[bytes | None]) -> None:
 
 def rotate(path: str, parts: list[bytes], limit: int) -> list[bytes]:
     """The files that come of it, oldest first."""
-    rotator = Rotated(path, limit)
-    try:
+    with Rotated(path, limit) as rotator:
         for part in parts:
             rotator.write(part)
         rotator.close_writer()
         assert not rotator.drain()
-    finally:
-        rotator.close()
     names = sorted(
         os.listdir(os.path.dirname(path)), key=lambda name: int(name.rpartition(".")[2]) if "." in name else 0
     )
@@ -360,16 +357,12 @@ def test_whole_lines_keep_to_the_limit(parts: list[bytes], limit: int) -> None:
 def test_a_rotated_file_is_followed_through_all_its_parts(parts: list[bytes], limit: int, at_once: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, stopped_clock():
         path, out = f"{folder}/log", f"{folder}/console"
-        rotator = Rotated(path, limit)
-        try:
-            with rig([path], out, prefix="", rotates=True) as it:
-                for part in parts:
-                    rotator.write(part)
-                    if not at_once:
-                        it.catch_up()
-                it.finish()
-                assert sum(map(len, it.watch._watches.values())) == 1
-        finally:
-            rotator.close()
+        with Rotated(path, limit) as rotator, rig([path], out, prefix="", rotates=True) as it:
+            for part in parts:
+                rotator.write(part)
+                if not at_once:
+                    it.catch_up()
+            it.finish()
+            assert sum(map(len, it.watch._watches.values())) == 1
         with open(out, "rb") as file:
             assert file.read() == ended(b"".join(parts))

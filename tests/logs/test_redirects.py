@@ -104,19 +104,6 @@ def test_python_c_and_children_go_to_the_file(folder: Path) -> None:
     assert sorted(inside.splitlines()) == ["c inside", "c late", "child", "inside", "late"]
 
 
-def test_stderr(folder: Path) -> None:
-    done = program("""
-        print("before", file=sys.stderr)
-        with redirect_stderr("file"):
-            print("inside", file=sys.stderr)
-            child("child\\n", 2)
-            print("out")
-        print("after", file=sys.stderr)
-        """)
-    assert done == (0, "out\n", "before\nafter\n")
-    assert (folder / "file").read_text() == "inside\nchild\n"
-
-
 def test_a_child_that_lives_on_keeps_the_file(folder: Path) -> None:
     done = program("""
         with redirect_stdout("file"):
@@ -167,16 +154,6 @@ def test_nesting(folder: Path) -> None:
     assert done == (0, "done\n", "")
     assert sorted((folder / "outer").read_text().splitlines()) == ["c outer", "outer 1", "outer 2"]
     assert sorted((folder / "inner").read_text().splitlines()) == ["child", "inner"]
-
-
-def test_both_streams_in_one_file_write_behind_each_other(folder: Path) -> None:
-    program("""
-        with redirect_stdout("both"), redirect_stderr("both"):
-            for number in range(3):
-                print("out", number, flush=True)
-                print("err", number, file=sys.stderr, flush=True)
-        """)
-    assert (folder / "both").read_text() == "".join(f"out {n}\nerr {n}\n" for n in range(3))
 
 
 @pytest.mark.parametrize("value", ["None", "open(os.devnull, 'w')", "__import__('io').StringIO()"])
@@ -285,25 +262,31 @@ def test_what_c_code_holds_back_of_stderr_lands_on_its_own_side(folder: Path) ->
     assert (folder / "file").read_text() == "between"
 
 
-def test_it_decorates_and_can_be_used_again(folder: Path) -> None:
+def test_each_way_to_use_it_leaves_its_file(folder: Path) -> None:
     done = program("""
-        @redirect("stdout", "file")
+        import pathlib
+        print("before", file=sys.stderr)
+        with redirect_stderr("errors"):
+            print("inside", file=sys.stderr)
+            child("child\\n", 2)
+            print("out", flush=True)
+        print("after", file=sys.stderr)
+        with redirect_stdout("both"), redirect_stderr("both"):
+            for number in range(3):
+                print("out", number, flush=True)
+                print("err", number, file=sys.stderr, flush=True)
+
+        @redirect("stdout", "again")
         def speak(text):
             print(text)
+
         speak("one")
         speak("two")
-        print("after")
-        """)
-    assert done == (0, "after\n", "")
-    assert (folder / "file").read_text() == "two\n"
-
-
-def test_paths_of_every_kind(folder: Path) -> None:
-    assert redirect_stdout.func is redirect_stderr.func is redirect
-    program("""
-        import pathlib
         with redirect_stdout(pathlib.Path("path")): child("a")
         with redirect_stdout(to_file="name"): child("b")
         """)
-    assert (folder / "path").read_text() == "a"
-    assert (folder / "name").read_text() == "b"
+    assert done == (0, "out\n", "before\nafter\n")
+    files = {path.name: path.read_text() for path in folder.iterdir()}
+    assert files.pop("both") == "".join(f"out {n}\nerr {n}\n" for n in range(3))
+    assert files == {"errors": "inside\nchild\n", "again": "two\n", "path": "a", "name": "b"}
+    assert redirect_stdout.func is redirect_stderr.func is redirect

@@ -109,7 +109,7 @@ def test_a_close_in_the_midst_of_a_flood(tmp_path: Path, ready: Ready, gate: Gat
 # --- the writer, lost
 
 
-def test_a_log_writer_that_is_killed_ends_the_group_with_its_name(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+def test_a_killed_log_writer_ends_the_group_by_name(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     args = {0: (ready.address, gate.address)}
     with start_processes("g", workers.announce, args, logs_specs=rotated(tmp_path)) as group:
         ready.wait()
@@ -250,12 +250,9 @@ def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
 
 def test_a_file_of_somebody_elses_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    it = Rotated(str(path), 10)
-    try:
+    with Rotated(str(path), 10) as it:
         (tmp_path / "log.1").write_text("of somebody else")
         it.write(b"one two\nthree four\nfive six\n")
-    finally:
-        it.close()
     assert (tmp_path / "log.1").read_text() == "of somebody else"
     assert [(tmp_path / name).read_text() for name in ("log.2", "log.3", "log")] == [
         "one two\n",
@@ -267,16 +264,13 @@ def test_a_file_of_somebody_elses_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
-    it = Rotated(str(folder / "log"), 10)
-    try:
+    with Rotated(str(folder / "log"), 10) as it:
         it.write(b"one two\n")
         os.rename(folder, tmp_path / "elsewhere")
         it.write(b"three four\n")
         os.rename(tmp_path / "elsewhere", folder)
         it.write(b"five six\n")
         it.write(b"seven\n")
-    finally:
-        it.close()
     assert (folder / "log.1").read_text() == "one two\nthree four\n"
     assert [(folder / name).read_text() for name in ("log.2", "log")] == ["five six\n", "seven\n"]
 
@@ -391,8 +385,7 @@ def test_a_follower_between_two_names(tmp_path: Path) -> None:
     """For a moment of a rotation by renaming there is no file under the name: what comes is read when there is one."""
     path = tmp_path / "log"
     path.write_bytes(b"one\n")
-    it = Follower(str(path), rotates=True)
-    try:
+    with contextlib.closing(Follower(str(path), rotates=True)) as it:
         buffer = bytearray(100)
         assert it.read(buffer) == 4
         os.rename(path, tmp_path / "log.1")
@@ -400,8 +393,6 @@ def test_a_follower_between_two_names(tmp_path: Path) -> None:
         path.write_bytes(b"two\n")
         assert it.read(buffer) == 4
         assert buffer[:4] == b"two\n"
-    finally:
-        it.close()
 
 
 # --- runs and functions whose logs are rotated
@@ -436,7 +427,7 @@ def test_rotation_splits_no_line(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
+def test_a_grandchilds_descriptor_stays_valid_across_rotations(place: Place) -> None:
     place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
     done = sh(place, 'echo before; (setsid sh -c "$CHILD"; true); echo after', "--log-max-size", "200")
     expected = ["before", *(f"child {i}" for i in range(1, 201)), "after"]

@@ -100,12 +100,6 @@ def split(text: bytes) -> list[bytes]:
     return [line + b"\n" for line in text[:-1].split(b"\n")] if text else []
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_word_is_found_in_many_lines_and_in_few(dense: bool) -> None:
-    lines = [b"%d %s\n" % (n, b"word" if dense or n % 1000 == 7 else b"none") for n in range(5000)]
-    assert chosen(Search(["word"]), b"".join(lines)) == b"".join(line for line in lines if b"word" in line)
-
-
 def test_large_letters_for_small_ones() -> None:
     text = "LOSS\nÄrger\nloss\nlos\n".encode()
     assert chosen(Search(["loss", "ä"], ignore_case=True), text) == "LOSS\nÄrger\nloss\n".encode()

@@ -93,17 +93,6 @@ def test_many_files_and_one_thread(tmp_path: Path, console: Console) -> None:
 # --- where lines go
 
 
-def test_a_real_file(tmp_path: Path, file: Path) -> None:
-    out = tmp_path / "out"
-    with open(out, "w") as stream:
-        stream.write("what was there\n")
-        tail = TailLog("t", {0: str(file)}, stream).start()
-        append(file, b"\xff\xfe bytes\n")
-        tail.stop()
-        stream.write("what comes then\n")
-    assert out.read_bytes() == b"what was there\n[t0]:\xff\xfe bytes\nwhat comes then\n"
-
-
 def test_a_pipe(file: Path) -> None:
     ours, theirs = os.pipe()
     with open(ours, "rb", buffering=0) as read, open(theirs, "w") as write:
@@ -135,14 +124,6 @@ def test_a_console_that_raises(file: Path) -> None:
     tail = TailLog("t", {0: str(file)}, Broken()).start()
     tail.stop()
     assert tail.stopped()
-
-
-def test_undecodable_bytes(file: Path, console: Console) -> None:
-    tail = TailLog("t", {0: str(file)}, console).start()
-    append(file, b"a\xff\n\xe2\x82")
-    append(file, b"\xac\n\x00\n")
-    tail.stop()
-    assert console.getvalue() == "[t0]:a\N{REPLACEMENT CHARACTER}\n[t0]:€\n[t0]:\0\n"
 
 
 # --- which lines, and what stands before them
@@ -211,19 +192,6 @@ def test_stop_is_idempotent(file: Path, console: Console) -> None:
     assert tail.stopped()
     append(file, b"too late\n")
     assert console.getvalue() == ""
-
-
-def test_stop_from_many_threads(file: Path, console: Console) -> None:
-    append(file, b"one\n")
-    tail = TailLog("t", {0: str(file)}, console).start()
-    threads = [threading.Thread(target=tail.stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-        assert not thread.is_alive()
-    assert tail.stopped()
-    assert console.getvalue() == "[t0]:one\n"
 
 
 @pytest.mark.parametrize("what", ["no files", "no destination"])

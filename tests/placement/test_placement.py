@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import resource
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -373,12 +372,6 @@ def test_functions_are_placed(method: str) -> None:
     assert look_around()[0] == ALLOWED  # and we stay where we were
 
 
-def test_binaries_are_placed(capfd: pytest.CaptureFixture[str]) -> None:
-    script = "echo $(taskset -cp $$ | sed 's/.*: //') $(nice) $(ulimit -n) $(ulimit -c)"
-    finished("sh", ("-c", script), placement=WANTED)
-    assert sorted(capfd.readouterr().out.split("\n")[:2]) == sorted(f"{cpu} {NICER} 97 0" for cpu in (FIRST, LAST))
-
-
 @pytest.mark.each_python
 @pytest.mark.slow
 def test_scripts_are_placed(place: Place) -> None:
@@ -445,17 +438,6 @@ def test_a_placed_worker_starts_as_others_do(place: Place, before: str) -> None:
     assert placed == plain
     assert "[0] leads a session" in placed
     assert "[0] SigIgn: 0000000000000000" in placed
-
-
-def test_placed_workers_are_signalled_and_killed_as_others(ready: Ready) -> None:
-    code = ready.python()
-    with start_processes(
-        "x", sys.executable, ("-c", code + "; __import__('signal').pause()"), nprocs=2, placement=WANTED
-    ) as group:
-        ready.wait(2)
-        group.close(signal.SIGTERM)
-        result = group.wait()
-    assert {(outcome.state, outcome.signal_sent) for outcome in result.outcomes.values()} == {("stopped", 15)}
 
 
 FAMILY = """

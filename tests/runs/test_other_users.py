@@ -118,9 +118,7 @@ def test_another_users_run_is_never_the_latest(shared: Path) -> None:
         assert last_word(process, writer) == b"spared\n"
 
 
-def test_root_can_look_at_another_users_run_but_signals_nobody_for_it(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_signals_nobody_for_another_users_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(py_spy, "find", lambda: "")  # else it is read from outside, and a signal is not thought of
     offered = shared / "offered"
     with acting_as(NOBODY):
@@ -167,6 +165,14 @@ def test_a_record_in_a_folder_of_ours_may_be_anothers(shared: Path) -> None:
 # --- stacks by signal
 
 
+def first_line_of(pid: int, folder: Path) -> str:
+    """What the collection of a process' stacks begins with, whose error file is in a folder."""
+    with collect.Collection([request.Target(0, pid, str(folder / "error.json"), doomed=True)], TIMEOUT) as collection:
+        collection.begin()
+        collection.wait()
+        return collection.finish()[0].partition("\n")[0]
+
+
 @pytest.mark.parametrize(
     "offer, why",
     [
@@ -183,11 +189,7 @@ def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, writer):
         path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
-        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with collect.Collection([target], TIMEOUT) as collection:
-            collection.begin()
-            collection.wait()
-            assert why in collection.finish()[0].partition("\n")[0]
+        assert why in first_line_of(process.pid, shared)
         assert last_word(process, writer) == b"spared\n"
 
 
@@ -199,11 +201,7 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
     with path.open() as file, victim(file.fileno()) as (process, writer):
         with acting_as(NOBODY):
             path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with collect.Collection([target], TIMEOUT) as asked:
-            asked.begin()
-            asked.wait()
-            assert "it offers none;" in asked.finish()[0].partition("\n")[0]
+        assert "it offers none;" in first_line_of(process.pid, shared)
         assert last_word(process, writer) == b"spared\n"
 
 
@@ -383,7 +381,7 @@ print(*folder_for_new_runs())
 """
 
 
-def test_where_nothing_can_be_made_in_the_folder_of_the_runs_another_is_taken(shared: Path) -> None:
+def test_a_read_only_folder_of_runs_is_replaced(shared: Path) -> None:
     runs = shared / "phalanx" / "runs"
     runs.mkdir(parents=True)
     runs.chmod(0o555)

@@ -204,7 +204,7 @@ def test_folders_that_are_called_like_something_removed_are_kept(place: Place) -
     assert names(place) == [".removed-photos"]
 
 
-def test_the_folder_that_is_named_counts_not_that_of_the_environment(place: Place, tmp_path: Path) -> None:
+def test_a_named_folder_overrides_the_environments(place: Place, tmp_path: Path) -> None:
     put(place, "named")
     put(place, "other").rename(tmp_path / "other")
     (tmp_path / "elsewhere").mkdir()
@@ -525,9 +525,7 @@ def test_temporary_folders_of_programs_that_have_ended_go(place: Place, temporar
         (4, "pid:[1]", False),
     ],
 )
-def test_of_which_temporary_folders_it_is_known_that_nobody_uses_them(
-    temporary_folder: Path, line: int, value: str, goes: bool
-) -> None:
+def test_unused_temporary_folders_are_recognised(temporary_folder: Path, line: int, value: str, goes: bool) -> None:
     assert temporary_folder.is_dir()
     marker = Path(temporary.make()) / temporary.MARKER
     assert not temporary.is_left(str(marker.parent))

@@ -23,6 +23,7 @@ from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.engine.test_lost_helpers import until
 from tests.logs.test_logs import OneFolder
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT, pass_gate, tell
 from tests.support.insides import helpers_of
 from tests.support.timer_workers import wait_asleep
@@ -130,9 +131,7 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
 
 
 @pytest.mark.slow
-def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
-    logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exits_by_the_guard_are_recorded(logs: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     with start_processes("train", work, {rank: (gate.address, rank) for rank in range(3)}, record=True) as group:
         os.kill(helpers_of(group)[1], signal.SIGKILL)
         with pytest.raises(KeeperLostError):
@@ -145,7 +144,7 @@ def test_the_exits_of_its_workers_are_known_where_the_guard_has_ended_them(
     assert not [text for text in caplog.messages if "left behind" in text]
 
 
-def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: Path, ready: Ready) -> None:
+def test_losing_the_keeper_after_success_is_no_failure(logs: Path, ready: Ready) -> None:
     left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
     command = ("-S", "-c", left)
     with start_processes("g", sys.executable, command, nprocs=1, linger=TIMEOUT, record=True) as group:
@@ -208,13 +207,8 @@ def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
         gate.open()
         until(lambda: group.is_open is False and states(logs) == ("failed", ["failed"]))
         before = record(logs)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os._exit(0 if group.wait(0) is not None and not any(map(is_record, threading.enumerate())) else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        threads = threading.enumerate
+        assert code_of_fork(lambda: group.wait(0) is not None and not any(map(is_record, threads()))) == 0
         assert record(logs) == before
         group.wait(TIMEOUT)
         until(lambda: record(logs)["cause"] == "rank 0: ValueError: no luck")
@@ -283,16 +277,6 @@ def test_one_that_does_not_start_has_failed(logs: Path) -> None:
         start_processes("train", print, nprocs=1, start_method="forkserver", preload=["no_such_module"], record=True)
     until(lambda: bool(list(logs.glob("*/run.json"))) and record(logs)["state"] == "failed")
     assert record(logs)["cause"] == "preload: 'no_such_module' could not be imported"
-
-
-def test_logs_of_ones_own(logs: Path, tmp_path: Path) -> None:
-    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT, run_id="night")
-    with start_processes("echo", "echo", ("x",), nprocs=2, logs_specs=specs, record=True) as group:
-        group.wait(TIMEOUT)
-    (folder,) = (tmp_path / "own").iterdir()
-    assert folder.name.startswith("night_")
-    assert json.loads((folder / "run.json").read_text())["run_id"] == "night"
-    assert not logs.exists()
 
 
 def test_ranks_that_have_numbers_of_their_own(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

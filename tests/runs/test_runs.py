@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -422,7 +421,7 @@ def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
     assert (len(whole.attempts), len(whole.command)) == (1, 3)
 
 
-def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_draft_is_not_followed(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (tmp_path / "precious").write_text("precious")
     (folder / f".run.json.{os.getpid()}").symlink_to(tmp_path / "precious")
@@ -665,12 +664,3 @@ def test_a_reader_that_leaves_early(place: Place) -> None:
 def test_what_is_not_needed_is_not_loaded() -> None:
     code = "import sys, phalanx.cli._commands, phalanx.cli.run; print(sorted({'msgspec', 'rich'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
-def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [record.Rank(rank=n, local_rank=n, pid=100000 + n, pid_started=n, state="running") for n in range(10_000)]
-    run = record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks)
-    record.write(str(tmp_path), run)
-    assert os.path.getsize(tmp_path / "run.json") < 1.6e6
-    with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
-        assert json.load(file)["nprocs"] == 1

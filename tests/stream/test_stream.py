@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from phalanx._base.threads import Latch
 from phalanx._events import stream as stream_module
 from phalanx._events.kinds import Event, EventsDropped, GroupState
 from phalanx._events.stream import EventStream
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -168,12 +168,12 @@ def test_a_fork_of_the_process_has_no_observers() -> None:
     stream.subscribe("kept", kept)
     emit(stream, 1)
     assert stream.drain(TIMEOUT) == []
-    pid = os.fork()
-    if pid == 0:
+
+    def work() -> bool:
         emit(stream, 2)
-        is_quick = stream.drain(TIMEOUT) == [] and stream.close(TIMEOUT) == []
-        os._exit(0 if is_quick and kept.numbers == [1] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return stream.drain(TIMEOUT) == [] and stream.close(TIMEOUT) == [] and kept.numbers == [1]
+
+    assert code_of_fork(work) == 0
     emit(stream, 3)
     assert stream.close(TIMEOUT) == []
     assert kept.numbers == [1, 3]

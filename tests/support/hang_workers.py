@@ -197,18 +197,6 @@ def fail_and_hang() -> None:
         hang()
 
 
-def chat_and_hang(gate: str) -> None:
-    """Print without end, in a block whose timer expires again and again, until the gate opens."""
-
-    def chat() -> None:
-        while True:
-            sys.stdout.write("x" * 60 + "\n")
-
-    threading.Thread(target=chat, daemon=True).start()
-    with timer.expires(0.1, "slow"):
-        pass_gate(gate)
-
-
 def fork_a_child_that_hangs(address: str, way: str) -> None:
     """A child of ours hangs, or a grandchild that nobody is the parent of; we would wait for ever."""
     pid = os.fork()
@@ -413,7 +401,6 @@ def rest_below(address: str, gate: str) -> None:
 def end_slowly(address: str, gate: str, way: str) -> str:
     """Beat, and end; an exit handler, or a thread, takes until the gate opens."""
     import atexit
-    import sys
 
     def take_long() -> None:
         tell(address, "ends")

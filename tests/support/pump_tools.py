@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from phalanx._base import files
 from phalanx._base.loop import Loop
@@ -61,6 +61,12 @@ class Rotated:
         os.close(self.writer)
         self.writer = -1
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Give all descriptors back."""
         if self.writer >= 0:
@@ -97,7 +103,7 @@ def append(path: str, data: bytes) -> None:
 
 
 class Rig:
-    """A pump of some files on a loop of its own, and one view of all of them: on paper, as text, unless told."""
+    """A pump of some files on a loop of its own, and one view of all of them: on paper, as text, unless given."""
 
     def __init__(
         self,
@@ -107,16 +113,18 @@ class Rig:
         prefix: str = "[{}] ",
         rotates: bool = False,
         view: View | None = None,
+        views: list[View] | None = None,
+        streams: list[Stream] | None = None,
         **options: Any,
     ) -> None:
         self.loop = Loop()
         self.view = view or View(PlainOutput(target if isinstance(target, Sink) else Sink(target)), Text())
         self.sources = [Source(rank, "stdout", prefix.format(rank).encode()) for rank in range(len(paths))]
-        self.streams = [
+        self.streams = streams or [
             Stream(Follower(path, rotates=rotates), [(self.view, source)], number=2 * rank)
             for rank, (path, source) in enumerate(zip(paths, self.sources, strict=True))
         ]
-        self.pump = Pump(self.streams, [self.view], message_view=self.view, **options)
+        self.pump = Pump(self.streams, views or [self.view], message_view=self.view, **options)
         self.done = False
 
     @property

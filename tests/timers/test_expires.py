@@ -35,6 +35,7 @@ from phalanx.timer import (
     configure,
     expires,
 )
+from tests.support.forks import code_of_fork
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
@@ -133,33 +134,6 @@ def test_blocks_nest_also_with_one_scope(table: TimerTable) -> None:
     assert armed(table) == []
 
 
-def test_one_scope_in_several_threads(table: TimerTable) -> None:
-    barrier = threading.Barrier(9)
-
-    def work() -> None:
-        with expires(60, "same"):
-            barrier.wait()
-            barrier.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    found = armed(table)
-    assert {timer.thread for timer in found} == {thread.ident for thread in threads}
-    assert len({timer.slot for timer in found}) == 8
-    barrier.wait()
-    for thread in threads:
-        thread.join()
-    assert armed(table) == []
-
-
-def test_an_exception_ends_the_block_and_goes_on(table: TimerTable) -> None:
-    with pytest.raises(KeyError, match="in the block"), expires(60):
-        raise KeyError("in the block")
-    assert armed(table) == []
-
-
 def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: TimerTable) -> None:
     block = expires(60, "again")
     for _ in range(2):
@@ -178,7 +152,7 @@ def test_a_block_that_is_never_left_goes_with_its_object(table: TimerTable) -> N
     assert armed(table) == []
 
 
-def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: TimerTable) -> None:
+def test_the_default_scope_is_the_callers_line(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60))
         line = sys._getframe().f_lineno - 1
@@ -345,7 +319,7 @@ def test_a_client_of_names_has_a_name_for_each_timer(make: Any) -> None:
     assert len(client.calls) == 10
 
 
-def test_the_configured_client_is_called_and_heartbeats_are_the_groups(table: TimerTable) -> None:
+def test_a_configured_client_leaves_heartbeats_to_the_group(table: TimerTable) -> None:
     client, other = Client(), Client()
     timer.progress(step=4)
     with expires(60, "before"):
@@ -467,7 +441,7 @@ class NotingFile(Noting, FileTimerClient):
     [NotingLocal(queue.SimpleQueue, name="mine"), NotingFile("pipe", name="mine")],
     ids=lambda client: type(client).__name__,
 )
-def test_who_overrides_a_method_of_a_client_is_asked_where_it_was_sent(client: Any) -> None:
+def test_an_overridden_method_is_called_in_a_pickled_client(client: Any) -> None:
     there = pickle.loads(pickle.dumps(client))
     there.release = lambda _scope: None
     with expires(60, "load", there):
@@ -490,23 +464,19 @@ def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
     """The lock that it holds is held for ever in the fork, unless that makes a new one."""
     client = Client()
     with expires(60, "load", client), _beats.lock:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(20)
-                thread = threading.Thread(target=_take, args=(client,))
-                thread.start()
-                thread.join()
-                code = int(client.calls[-1][0] != "a")
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
+        def take() -> None:
+            with expires(60, "a", client):
+                pass
 
-def _take(client: Client) -> None:
-    with expires(60, "a", client):
-        pass
+        def work() -> bool:
+            signal.alarm(20)
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+            return client.calls[-1][0] == "a"
+
+        assert code_of_fork(work) == 0
 
 
 # --- heartbeats
@@ -528,7 +498,7 @@ def test_a_heartbeat_names_the_step(table: TimerTable) -> None:
         timer.progress(step=1 << 64)
 
 
-def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: TimerTable) -> None:
+def test_the_end_of_a_block_beats_only_where_beats_were_sent(table: TimerTable) -> None:
     with expires(60):
         pass
     assert due(table) == []
@@ -541,7 +511,7 @@ def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Ti
     assert second.step == 3
 
 
-def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
+def test_a_heartbeat_without_a_seat_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with contextlib.closing(TimerTable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
@@ -582,7 +552,7 @@ def test_a_rest_ends_with_the_next_heartbeat(table: TimerTable) -> None:
     assert [timer.step for timer in due(table)] == [4]
 
 
-def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: TimerTable) -> None:
+def test_leaving_a_rest_beats_if_there_were_beats(table: TimerTable) -> None:
     with timer.rest():
         pass
     assert due(table) == []
@@ -623,13 +593,7 @@ def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None
     timer.beat()
     with contextlib.ExitStack() as stack:
         stack.enter_context(timer.rest())
-        pid = os.fork()
-        if pid == 0:
-            try:
-                stack.close()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(stack.close) == 0
         assert due(table) == []
     assert [timer.seat for timer in due(table)] == [0]
 
@@ -675,13 +639,7 @@ def test_a_fork_within_a_block(table: TimerTable) -> None:
 def test_a_fork_that_leaves_its_parents_block(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60, "ours"))
-        pid = os.fork()
-        if pid == 0:
-            try:
-                stack.close()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(stack.close) == 0
         assert scopes(table) == ["ours"]
     assert armed(table) == []
 
@@ -690,13 +648,7 @@ def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatc
     timer.beat()
     with contextlib.closing(TimerTable(1, hang=1000)) as table:
         monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
-        pid = os.fork()
-        if pid == 0:
-            try:
-                timer.progress(step=9)
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+        assert code_of_fork(lambda: timer.progress(step=9)) == 0
         assert [timer.step for timer in due(table)] == [9]
         assert table.holder(0) == 0
 
@@ -759,7 +711,7 @@ print(struck)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "named"])
-def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, tmp_path: Path) -> None:
+def test_a_signal_handler_that_raises_leaves_no_timer(kind: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SIGNALS, kind, "0.4")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "it hardly ever struck"

@@ -289,7 +289,7 @@ def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: 
 
 
 @pytest.mark.long
-def test_of_two_children_that_hang_it_is_said_of_each_where_it_is(place: Place, ready: Ready, gate: Gate) -> None:
+def test_the_report_of_two_hung_children_places_the_right_one(place: Place, ready: Ready, gate: Gate) -> None:
     rank, text = told(place, ready, gate, CHILDREN)
     assert rank == "3"
     scope = text.split("'")[1]

@@ -47,7 +47,7 @@ def begin(
 
 
 @pytest.mark.slow
-def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events, ready: Ready, gate: Gate) -> None:
+def test_a_block_of_the_parent_extends_the_childs_heartbeat(events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.share_a_scope, (ready.address, gate.address), events, seconds=IN_TIME) as group:
         ready.wait()
         assert group.wait(LONG) is None
@@ -57,7 +57,7 @@ def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events
 
 
 @pytest.mark.slow
-def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Events) -> None:
+def test_a_block_of_a_dead_process_hides_no_hang(events: Events) -> None:
     with begin(hang_workers.leave_a_scope_behind, (), events) as group:
         failure = failure_of(group)
     assert failure.exitcode == -signal.SIGKILL
@@ -130,7 +130,7 @@ def test_what_outlasts_a_function_may_take_any_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way, code", [("handler, fails", 1), ("handler, exits badly", 3)])
-def test_a_teardown_that_hangs_after_a_failure_has_the_grace_period(
+def test_a_teardown_that_hangs_has_the_grace_period(
     way: str, code: int, events: Events, ready: Ready, gate: Gate
 ) -> None:
     args = (ready.address, gate.address, way)
@@ -172,7 +172,7 @@ UNWATCHED = "phalanx: local {} not called phalanx.timer.beat() in 0.2s: the hang
 
 
 @pytest.mark.slow
-def test_a_program_that_never_sends_one_is_not_watched_which_is_announced(gate: Gate, tmp_path: Path) -> None:
+def test_a_program_without_heartbeats_is_announced(gate: Gate, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(gate.python())
     argv = (*RUN, "--hang-timeout", "0.2", "--log-dir", str(tmp_path), str(script))

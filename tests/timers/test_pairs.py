@@ -285,11 +285,6 @@ def test_a_flood_is_taken_without_an_error(pair: Pair) -> None:
         pair.wait_until(lambda: pair.holds(*((pid, "done") for pid in pids)))
 
 
-def test_a_worker_that_leaves_with_timers_has_not_failed(pair: Pair) -> None:
-    with client_process(lambda: pair.client.acquire("step", time.time() + 60)) as pid:
-        pair.wait_until(lambda: pair.holds((pid, "step")))
-
-
 def test_stopping_is_prompt_and_leaves_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     pair.server.stop()
     before = set(os.listdir("/proc/self/fd"))
@@ -383,9 +378,7 @@ def hosted(kind: str, folder: Path, ready: Ready, gate: Gate) -> Iterator[tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "file", "named"])
-def test_a_server_that_was_stopped_spares_who_was_in_time_and_ends_who_was_not(
-    kind: str, tmp_path: Path, ready: Ready, gate: Gate
-) -> None:
+def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
     with hosted(kind, tmp_path, ready, gate) as (pid, (prompt, late), put):
         span = 3.0
@@ -411,9 +404,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_ends_who_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "file"])
-def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
-    kind: str, tmp_path: Path, ready: Ready, gate: Gate
-) -> None:
+def test_a_timer_set_just_before_a_stop_has_its_time(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """The server waits without end, so its wait has not overrun, and the timer is over when it hears of it."""
     with channel(kind, tmp_path) as where:
         host = SPAWN.Process(target=timer_workers.serve_itself, args=(kind, where, ready.address, gate.address))

@@ -14,7 +14,6 @@ import pytest
 
 from phalanx._evidence.error_file import write_error_file
 from phalanx._timers import escalation
-from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.support import hang_workers
 from tests.support.stack_workers import fake_py_spy
 from tests.support.waits import wait_long_for_stacks
@@ -125,7 +124,7 @@ def test_phalanx_run_exits_with_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_survived_and_is_stopped_for_another_is_not_the_one_that_failed(
+def test_a_survivor_stopped_for_another_has_not_failed(
     events: Events, ready: Ready, gate: Gate, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # as above
@@ -136,7 +135,7 @@ def test_who_has_survived_and_is_stopped_for_another_is_not_the_one_that_failed(
         2,
         on_expiry="terminate",
         start_method="fork",
-        logs_specs=DefaultLogsSpecs(str(logs)),
+        logs=logs,
     )
     ready.wait()
     events.wait("timer.left")

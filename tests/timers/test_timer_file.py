@@ -104,6 +104,11 @@ class Child:
     def exitcode(self) -> int:
         return self._process.wait(TIMEOUT)
 
+    def hang(self) -> None:
+        """Take a timer that is over, and be killed for it."""
+        self.begin("client.acquire('s', time.time())")
+        assert self.exitcode() == -signal.SIGKILL
+
     def leave(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -259,7 +264,7 @@ def test_a_damaged_request_is_refused_with_the_reason(line: Any, why: str) -> No
 # The pipe.
 
 
-def test_the_pipe_is_there_when_start_returns_and_is_removed_at_stop(path: str, client: FileTimerClient) -> None:
+def test_start_makes_the_pipe_and_stop_removes_it(path: str, client: FileTimerClient) -> None:
     server = FileTimerServer(path, 60)
     assert not os.path.exists(path)
     for _ in range(2):
@@ -333,9 +338,7 @@ def test_a_second_live_server_is_refused(server: FileTimerServer, path: str, chi
 # Expiry.
 
 
-def test_a_late_worker_is_killed_promptly_whatever_max_interval_is(
-    events: Events, child: Child, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_late_worker_is_killed_promptly(events: Events, child: Child, caplog: pytest.LogCaptureFixture) -> None:
     child.begin("client.acquire('train.py:41', time.time() + 0.02)")
     assert child.exitcode() == -signal.SIGKILL
     struck = events.wait("worker.reaped")
@@ -383,8 +386,7 @@ def test_a_file_of_the_users_is_no_error_file(path: str, tmp_path: Path) -> None
     (tmp_path / "model.stacks").write_bytes(b"# stacks of layers\n")
     with Child(path, TORCHELASTIC_ERROR_FILE=str(error_file)) as child:
         child.do(f"kept = open({str(model) + '.stacks'!r})")
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert model.read_bytes() == b"weights"
     assert written_by(read_error_file(str(error_file))[0]) == child.pid
 
@@ -396,14 +398,13 @@ def test_what_is_no_error_file_is_left_where_one_was_asked_for(
     model = tmp_path / "model"
     model.write_bytes(b"weights")
     with Child(path, TORCHELASTIC_ERROR_FILE=str(model)) as child:
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert model.read_bytes() == b"weights"
     assert f"{model} is no error file, and is left as it is" in caplog.text
 
 
 @pytest.mark.usefixtures("server")
-def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(path: str, tmp_path: Path) -> None:
+def test_a_reader_of_another_ranks_stacks_is_not_accused(path: str, tmp_path: Path) -> None:
     theirs, own = tmp_path / "3" / "error.json", tmp_path / "error.json"
     theirs.parent.mkdir()
     with Child(path, TORCHELASTIC_ERROR_FILE=str(own)) as child:
@@ -411,8 +412,7 @@ def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(path: str, t
         stacks = theirs.with_name("error.json.stacks")
         stacks.write_text(f"# stacks on signals 52 and 53, descriptor {number + 1}, process 4242\n")
         child.do(f"again = open({str(stacks)!r})")  # which has that number, and is for reading
-        child.begin("client.acquire('s', time.time())")
-        assert child.exitcode() == -signal.SIGKILL
+        child.hang()
     assert not theirs.exists()
     assert written_by(read_error_file(str(own))[0]) == child.pid
 
@@ -424,8 +424,7 @@ def test_what_a_worker_has_recorded_is_kept(path: str, tmp_path: Path, whose: st
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         write_error_file(error_file, "ValueError: first", "", pid=child.pid)
         if whose == "the worker":
-            child.begin("client.acquire('s', time.time())")
-            assert child.exitcode() == -signal.SIGKILL
+            child.hang()
         else:
             child.do(
                 "middle = os.fork()\n"
@@ -512,9 +511,7 @@ def test_a_release_that_waits_in_the_pipe_at_the_deadline_counts(
     assert alive(child.pid)
 
 
-def test_a_worker_that_left_before_it_was_heard_is_no_cause_for_alarm(
-    path: str, events: Events, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_has_left_raises_no_alarm(path: str, events: Events, caplog: pytest.LogCaptureFixture) -> None:
     with FileTimerServer(path, "run", log_event=events) as server, Child(path) as child:
         child.leave()
         write(path, request(child.pid))
@@ -555,7 +552,7 @@ def test_another_users_process_is_refused_unless_we_started_it(child: Child, mon
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the server's, and a child that becomes another user")
-def test_a_child_that_has_become_another_user_cannot_have_a_process_of_roots_struck(
+def test_another_users_child_cannot_have_roots_process_killed(
     path: str, server: FileTimerServer, events: Events, child: Child
 ) -> None:
     done = subprocess.run(["/bin/sh", "-c", "sleep 600 >/dev/null & echo $!"], check=True, stdout=subprocess.PIPE)
@@ -603,7 +600,7 @@ def test_an_error_file_of_another_user_is_not_written_by_root(path: str, tmp_pat
     assert not target.exists()
 
 
-def test_what_goes_wrong_with_the_evidence_does_not_keep_the_kill(
+def test_evidence_that_fails_does_not_prevent_the_kill(
     child: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -611,8 +608,7 @@ def test_what_goes_wrong_with_the_evidence_does_not_keep_the_kill(
 
     monkeypatch.setattr(Victim, "_stacks", fail)
     monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", fail)
-    child.begin("client.acquire('s', time.time())")
-    assert child.exitcode() == -signal.SIGKILL
+    child.hang()
     assert "no evidence" in caplog.text
 
 
@@ -627,8 +623,7 @@ def test_an_exception_of_the_owner_is_harmless(path: str, caplog: pytest.LogCapt
     with FileTimerServer(path, "run", log_event=fail) as server:
         for _ in range(2):
             with Child(path) as child:
-                child.begin("client.acquire('s', time.time())")
-                assert child.exitcode() == -signal.SIGKILL
+                child.hang()
         settle(server)
     assert "the owner's mistake" in caplog.text
 
@@ -740,7 +735,7 @@ def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_
             assert held(server) == [(child.pid, "s")]
 
 
-def test_a_program_that_dies_of_broken_pipes_does_not_die_of_ours(child: Child, server: FileTimerServer) -> None:
+def test_a_client_finds_the_next_server_without_sigpipe(child: Child, server: FileTimerServer) -> None:
     child.do("signal.signal(signal.SIGPIPE, signal.SIG_DFL); client.acquire('s', time.time() + 3600)")
     server.stop()
     server.start()
@@ -800,7 +795,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again_costs_no_worker(
+def test_a_server_killed_and_started_again_costs_no_worker(
     path: str, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
@@ -843,8 +838,7 @@ def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
         first.wait()
         assert alive(fork)
         with FileTimerServer(path, "run"), Child(path) as child:
-            child.begin("client.acquire('s', time.time())")
-            assert child.exitcode() == -signal.SIGKILL
+            child.hang()
         assert first.stdin is not None
         first.stdin.close()
         assert not wait_gone([fork])

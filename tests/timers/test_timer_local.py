@@ -23,6 +23,7 @@ from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT, Ready, wait_gone
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def test_what_is_no_process_is_refused(mp_queue: Any, pid: Any, caplog: pytest.L
     assert caplog.text.count(f"a timer of process {pid!r} is refused") == 1
 
 
-def test_a_full_queue_is_waited_for_with_a_bound_and_the_error_says_what_to_do(mp_queue: Any) -> None:
+def test_a_full_queue_is_waited_for_with_a_bound(mp_queue: Any) -> None:
     client = LocalTimerClient(mp_queue, patience=0.05)
 
     def fill() -> None:
@@ -133,7 +134,7 @@ def test_a_full_queue_is_waited_for_with_a_bound_and_the_error_says_what_to_do(m
     assert held > 100
 
 
-def test_a_program_that_dies_of_broken_pipes_does_not_die_of_a_queue_that_nobody_reads() -> None:
+def test_an_unread_queue_does_not_kill_by_sigpipe() -> None:
     mp_queue: Any = SPAWN.SimpleQueue()
     mp_queue._reader.close()
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -161,9 +162,7 @@ def test_a_bounded_queue_keeps_count() -> None:
     bounded._writer.close()
 
 
-def test_a_worker_killed_in_the_midst_of_a_message_does_not_stop_the_server(
-    mp_queue: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_a_message_does_not_stop_the_server(mp_queue: Any, caplog: pytest.LogCaptureFixture) -> None:
     with LocalTimerServer(mp_queue) as server, sleeper() as worker:
         os.write(mp_queue._writer.fileno(), struct.pack("!i", 1 << 30) + b"half a mes")
         until(lambda: "its contents are lost" in caplog.text, server)
@@ -260,17 +259,14 @@ def test_a_server_in_a_fork_is_nobodys(mp_queue: Any) -> None:
         pipe = server._requests._reader
         assert pipe is not None
         with pipe._gate:
-            pid = os.fork()
-            if not pid:
-                code = 1
-                try:
-                    signal.alarm(20)
-                    server.stop()
-                    server.stop()
-                    code = len(server._timers)
-                finally:
-                    os._exit(code)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+            def stop() -> bool:
+                signal.alarm(20)
+                server.stop()
+                server.stop()
+                return not server._timers
+
+            assert code_of_fork(stop) == 0
         worker.communicate()
         until(lambda: not server._timers, server)
 

@@ -12,7 +12,6 @@ import queue
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +180,7 @@ def test_a_late_worker_is_reaped_and_its_timers_are_cleared(
     assert "worker late is reaped" in caplog.text
 
 
-def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> None:
+def test_a_release_in_the_queue_is_read_before_a_kill() -> None:
     class OneByOne(ThreadQueue):
         def size(self) -> int:
             return min(1, self.requests.qsize())
@@ -210,7 +209,7 @@ def test_the_server_sleeps_until_the_next_deadline(server: ListServer) -> None:
     assert counts[0] <= 8  # bounded by the interval of 0.2 s; and not one more
 
 
-def test_who_cannot_be_reaped_keeps_its_timers_and_is_tried_again() -> None:
+def test_a_worker_that_cannot_be_reaped_is_tried_again() -> None:
     server = ListServer(0.1)
     looks: list[float] = []
 
@@ -270,7 +269,7 @@ def test_who_raises_while_reaping_counts_as_reaped(server: ListServer, caplog: p
     assert "not worker" in caplog.text
 
 
-def test_a_wait_that_was_too_long_gives_the_time_once_more_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_overran_gives_the_time_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that is late whenever it is asked, and by how much: no worker lives for ever by it."""
     now = 1000.0
 
@@ -318,7 +317,7 @@ def test_a_wait_that_was_too_long_gives_the_time_once_more_and_only_once(monkeyp
         assert server._timers == {}
 
 
-def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
+def test_a_wait_that_overran_spares_no_earlier_timer() -> None:
     server = ListServer(60)
     watchdog = Watchdog(server, server.inbox, 60, daemon=True)
     now = clock.now()
@@ -328,37 +327,6 @@ def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
     server._timers["late", "scope"] = TimerRequest("late", "scope", now - 1)
     assert list(watchdog._expired(now)) == []
     assert list(watchdog._expired(now + 1.1)) == ["late"]
-
-
-def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
-    server = ListServer(0.1)
-    server.stop()  # not started: nothing to do
-    server.start()
-    server.start()  # it runs already, and goes on: one thread
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
-    assert thread.daemon
-    server.stop()
-    server.stop()
-    assert not thread.is_alive()
-    with server:  # once more
-        server.ask("worker", "scope", 0.0)
-        server.reaped.get(timeout=TIMEOUT)
-    assert not caplog.records[1:]
-
-
-def test_a_server_may_stop_itself() -> None:
-    server = ListServer(0.1)
-
-    def stop(_worker: Any) -> bool:
-        server.stop()
-        return True
-
-    server.answer = stop
-    server.start()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
-    server.ask("worker", "scope", 0.0)
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
 
 
 def test_a_client_of_ones_own_gets_unix_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_every_public_name_is_here(torch_timer: Any) -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", [*CLASSES, "configure", "expires"])
-def test_arguments_have_their_names_their_order_and_their_defaults(torch_timer: Any, name: str) -> None:
+def test_arguments_have_torchs_names_order_and_defaults(torch_timer: Any, name: str) -> None:
     theirs, ours = getattr(torch_timer, name), getattr(phalanx.timer, name)
     if not inspect.isclass(theirs):
         assert _parameters(ours) == _parameters(theirs)

@@ -243,6 +243,8 @@ class TimerTable:
                 limit = self._beat_limit(rows, now)
                 if limit <= now:
                     due += [(seat, 0, limit) for seat in beating]
+                    if len(rows) > 1:  # nothing reports that a process which sends none renews it, by leaving a block
+                        then = min(then, now + self._hang)
                 else:
                     # Nothing reports that a process died in a block: its hour must not hide the hang of its rank.
                     then = min(then, limit if len(rows) == 1 else min(limit, now + self._hang))
