@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from phalanx._base import clock, unpatched
-from phalanx._base.loop import READ, Deadline, Loop
+from phalanx._base.loop import Loop
 from phalanx._base.stderr import mention
 from phalanx._base.threads import Latch
 from phalanx._logs.pump import Pump
@@ -226,28 +226,14 @@ class _Guarded:
         self._loop = loop
         self._failed = failed
 
-    def run(self, action: Callable[[], None]) -> None:
+    def run(self, action: Callable[..., None], *args: Any) -> None:
         """Call ``action``; pass an exception to ``failed``."""
         try:
-            action()
+            action(*args)
         except BaseException as error:  # noqa: BLE001 - see above: a SystemExit of a stream object's, even
             self._failed(error)
 
-    def watch(self, fd: int, callback: Callable[[int], None], events: int = READ) -> None:
-        """See `Loop.watch`."""
-        self._loop.watch(fd, lambda ready: self.run(lambda: callback(ready)), events)
-
-    def at(self, moment: float, action: Callable[[], None]) -> Deadline:
-        """See `Loop.at`."""
-        return self._loop.at(moment, lambda: self.run(action))
-
-    def after(self, seconds: float, action: Callable[[], None]) -> Deadline:
-        """See `Loop.after`."""
-        return self._loop.after(seconds, lambda: self.run(action))
-
-    def call(self, action: Callable[[], None]) -> None:
-        """See `Loop.call`."""
-        self._loop.call(lambda: self.run(action))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loop, name)
+        """Return a method of the loop's to which callbacks are passed that `run` calls."""
+        method = getattr(self._loop, name)
+        return lambda *args: method(*[partial(self.run, each) if callable(each) else each for each in args])
