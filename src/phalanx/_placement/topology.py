@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from phalanx._base import procfs
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many
+from phalanx._placement import devices
 
 SYSTEM = "/sys/devices/system"
 WAYS = ("none", "core", "numa")
@@ -151,7 +152,9 @@ def quota_of(folders: Iterable[tuple[str, str]]) -> float | None:
     for point, lowest in folders:
         folder = lowest
         while folder.startswith(point) and folder != os.path.dirname(folder):
-            limit = _text(f"{folder}/cpu.max") or _text(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
+            limit = devices.read(f"{folder}/cpu.max") or " ".join(
+                [devices.read(f"{folder}/cpu.cfs_quota_us"), devices.read(f"{folder}/cpu.cfs_period_us")]
+            )
             time, _, period = limit.partition(" ")
             if time.isdecimal() and period.isdecimal() and int(period):
                 found.append(int(time) / int(period))
@@ -210,18 +213,6 @@ def _is_number(text: str) -> bool:
 def list_in(path: str) -> set[int]:
     """Read a file that holds a list of CPUs; none, if it cannot be read."""
     try:
-        return set(parse_list(_text(path)))
+        return set(parse_list(devices.read(path)))
     except ValueError:
         return set()
-
-
-def _text(*paths: str) -> str:
-    """Read files, and join them by blanks; "" if one cannot be read."""
-    texts = []
-    for path in paths:
-        try:
-            with open(path, encoding="utf-8") as file:
-                texts.append(file.read().strip())
-        except (OSError, UnicodeDecodeError):
-            return ""
-    return " ".join(texts)
