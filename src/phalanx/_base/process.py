@@ -53,7 +53,9 @@ class Process:
         self.pidfd = pidfd if pidfd >= 0 else linux.pidfd_open(pid)
         if start is not None or parent is not None:
             try:
-                _check(procfs.Stat(pid), start, parent)
+                stat = procfs.Stat(pid)
+                if start not in (None, stat.start) or parent not in (None, stat.parent):
+                    raise ProcessLookupError(errno.ESRCH, "the pid belongs to another process", str(pid))  # noqa: TRY301 - after which it is closed
             except BaseException:
                 self.close()
                 raise
@@ -127,11 +129,6 @@ def descends_from(pid: int, ancestor: int) -> bool:
             return True
         younger = stat.start
     return False
-
-
-def _check(stat: procfs.Stat, start: int | None, parent: int | None) -> None:
-    if start not in (None, stat.start) or parent not in (None, stat.parent):
-        raise ProcessLookupError(errno.ESRCH, "the pid belongs to another process", str(stat.pid))
 
 
 def reap_later(reap: Callable[[], object]) -> None:
