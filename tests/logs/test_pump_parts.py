@@ -88,10 +88,10 @@ def test_an_unfinished_line_is_joined_once_and_not_with_each_more_of_it() -> Non
     desk, one = Desk(Json()), source()
     for count in range(1, 2001):
         assert desk.take(one, b"x" * 100) == b""
-        assert len(one.line.cutter._pieces) == count
-        assert one.line.cutter.held == 100 * count
+        assert len(one.cutter._pieces) == count
+        assert one.cutter.held == 100 * count
     assert objects(desk.take(one, b"\n"))[0]["text"] == "x" * 200_000
-    assert (one.line.cutter.held, one.line.cutter.rest) == (0, b"")
+    assert (one.cutter.held, one.cutter.rest) == (0, b"")
 
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
@@ -302,7 +302,7 @@ def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch,
     assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
     assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
     assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
-    assert len(one.line.cutter.rest) == 0
+    assert len(one.cutter.rest) == 0
 
 
 # --- for machines, and for patterns
@@ -411,7 +411,7 @@ def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: p
     desk, one = Desk(Json()), source()
     for number in range(100):
         desk.view.skip(one, b"old %d " % number)
-        assert one.line.cutter.held < 20
+        assert one.cutter.held < 20
     rows = objects(desk.take(one, b"new\nnext\n"))
     assert rows[0]["text"].endswith("new")
     assert [row.get("continued") for row in rows] == [True, None]

@@ -61,7 +61,7 @@ MOST_LINES = 600
 MAY_ONLY_FALL = {
     "private modules imported": 479,
     "private attributes": 587,
-    "private names patched": 245,
+    "private names patched": 244,
     "long names": 400,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""

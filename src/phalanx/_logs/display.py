@@ -28,7 +28,6 @@ stream object of the host's does not return, say, or a disk does not answer."""
 _lock = RLock()
 _outputs: WeakValueDictionary[object, PlainOutput] = WeakValueDictionary()
 _current: _DisplayThread | None = None
-_hooked = False
 
 
 def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
@@ -36,7 +35,6 @@ def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
 
     The caller has to close its sink.
     """
-    _hook()
     with _lock:
         output = _outputs.get(key)
         if output is None or not output.sink.retain():
@@ -47,18 +45,10 @@ def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
 def show(pump: Pump) -> GroupDisplay:
     """Have the display run a pump. Raises RuntimeError: no thread can be started."""
     global _current  # noqa: PLW0603 - one thread for the process
-    _hook()
     with _lock:
         if _current is None:
             _current = _DisplayThread()
         return _current.join(pump)
-
-
-def _hook() -> None:
-    global _hooked  # noqa: PLW0603 - hooks are the process's
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
@@ -66,6 +56,9 @@ def _forget() -> None:
     global _lock, _current
     _lock, _current = RLock(), None
     _outputs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class _DisplayThread:

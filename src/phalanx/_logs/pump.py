@@ -19,6 +19,7 @@ from phalanx._base.loop import Deadline, Loop
 from phalanx._base.stderr import tell
 from phalanx._base.text import how_many
 from phalanx._base.tty import printable, sanitise
+from phalanx._logs.console import DRAIN
 from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.lines import Source
 from phalanx._logs.render import View
@@ -88,9 +89,6 @@ def count_unread(streams: Iterable[Stream], dirty: Mapping[Stream, None]) -> dic
 STUCK = 5.0
 """Seconds without any progress after which the end of a group stops waiting for a console that does not read."""
 
-
-DRAIN = 10.0
-"""Seconds after which the end of a group stops waiting for a console that reads too slowly."""
 
 _MOST_REVEALED = 8  # ranks
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn

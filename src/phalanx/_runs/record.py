@@ -26,15 +26,11 @@ import errno
 import functools
 import os
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 FILE = "run.json"
 """The name of the record in a run's folder."""
