@@ -60,7 +60,7 @@ MOST_LINES = 600
 
 MAY_ONLY_FALL = {
     "private modules imported": 479,
-    "private attributes": 587,
+    "private attributes": 586,
     "private names patched": 244,
     "long names": 400,
 }

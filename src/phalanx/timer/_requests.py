@@ -197,20 +197,3 @@ class RequestQueue(ABC):
         Returns once there are ``size`` of them, or after ``timeout`` seconds (>= 0) with those that are there, perhaps
         none. Negative expirations are releases; the others are Unix time.
         """
-
-    def _open(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Prepare for `get`: the server starts."""
-
-    def _wake(self) -> None:  # noqa: B027 - a hook: most queues have no way
-        """Have a `get` that waits in another thread return early, if there is a way: the server stops."""
-
-    def _close(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Release what `_open` took."""
-
-    def _abandon(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Close, in a fork of the server's process: another thread may have been in any method."""
-
-    @property
-    def _punctual(self) -> bool:
-        """Whether a `get` that takes more than its timeout can only mean that this process did not run."""
-        return False
