@@ -89,9 +89,8 @@ class Machine:
 
     def cpus_of(self, node: int) -> set[int]:
         """Return the CPUs of a NUMA node, at least one."""
-        path = os.path.join(self._root, f"node/node{node}/cpulist")
-        cpus = topology.list_in(path)
-        if not cpus and not os.path.isdir(os.path.join(self._root, "node")):  # a kernel without NUMA
+        cpus = topology.cpus_of_node(node, self._root)
+        if not cpus and topology.node_numbers(self._root) is None:
             cpus = set(self._allowed)
         if not cpus & self._allowed:
             msg = f"no CPU of NUMA node {node} ({topology.format_list(cpus) or 'it has none'}) may be used here"
@@ -100,16 +99,10 @@ class Machine:
 
     def nodes(self) -> list[int]:
         """Return the NUMA nodes that have CPUs which may be used."""
-        try:
-            names = os.listdir(os.path.join(self._root, "node"))
-        except OSError:
+        numbers = topology.node_numbers(self._root)
+        if numbers is None:
             return [0]
-        numbers = sorted(int(name[4:]) for name in names if re.fullmatch(r"node\d{1,6}", name, re.ASCII))
-        return [
-            number
-            for number in numbers
-            if topology.list_in(os.path.join(self._root, f"node/node{number}/cpulist")) & self._allowed
-        ]
+        return [number for number in numbers if topology.cpus_of_node(number, self._root) & self._allowed]
 
     def socket_of(self, node: int) -> str:
         """Return the physical package of a node's CPUs."""
@@ -178,7 +171,7 @@ def _nvidia(root: str) -> list[Gpu]:
     except OSError:
         return []
     gpus = []
-    for name in sorted(names, key=_by_address):
+    for name in sorted(names, key=lambda name: [int(part, 16) for part in re.findall(r"[0-9a-fA-F]+", name)]):
         told = re.search(
             r"^GPU UUID:\s*(GPU-\S+)", devices.read(os.path.join(root, _NVIDIA, name, "information")), re.MULTILINE
         )
@@ -199,10 +192,6 @@ def _amd(root: str) -> list[Gpu]:
 def _node_of(root: str, address: str) -> int:
     text = devices.read(os.path.join(root, "sys/bus/pci/devices", address.lower(), "numa_node"))
     return max(0, int(text)) if re.fullmatch(r"-?\d+", text, re.ASCII) else 0
-
-
-def _by_address(name: str) -> tuple[int, ...]:
-    return tuple(int(part, 16) for part in re.findall(r"[0-9a-fA-F]+", name))
 
 
 def _node(machine: Machine, gpus: Sequence[Gpu], rank: int) -> set[int]:
