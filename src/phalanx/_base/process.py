@@ -155,8 +155,6 @@ class Exit:
     (True, False)
     >>> Exit(-9).signal, Exit(3).signal
     (9, None)
-    >>> Exit(-15).shell_code, Exit(3).shell_code
-    (143, 3)
     """
 
     __slots__ = ("returncode",)
@@ -191,11 +189,6 @@ class Exit:
         ('exit code 0', 'signal 9')
         """
         return f"signal {-self.returncode}" if self.returncode < 0 else f"exit code {self.returncode}"
-
-    @property
-    def shell_code(self) -> int:
-        """What a POSIX shell would show in ``$?``: the exit code, or 128 + the signal's number."""
-        return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Exit) and other.returncode == self.returncode

@@ -11,22 +11,17 @@ import os
 import pickle
 import select
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from struct import Struct
+from typing import Any
 
 from phalanx._base import clock, unpatched
 from phalanx._base.loop import wait_promptly
 from phalanx.timer._file_client import LINE_LIMIT, FileTimerRequest, create_pipe, is_at
-from phalanx.timer._requests import RequestQueue
+from phalanx.timer._requests import RequestQueue, TimerRequest
 from phalanx.timer._server import Complaints
 from phalanx.timer.debug_info_logging import logger
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from typing import Any
-
-    from phalanx.timer._requests import TimerRequest
 
 _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
 _LONGEST = 1 << 20  # bytes of a message: no request is longer

@@ -12,23 +12,18 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from threading import Thread
+from typing import Any, Self, TypeVar
 
 from phalanx._base import clock, loop, unpatched
-from phalanx.timer._requests import TimerRequest
+from phalanx.timer._requests import RequestQueue, TimerRequest
 from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, Self, TypeVar
-
-    from phalanx.timer._requests import RequestQueue
-
-    D = TypeVar("D")
-    T = TypeVar("T")
+D = TypeVar("D")
+T = TypeVar("T")
 
 MOST_TIMERS = 10_000
 """The most timers of one worker at a time: a client that sets them without end must not fill the server's memory."""
