@@ -307,7 +307,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
             cut = data.draw(st.integers(1, len(waiting[number])))
             view.take(sources[number], waiting[number][:cut])
             waiting[number] = waiting[number][cut:]
-            if not any(one.line.cutter.held for one in sources):  # what has no end is shown then, and others break it
+            if not any(one.cutter.held for one in sources):  # what has no end is shown then, and others break it
                 time.advance(seconds)
             view.tick()
         for one, rest in zip(sources, waiting, strict=True):

@@ -216,7 +216,7 @@ def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch,
     assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
     assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
     assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
-    assert len(one.line.cutter.rest) == 0
+    assert len(one.cutter.rest) == 0
 
 
 # --- for machines, and for patterns
@@ -312,7 +312,7 @@ def test_skipping_a_line_without_end_takes_bounded_memory(monkeypatch: pytest.Mo
     desk, one = Desk(Json()), source()
     for number in range(100):
         desk.view.skip(one, b"old %d " % number)
-        assert one.line.cutter.held < 20
+        assert one.cutter.held < 20
     rows = objects(desk.take(one, b"new\nnext\n"))
     assert rows[0]["text"].endswith("new")
     assert [row.get("continued") for row in rows] == [True, None]

@@ -11,15 +11,11 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 
 from phalanx._base import clock, handler_guard
+from phalanx._base.handler_guard import Guard
 from phalanx._base.threads import SerialExecutor
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx._base.handler_guard import Guard
 
 LONGEST_QUEUE = 100_000
 """How many calls may wait."""

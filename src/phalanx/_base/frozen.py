@@ -31,6 +31,7 @@ class Value:
     __slots__ = ()
 
     __match_args__: tuple[str, ...] = ()
+    _names: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -38,15 +39,16 @@ class Value:
         if own is None:
             own = [name for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar[")]
         cls.__match_args__ = (*cls.__match_args__, *own)  # type: ignore[misc] # mypy takes it for a constant
+        cls._names = frozenset(cls.__match_args__)
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         names = self.__match_args__
-        known = dict(zip(names, args, strict=False)) | fields
-        missing = [name for name in names if name not in known and not hasattr(type(self), name)]
-        if missing or len(args) > len(names) or len(known) < len(args) + len(fields) or not known.keys() <= {*names}:
+        known = dict(zip(names, args, strict=False)) | fields if args else fields
+        lacking = [name for name in names if name not in known and not hasattr(type(self), name)]
+        if lacking or len(known) != len(args) + len(fields) or not known.keys() <= self._names:
             msg = f"{type(self).__name__}: expected {', '.join(names)}, got {len(args)} and {', '.join(fields)}"
             raise TypeError(msg)
-        self._store(**known)
+        self.__dict__.update(known)
 
     def _store(self, **fields: Any) -> None:
         for name, value in fields.items():

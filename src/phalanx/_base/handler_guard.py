@@ -6,11 +6,8 @@ Owns what has been reported of them, and how deep calls are nested. Does not kno
 from __future__ import annotations
 
 import _thread
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MOST_NESTED = 8
 """How many calls may be under way within each other on one thread. A handler may cause a further call, which calls it

@@ -20,7 +20,6 @@ else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 PR_SET_PDEATHSIG = 1
-PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_MOVE_SELF, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x800, 0x4000

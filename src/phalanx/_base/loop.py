@@ -150,16 +150,13 @@ class Pauses:
         if late > SLACK:
             since = began if late > LONG else planned
             self._all.append((since, ended, ended - since))
-            if len(self._all) > _KEPT:
-                self._join(ended)
-
-    def _join(self, now: float) -> None:
-        """Merge the two neighbours that lie closest for their age: no pause is dropped, for timers that are old."""
-        pairs = list(zip(self._all, self._all[1:], strict=False))
-        spans = [(second[1] - first[0]) / (now - first[0]) for first, second in pairs]
-        where = spans.index(min(spans))
-        first, second = pairs[where]
-        self._all[where : where + 2] = [(first[0], second[1], first[2] + second[2])]
+        if len(self._all) > _KEPT:
+            # Merge the two neighbours that lie closest for their age: no pause is dropped, for timers that are old.
+            pairs = list(zip(self._all, self._all[1:], strict=False))
+            spans = [(second[1] - first[0]) / (ended - first[0]) for first, second in pairs]
+            where = spans.index(min(spans))
+            first, second = pairs[where]
+            self._all[where : where + 2] = [(first[0], second[1], first[2] + second[2])]
 
     def owed(self, since: float, began: float, ended: float) -> float:
         """Return by how many seconds a timer moves that was set at ``since`` and is first seen now.

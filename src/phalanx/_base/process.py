@@ -53,7 +53,9 @@ class Process:
         self.pidfd = pidfd if pidfd >= 0 else linux.pidfd_open(pid)
         if start is not None or parent is not None:
             try:
-                _check(procfs.Stat(pid), start, parent)
+                stat = procfs.Stat(pid)
+                if start not in (None, stat.start) or parent not in (None, stat.parent):
+                    raise ProcessLookupError(errno.ESRCH, "the pid belongs to another process", str(pid))  # noqa: TRY301 - after which it is closed
             except BaseException:
                 self.close()
                 raise
@@ -129,11 +131,6 @@ def descends_from(pid: int, ancestor: int) -> bool:
     return False
 
 
-def _check(stat: procfs.Stat, start: int | None, parent: int | None) -> None:
-    if start not in (None, stat.start) or parent not in (None, stat.parent):
-        raise ProcessLookupError(errno.ESRCH, "the pid belongs to another process", str(stat.pid))
-
-
 def reap_later(reap: Callable[[], object]) -> None:
     """Call ``reap``, which waits for a child that outlives SIGKILL, on a thread of its own, for which nobody waits."""
     try:
@@ -158,8 +155,6 @@ class Exit:
     (True, False)
     >>> Exit(-9).signal, Exit(3).signal
     (9, None)
-    >>> Exit(-15).shell_code, Exit(3).shell_code
-    (143, 3)
     """
 
     __slots__ = ("returncode",)
@@ -194,11 +189,6 @@ class Exit:
         ('exit code 0', 'signal 9')
         """
         return f"signal {-self.returncode}" if self.returncode < 0 else f"exit code {self.returncode}"
-
-    @property
-    def shell_code(self) -> int:
-        """What a POSIX shell would show in ``$?``: the exit code, or 128 + the signal's number."""
-        return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Exit) and other.returncode == self.returncode

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 
 def format_ranks(ranks: Iterable[int], between: str = ", ") -> str:

@@ -206,7 +206,7 @@ class SerialExecutor:
 
     Args:
         name: The thread's name.
-        most: How many calls may wait. Those beyond are dropped, and counted.
+        most: How many calls may wait. Those beyond are dropped.
 
     >>> executor = SerialExecutor("phalanx-example")
     >>> executor.submit(lambda: print("done")), executor.drain(5)
@@ -221,8 +221,6 @@ class SerialExecutor:
         self._lock = RLock()  # a signal handler, or a `__del__`, may submit while its own thread does
         self._over: Latch | None = None  # opened at the end of the thread that runs
         self._thread: threading.Thread | None = None
-        self.dropped = 0
-        """How many calls were dropped."""
 
     def submit(self, action: Callable[[], object]) -> bool:
         """Have ``action`` called after those before it. What it raises is logged.
@@ -235,7 +233,6 @@ class SerialExecutor:
     def _submit(self, action: Callable[[], object]) -> bool:
         with self._lock:
             if len(self._calls) >= self._most:
-                self.dropped += 1
                 return False
             self._calls.append(action)
             if self._over is not None:

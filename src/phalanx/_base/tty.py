@@ -20,7 +20,7 @@ def size(fd: int) -> tuple[int, int]:
     except OSError:
         found = (0, 0)
     columns, rows = [
-        number or _positive(os.environ.get(name, "")) or usual
+        number or (int(text) if (text := os.environ.get(name, "")).isascii() and text.isdecimal() else 0) or usual
         for number, name, usual in zip(found, ("COLUMNS", "LINES"), _SIZE, strict=True)
     ]
     return columns, rows
@@ -69,10 +69,6 @@ def printable(text: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _positive(text: str) -> int:
-    return int(text) if text.isascii() and text.isdecimal() else 0
-
-
 RESET = "\033[0m"
 
 _KEPT = b"\t\n\r"
@@ -116,7 +112,11 @@ class Colours:
 
     def render(self, data: bytes) -> bytes:
         """Sanitise the next piece: whole lines, or a part of one. Bytes that are no UTF-8, and no controls, pass."""
-        if not self._open and not (_is_suspect(data) and (b"\033" not in data or _is_more_than_coloured(data))):
+        if not self._open and (
+            # Nothing may have to be replaced, but colours that end in their line; b"" would join bytes to letters.
+            not _is_suspect(data)
+            or (b"\033" in data and not re.search(_LEFT_OPEN, data) and not _is_suspect(re.sub(_COLOUR, b" ", data)))
+        ):
             return data
         return self.render_text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
@@ -184,12 +184,6 @@ def escape_json(text: str) -> str:
     if text.isascii() and "\x7f" not in text:
         return text
     return re.sub(_OUTSIDE_JSON, lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _is_more_than_coloured(data: bytes) -> bool:
-    """Whether other characters than colours may have to be replaced, or a colour does not end in its line."""
-    # b"" would join bytes to letters
-    return re.search(_LEFT_OPEN, data) is not None or _is_suspect(re.sub(_COLOUR, b" ", data))
 
 
 def _is_suspect(data: bytes) -> bool:

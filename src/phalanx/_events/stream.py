@@ -20,24 +20,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from _thread import allocate_lock
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 from phalanx._base import clock, interrupts, stderr, unpatched
 from phalanx._base.threads import Latch
-from phalanx._events.kinds import EventsDropped
+from phalanx._events.kinds import Event, EventsDropped
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable
-    from typing import Any
-
-    from phalanx._events.kinds import Event
-
-    Make = Callable[..., list[Event]]
+Make = Callable[..., list[Event]]
 
 MOST = 100_000
 """How many entries may wait for one observer."""
@@ -73,17 +68,9 @@ class EventStream:
         self._lanes: tuple[_Lane, ...] = ()
         _open.add(self)
 
-    def subscribe(
-        self, name: str, take: Callable[[list[Event]], object], raised: Callable[[BaseException], object] | None = None
-    ) -> None:
-        """Have ``take`` called with the events from now on, some at a time, on a thread of its own.
-
-        Args:
-            name: The thread's name.
-            take: The observer.
-            raised: Called with the first exception that ``take`` raises; default: it is said on stderr.
-        """
-        lane = _Lane(name, take, raised)
+    def subscribe(self, name: str, take: Callable[[list[Event]], object]) -> None:
+        """Have ``take`` called with the events from now on, some at a time, on a thread of its own of this name."""
+        lane = _Lane(name, take)
         with interrupts.deferred():
             self._lanes = (*self._lanes, lane)
             if not self._is_held:
@@ -148,12 +135,9 @@ class EventStream:
 class _Lane:
     """One observer's queue and thread."""
 
-    def __init__(
-        self, name: str, take: Callable[[list[Event]], object], raised: Callable[[BaseException], object] | None
-    ) -> None:
+    def __init__(self, name: str, take: Callable[[list[Event]], object]) -> None:
         self.name = name
         self._take = take
-        self._raised = raised
         self._has_raised = self._has_dropped = self._over = self._has_ended = False
         self._dropped = 0  # since it was told
         self._queue: deque[Any] = deque()
@@ -203,9 +187,8 @@ class _Lane:
 
     def join(self) -> None:
         """Wait for the thread, which has nothing left to do."""
-        thread = self._thread
-        if thread is not None and not unpatched.is_current(thread):
-            thread.join(1)
+        if self._thread is not None and not unpatched.is_current(self._thread):
+            self._thread.join(1)
 
     def _ring(self) -> None:
         if self._bell.locked():
@@ -263,16 +246,10 @@ class _Lane:
             self._report(error)
 
     def _report(self, error: BaseException) -> None:
-        if self._has_raised:
-            return
-        self._has_raised = True
-        try:
-            if self._raised is not None:
-                self._raised(error)
-            else:
+        if not self._has_raised:
+            self._has_raised = True
+            with suppress(Exception):  # a `__repr__` of the user's may raise, too
                 stderr.mention(f"phalanx: {self.name}: an observer of events has raised: {error!r}")
-        except Exception:  # noqa: BLE001 - a log handler of the user's: there is nobody left to tell
-            return
 
 
 _open: weakref.WeakSet[EventStream] = weakref.WeakSet()

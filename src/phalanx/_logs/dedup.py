@@ -8,7 +8,6 @@ held traceback are shown after it.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +72,7 @@ class Dedup:
         self._emit = emit
         self._sources = sources
         self._window = window
-        self._who: Callable[[Source], object] = attrgetter("rank") if by_rank else _itself
+        self._who: Callable[[Source], object] = attrgetter("rank") if by_rank else lambda source: source
         self.clock = time
         """Returns the time that new lines get."""
         self.time = 0.0
@@ -218,18 +217,12 @@ def _by_line(parts: list[Part]) -> list[Part]:
     return lines
 
 
-def _itself(source: Source) -> object:
-    return source
-
-
 HEAD = b"Traceback (most recent call last):"
 _CHAIN = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
 _BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
-_PLAIN = re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")
-"""A traceback at the margin, without chain or group: fast, for thousands of them."""
 _GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
 QUIET = 0.1
@@ -252,16 +245,6 @@ class _Open:
         self.group = False  # whether it is that of an exception group, which ends differently
         self.size = 0
         self.changed = 0.0
-
-    def take_plain(self, block: bytes, begin: int) -> int:
-        """Take a plain, whole traceback at once, if one is at ``begin``. Returns where the rest of the block begins."""
-        found = _PLAIN.match(block, begin)
-        if found is None or found.end() - begin > _LONGEST or block.find(HEAD, begin + len(HEAD), found.end()) >= 0:
-            return begin
-        self.lines = [found[0][:-1]]
-        self.end = 1
-        self.size = len(found[0])
-        return found.end()
 
     def take(self, line: bytes) -> bool:
         """Take the next line if it belongs to the traceback, or may. Returns whether it does."""
@@ -367,8 +350,7 @@ class Tracebacks:
             if head >= 0:
                 if source.rank in self._open:  # a traceback in its other stream
                     self._close(source.rank)
-                it = self._open[source.rank] = _Open(source, self._dedup.clock())
-                begin = it.take_plain(block, begin)
+                self._open[source.rank] = _Open(source, self._dedup.clock())
             offset = begin
 
     def _pass(self, source: Source, block: bytes) -> None:

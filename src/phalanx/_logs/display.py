@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from phalanx._base import clock, unpatched
-from phalanx._base.loop import READ, Deadline, Loop
+from phalanx._base.loop import Loop
 from phalanx._base.stderr import mention
 from phalanx._base.threads import Latch
 from phalanx._logs.pump import Pump
@@ -28,7 +28,6 @@ stream object of the host's does not return, say, or a disk does not answer."""
 _lock = RLock()
 _outputs: WeakValueDictionary[object, PlainOutput] = WeakValueDictionary()
 _current: _DisplayThread | None = None
-_hooked = False
 
 
 def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
@@ -36,7 +35,6 @@ def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
 
     The caller has to close its sink.
     """
-    _hook()
     with _lock:
         output = _outputs.get(key)
         if output is None or not output.sink.retain():
@@ -47,18 +45,10 @@ def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
 def show(pump: Pump) -> GroupDisplay:
     """Have the display run a pump. Raises RuntimeError: no thread can be started."""
     global _current  # noqa: PLW0603 - one thread for the process
-    _hook()
     with _lock:
         if _current is None:
             _current = _DisplayThread()
         return _current.join(pump)
-
-
-def _hook() -> None:
-    global _hooked  # noqa: PLW0603 - hooks are the process's
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
@@ -66,6 +56,9 @@ def _forget() -> None:
     global _lock, _current
     _lock, _current = RLock(), None
     _outputs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class _DisplayThread:
@@ -226,28 +219,14 @@ class _Guarded:
         self._loop = loop
         self._failed = failed
 
-    def run(self, action: Callable[[], None]) -> None:
+    def run(self, action: Callable[..., None], *args: Any) -> None:
         """Call ``action``; pass an exception to ``failed``."""
         try:
-            action()
+            action(*args)
         except BaseException as error:  # noqa: BLE001 - see above: a SystemExit of a stream object's, even
             self._failed(error)
 
-    def watch(self, fd: int, callback: Callable[[int], None], events: int = READ) -> None:
-        """See `Loop.watch`."""
-        self._loop.watch(fd, lambda ready: self.run(lambda: callback(ready)), events)
-
-    def at(self, moment: float, action: Callable[[], None]) -> Deadline:
-        """See `Loop.at`."""
-        return self._loop.at(moment, lambda: self.run(action))
-
-    def after(self, seconds: float, action: Callable[[], None]) -> Deadline:
-        """See `Loop.after`."""
-        return self._loop.after(seconds, lambda: self.run(action))
-
-    def call(self, action: Callable[[], None]) -> None:
-        """See `Loop.call`."""
-        self._loop.call(lambda: self.run(action))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loop, name)
+        """Return a method of the loop's to which callbacks are passed that `run` calls."""
+        method = getattr(self._loop, name)
+        return lambda *args: method(*[partial(self.run, each) if callable(each) else each for each in args])

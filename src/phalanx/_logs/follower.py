@@ -80,7 +80,8 @@ class Follower:
         Returns how many; 0 at the end, for now. Raises OSError.
         """
         while True:
-            count = self.read_here(buffer) if last == NEWEST or self._is_at_most(last) else 0
+            self.open()
+            count = self.read_here(buffer) if self.number <= last else 0
             # A rotated file gets no more bytes; but some may have been written between our read and its rotation.
             if count or self.number > last or not self._is_over() or (count := self.read_here(buffer)):
                 return count
@@ -123,10 +124,6 @@ class Follower:
             read += count
         beyond = read >= limit and self.left() > 0
         return lines + (last != ord("\n") and not beyond), read, beyond
-
-    def _is_at_most(self, last: int) -> bool:
-        self.open()
-        return self.number <= last
 
     def _open_next(self) -> None:
         """Open the first existing file from `_at_least` on. Raises OSError. If a rotation interferes, call it again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from phalanx._logs.lines import Source
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.pump import Pump
 from phalanx._logs.render import Json, Text, View
+from phalanx._logs.search import Only, readable
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput, TerminalOutput
@@ -48,7 +49,9 @@ def open_view(
     kind = TerminalOutput if tty.obeys_controls(fd) else PlainOutput
     # One output for all groups: of two that write to one terminal, each would cut the other's lines and erase its bars.
     # The descriptor is a duplicate: by the time of a write, the host may have closed its own.
-    output = display.shared_output(identity(target), lambda: kind(_sink(target)))
+    output = display.shared_output(
+        identity(target), lambda: kind(Sink(os.dup(target), own=True) if fd is not None else Sink(target))
+    )
     colour = text and tty.use_colour(fd, console.color)
     sanitise = not console.raw and tty.is_terminal(target)
     view = View(output, Text() if text else Json(prefixes.host), console.search(), sanitise=sanitise)
@@ -92,10 +95,6 @@ def identity(target: Any) -> object:
     return found.st_dev, found.st_ino, found.st_rdev
 
 
-def _sink(target: Any) -> Sink:
-    return Sink(os.dup(target), own=True) if isinstance(target, int) else Sink(target)
-
-
 def make_pump(
     logs: LogsDest,
     envs: Mapping[int, Mapping[str, str]],
@@ -119,7 +118,8 @@ def make_pump(
         streams, copies = _streams(views, logs, console, filters)
         timeline = TimelineWriter(logs.timeline) if logs.timeline else None
     except BaseException:
-        views.close()
+        for view in views.all:
+            view.output.sink.close()
         raise
     for stream in streams:
         for view, source in stream.views:
@@ -195,8 +195,6 @@ class _Views:
 
         None if the launcher has no such stream.
         """
-        from phalanx._logs.group_pump import identity, open_view, target_of
-
         stream = sys.stdout if name == "stdout" or self._console.format == "json" else sys.stderr
         if stream is None:
             return None
@@ -219,24 +217,13 @@ class _Views:
         """Return the view for our own messages: that on stderr. None if that has none, or if the format is JSON."""
         if sys.stderr is None or self._console.format == "json" or not self._by_output:
             return None
-        from phalanx._logs.group_pump import identity, target_of
-
         return self._by_output.get(identity(target_of(sys.stderr)))
-
-    def close(self) -> None:
-        """Close what was opened, if no pump will."""
-        for view in self.all:
-            view.output.sink.close()
 
 
 def _filtered(path: str, needles: list[str] | None) -> View | None:
     """Make the view on the file for lines of all ranks that contain one of ``needles``; None without needles."""
     if not needles:
         return None
-    from phalanx._logs.render import Text
-    from phalanx._logs.search import Only, readable
-    from phalanx._logs.terminal import PlainOutput
-
     wanted = [os.fsencode(needle) for needle in needles]
 
     def select(block: bytes) -> bytes:
@@ -244,11 +231,6 @@ def _filtered(path: str, needles: list[str] | None) -> View | None:
         if not any(needle in text for needle in wanted):
             return b""
         lines = zip(block[:-1].split(b"\n"), text[:-1].split(b"\n"), strict=True)
-        return _joined(line for line, read in lines if any(needle in read for needle in wanted))
+        return b"".join([line + b"\n" for line, read in lines if any(needle in read for needle in wanted)])
 
     return View(PlainOutput(Sink(path)), Text(), Only(select))
-
-
-def _joined(lines: Iterable[bytes]) -> bytes:
-    chosen = list(lines)
-    return b"\n".join(chosen) + b"\n" if chosen else b""

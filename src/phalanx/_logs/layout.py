@@ -9,14 +9,11 @@ import contextlib
 import errno
 import functools
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntFlag
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Std(IntFlag):
@@ -85,8 +82,6 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
     >>> to_map({1: Std.OUT}, 2)
     {0: <Std.NONE: 0>, 1: <Std.OUT: 1>}
     """
-    if isinstance(val_or_map, Std):
-        return dict.fromkeys(range(local_world_size), val_or_map)
     if isinstance(val_or_map, int):
         return dict.fromkeys(range(local_world_size), Std(val_or_map))
     return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}

@@ -100,7 +100,13 @@ class Cutter:
 
     def _without_moves(self, block: bytes) -> bytes:
         """Join lines that are separated by a move up and a line feed. Returns the whole lines, and holds the rest."""
-        block = _MOVES.sub(_one_row, block)
+
+        def one_row(moves: re.Match[bytes]) -> bytes:
+            """Replace each pair of a move up and a line feed by a carriage return."""
+            up, down = len(moves[1]) // len(_UP), moves[2].count(b"\n")
+            return _UP * (up - down) + b"\r" + b"\n" * (down - up)
+
+        block = _MOVES.sub(one_row, block)
         end = block.rfind(b"\n") + 1
         if end < len(block):
             self._add(block[end:])
@@ -134,12 +140,6 @@ def half_letter(data: bytes) -> int:
     return 0
 
 
-def _one_row(moves: re.Match[bytes]) -> bytes:
-    """Replace each pair of a move up and a line feed by a carriage return."""
-    up, down = len(moves[1]) // len(_UP), moves[2].count(b"\n")
-    return _UP * (up - down) + b"\r" + b"\n" * (down - up)
-
-
 def last_state(line: bytes) -> bytes:
     r"""Return the part of a line (without its line feed) that is not erased. Returns at its end may belong to its end.
 
@@ -160,32 +160,6 @@ def settled(block: bytes) -> bytes:
     return b"\n".join([last_state(line) if b"\r" in line else line for line in block.split(b"\n")])
 
 
-class LineState:
-    """The current line of one stream in one view."""
-
-    __slots__ = ("begun", "behind", "changed", "colours", "cutter", "marks", "parted", "shown", "shown_at")
-
-    def __init__(self) -> None:
-        self.cutter = Cutter()
-        """Cuts the stream into lines, and holds the unfinished one."""
-        self.colours = Colours()
-        """The colours that are in force where the last written text ended."""
-        self.begun = False
-        """Whether its beginning has been written to the output, and is no longer held."""
-        self.behind = False
-        """Whether more bytes of the file can be read already."""
-        self.parted = False
-        """Whether its beginning has been written as a line of its own, because the line is too long to be held."""
-        self.marks: dict[str, bool] = {}
-        """The JSON fields of such a part ("partial", "continued"), while that part is written."""
-        self.changed = 0.0
-        """When its last bytes came (seconds, monotonic)."""
-        self.shown = b""
-        """The state of a progress bar that was written last, as a line of its own;"""
-        self.shown_at = 0.0
-        """and when (seconds, monotonic)."""
-
-
 class Source:
     """One stream of one rank as one view has it: whose lines they are, their prefix, and the state of the current one.
 
@@ -195,13 +169,33 @@ class Source:
         prefix: What stands before each line; or a function that returns it for a time (seconds since the epoch).
     """
 
-    __slots__ = ("line", "prefix", "rank", "stream")
+    __slots__ = (
+        *("rank", "stream", "prefix", "cutter", "colours", "begun", "behind"),
+        *("parted", "marks", "changed", "shown", "shown_at"),
+    )
 
     def __init__(self, rank: int, stream: str, prefix: bytes | Callable[[float], bytes] = b"") -> None:
         self.rank = rank
         self.stream = stream
         self.prefix = prefix
-        self.line = LineState()
+        self.cutter = Cutter()
+        """Cuts the stream into lines, and holds the unfinished one."""
+        self.colours = Colours()
+        """The colours that are in force where the last written text ended."""
+        self.begun = False
+        """Whether the line's beginning has been written to the output, and is no longer held."""
+        self.behind = False
+        """Whether more bytes of the file can be read already."""
+        self.parted = False
+        """Whether the line's beginning has been written as a line of its own, because it is too long to be held."""
+        self.marks: dict[str, bool] = {}
+        """The JSON fields of such a part ("partial", "continued"), while that part is written."""
+        self.changed = 0.0
+        """When the line's last bytes came (seconds, monotonic)."""
+        self.shown = b""
+        """The state of a progress bar that was written last, as a line of its own;"""
+        self.shown_at = 0.0
+        """and when (seconds, monotonic)."""
 
     def label(self, time: Callable[[], float]) -> bytes:
         """Return the prefix. ``time`` is called only if the prefix contains a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import deque
@@ -31,30 +32,23 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
 
     Raises OSError: there is no descriptor left. Files that are missing, or no regular ones, are skipped.
     """
-    timeline = TimelineReader(path)
-    try:
-        yield from _merge(followers, timeline)
-    finally:
-        timeline.close()
-
-
-def _merge(followers: Mapping[int, Follower], timeline: TimelineReader) -> Iterator[tuple[float, int, bytes]]:
-    replays = _replays(timeline, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
     most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
-    for time, kind, stream, value in timeline.records():
-        replay = replays.get(stream)
-        if replay is None:
-            continue
-        for count in replay.follow(kind, value, buffer):
-            yield time, stream, bytes(memoryview(buffer)[:count])
-        used.pop(replay.follower, None)
-        used[replay.follower] = None
-        if len(used) > most_open:
-            oldest = next(iter(used))
-            del used[oldest]
-            oldest.close()
+    with contextlib.closing(TimelineReader(path)) as timeline:
+        replays = _replays(timeline, followers)
+        for time, kind, stream, value in timeline.records():
+            replay = replays.get(stream)
+            if replay is None:
+                continue
+            for count in replay.follow(kind, value, buffer):
+                yield time, stream, bytes(memoryview(buffer)[:count])
+            used.pop(replay.follower, None)
+            used[replay.follower] = None
+            if len(used) > most_open:
+                oldest = next(iter(used))
+                del used[oldest]
+                oldest.close()
     rest = [(_changed(follower.path), stream) for stream, follower in followers.items()]
     for _changed_at, stream in sorted(rest):
         follower = followers[stream]

@@ -66,19 +66,20 @@ class Prefixes:
         if self._given is not None and all(rank in self._given for rank in ranks):
             return self._stamped(self._given_to(ranks, shown), "")
         if self._template is None:
-            label = self._label(shown)
+            text = f"{self.host} {shown}" if self.host else shown
+            label = f"[{text}]".rjust(len(text) - len(shown) + self._width + 2)
             return self._stamped(_painted(label, shown) if colour else label, " ")
         from string import Template
 
         roles = dict.fromkeys(self._envs.get(rank, {}).get("ROLE_NAME") or "default" for rank in ranks)
         values = {"role_name": ",".join(roles), "rank": shown, "local_rank": format_ranks(ranks, ",")}
         values["host"] = values["hostname"] = os.uname().nodename
-        text = Template(self._template)
-        if "time" not in text.get_identifiers():
-            return self._stamped(text.safe_substitute(values), "")
+        template = Template(self._template)
+        if "time" not in template.get_identifiers():
+            return self._stamped(template.safe_substitute(values), "")
         stamp_ = self._stamp or stamp("iso")
         assert stamp_ is not None
-        return lambda now: _encoded(text.safe_substitute(values, time=stamp_(now)))
+        return lambda now: _encoded(template.safe_substitute(values, time=stamp_(now)))
 
     def _given_to(self, ranks: list[int], shown: str) -> str:
         """Join the caller's prefixes: into one with all ranks, if they differ in the rank alone; else in a row."""
@@ -93,10 +94,6 @@ class Prefixes:
             if len(parts) == 1:
                 return all_.join(parts.pop())
         return "".join(texts)
-
-    def _label(self, rank: str) -> str:
-        text = f"{self.host} {rank}" if self.host else rank
-        return f"[{text}]".rjust(len(text) - len(rank) + self._width + 2)
 
     def _stamped(self, text: str, gap: str) -> bytes | Callable[[float], bytes]:
         if self._stamp is None:

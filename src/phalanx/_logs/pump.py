@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from phalanx._base import clock
 from phalanx._base.files import UnfitError
@@ -18,6 +19,7 @@ from phalanx._base.loop import Deadline, Loop
 from phalanx._base.stderr import tell
 from phalanx._base.text import how_many
 from phalanx._base.tty import printable, sanitise
+from phalanx._logs.console import DRAIN
 from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.lines import Source
 from phalanx._logs.render import View
@@ -75,118 +77,18 @@ def count_unread(streams: Iterable[Stream], dirty: Mapping[Stream, None]) -> dic
     """
     left, budget = {}, _MOST_COUNTED
     for stream in streams:
-        unread, read, beyond = 0, 0, False
+        unread, beyond = 0, False
         if stream in dirty:
-            unread, read, beyond = _lines_left(stream.follower, budget)
-            budget -= read
+            with suppress(OSError):
+                unread, read, beyond = stream.follower.lines_left(budget)
+                budget -= read
         left[stream] = unread, beyond
     return left
-
-
-def _lines_left(follower: Follower, limit: int) -> tuple[int, int, bool]:
-    try:
-        return follower.lines_left(limit)
-    except OSError:
-        return 0, 0, False
 
 
 STUCK = 5.0
 """Seconds without any progress after which the end of a group stops waiting for a console that does not read."""
 
-
-class PumpEnd:
-    """The end of a pump's streams.
-
-    Args:
-        streams: These. Nothing is written to their files any more.
-        views: The views that end with them.
-        drain: Seconds that it waits, at most, for a console that reads slowly.
-        done: Called when all is shown, or waited for no longer.
-        stuck: Seconds after which it does not wait on if nothing is written.
-
-    Attributes:
-        until: When it gives up waiting at the latest (seconds, monotonic);
-        stuck: and when, if nothing is written.
-        gave_up: Whether it has given up waiting for sinks with a slow reader, not for files of ours.
-    """
-
-    def __init__(
-        self,
-        streams: list[Stream],
-        views: list[View],
-        drain: float,
-        done: Callable[[], None],
-        *,
-        stuck: float = STUCK,
-    ) -> None:
-        self.done = done
-        self._streams = streams
-        self.until = self.stuck = 0.0
-        self.gave_up = False
-        self._views = views
-        self._drain = drain
-        self._longest_rest = stuck
-        self._progress = 0  # bytes that all sinks had written at the last look
-        self._shown: set[Source] = set()  # once all has been read
-
-    def begin(self, written: int) -> None:
-        """Begin to wait. The sinks have ``written`` so many bytes."""
-        now = clock.now()
-        self.until, self.stuck = now + self._drain, now + self._longest_rest
-        self._progress = written
-
-    def end_lines(self) -> None:
-        """End every source: all files have been read."""
-        for stream in self._streams:
-            for view, source in stream.views:
-                if view.output.sink.path or not self.gave_up:
-                    view.finish(source)
-        for view in self._views:
-            if view.output.sink.path or not self.gave_up:
-                view.close()
-        self._shown = {source for stream in self._streams for _view, source in stream.all_views}
-
-    def waits(self, sinks: Iterable[Sink]) -> bool:
-        """Whether any of the lines waits to be written to one of the pump's ``sinks``."""
-        return not self.gave_up and any(sink.holds(self._shown) for sink in sinks)
-
-    def is_late(self, now: float, written: int) -> bool:
-        """Whether it is time to give up. If not, note the bytes that the sinks have ``written``."""
-        if now < self.until and written > self._progress:
-            self._progress = written
-            self.stuck = now + self._longest_rest
-            return False
-        return now >= min(self.until, self.stuck)
-
-    def give_up(self, now: float) -> None:
-        """Wait only for files of ours from now on."""
-        self.gave_up = True
-        self.until = self.stuck = now + STUCK
-
-    def report_missing(self, dirty: Mapping[Stream, None], views: Iterable[View], sinks: Iterable[Sink]) -> None:
-        """Report what is not shown, as far as is waited for, and drop it where nobody else's lines wait, too.
-
-        ``dirty`` has the streams with unread bytes, ``views`` and ``sinks`` are the pump's.
-        """
-        streams = [stream for stream in self._streams if self.gave_up or not stream.to_file]
-        left = count_unread(streams, dirty)
-        for stream, unread in left.items():
-            if unread == (0, False):  # its last line may have no end: it waits to be written like any other then
-                for view, source in stream.views:
-                    view.finish(source)
-        for view in views:
-            view.release()
-        pending: dict[object, int] = {}
-        for sink in sinks:
-            pending |= sink.pending()
-            # One with others' lines goes on when its reader does.
-            if not sink.shared and (self.gave_up or not sink.path):
-                sink.give_up()
-        report_missing(left, pending)
-
-
-DRAIN = 10.0
-"""Seconds after which the end of a group stops waiting for a console that reads too slowly."""
 
 _MOST_REVEALED = 8  # ranks
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
@@ -235,8 +137,12 @@ class Pump:
         self._watch: FileWatch | None = None
         self._timer: Deadline | None = None
         self._scheduled = False
-        self._end: PumpEnd | None = None  # once `finish` has been called
+        self._done: Callable[[], None] | None = None  # between `finish` and the end
+        self._until = self._stuck_at = 0.0  # when it gives up waiting: at the latest, and if nothing is written
+        self._progress = 0  # bytes that all sinks had written when that was computed
+        self._gave_up = False  # whether it waits for files of ours only, and for no slow reader
         self._over = False  # whether every line is ended
+        self._shown: set[Source] = set()  # whose lines these are
         self.unfit: set[str] = set()
         """Paths of files that have been reported as unreadable."""
         self.readers: dict[Sink, Callable[[], None]] = {}
@@ -313,13 +219,13 @@ class Pump:
         if self._loop is None:  # never opened: the group did not start
             done()
             return
-        end = self._end = PumpEnd(self._streams, self._views, self._drain, done, stuck=self._stuck)
+        self._done, now = done, clock.now()
+        self._until, self._stuck_at, self._progress = now + self._drain, now + self._stuck, self._written()
         for stream in self._streams:
             stream.ends = True
             if stream in self._to_reveal:
                 self._reveal(stream)
             self._note_growth(stream)
-        end.begin(self._written())
         self._run_soon()
 
     def close(self) -> None:
@@ -339,9 +245,9 @@ class Pump:
             sink.close(self._run)
         if self._watch is not None:
             self._watch.close()
-        end, self._end = self._end, None
-        if end is not None:
-            end.done()
+        done, self._done = self._done, None
+        if done is not None:
+            done()
 
     def _note_growth(self, stream: Stream) -> None:
         """Have a stream read, and note its size in the timeline."""
@@ -378,15 +284,13 @@ class Pump:
             if view.due <= clock.now():
                 view.tick()
             view.settle()
-        end = self._end
-        if end is not None and not self._over and not any(stream in self._dirty for stream in self._streams):
-            end.end_lines()
-            self._over = True
+        if self._done is not None and not self._over and not any(stream in self._dirty for stream in self._streams):
+            self._end_lines()
         self._flush()
         if busy:
             self._run_soon()
-        if end is not None and self._over and not end.waits(self._sinks):
-            self._leave(end)
+        if self._over and (self._gave_up or not any(sink.holds(self._shown) for sink in self._sinks)):
+            self._leave()
         self._arm()
 
     def _flush(self) -> None:
@@ -439,8 +343,8 @@ class Pump:
         due = min([view.due for view in self._views], default=float("inf"))
         if self._timeline is not None and self._timeline.unwritten:
             due = min(due, self._timeline.since + _FLUSH)
-        if self._end is not None:
-            due = min(due, self._end.until, self._end.stuck)
+        if self._done is not None:
+            due = min(due, self._until, self._stuck_at)
         timer = self._timer
         if timer is not None and timer.pending:
             if timer.at <= due:
@@ -455,28 +359,62 @@ class Pump:
         timeline = self._timeline
         if timeline is not None and timeline.unwritten and timeline.since + _FLUSH <= now:
             timeline.flush()
-        if self._end is not None and self._end.is_late(now, self._written()):
-            self._give_up(self._end, now)
+        written = self._written()
+        if self._done is not None and now < self._until and written > self._progress:
+            self._progress, self._stuck_at = written, now + self._stuck
+        elif self._done is not None and now >= min(self._until, self._stuck_at):
+            self._give_up(now)
         self._run()
 
     # --- the end
 
-    def _leave(self, end: PumpEnd) -> None:
-        self._end = None
-        report_refused(self._sinks)
-        end.done()
+    def _end_lines(self) -> None:
+        """End every source: all files have been read."""
+        self._over = True
+        for stream in self._streams:
+            for view, source in stream.views:
+                if view.output.sink.path or not self._gave_up:
+                    view.finish(source)
+        for view in self._views:
+            if view.output.sink.path or not self._gave_up:
+                view.close()
+        self._shown = {source for stream in self._streams for _view, source in stream.all_views}
+
+    def _leave(self) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            report_refused(self._sinks)
+            done()
 
     def _written(self) -> int:
         return sum(sink.written for sink in self._sinks)
 
-    def _give_up(self, end: PumpEnd, now: float) -> None:
+    def _give_up(self, now: float) -> None:
         """Stop waiting for slow readers, then, the second time, for files of ours whose disk takes nothing."""
-        end.report_missing(self._dirty, self._views, self._sinks)
-        if end.gave_up:
-            self._leave(end)
+        self._report_missing()
+        if self._gave_up:
+            self._leave()
             return
-        end.give_up(now)
+        self._gave_up = True
+        self._until = self._stuck_at = now + STUCK
         for stream in self._streams:
             if not stream.to_file:
                 stream.given_up = True
                 self._dirty.pop(stream, None)
+
+    def _report_missing(self) -> None:
+        """Report what is not shown, as far as is waited for, and drop it where nobody else's lines wait, too."""
+        left = count_unread([stream for stream in self._streams if self._gave_up or not stream.to_file], self._dirty)
+        for stream, unread in left.items():
+            if unread == (0, False):  # its last line may have no end: it waits to be written like any other then
+                for view, source in stream.views:
+                    view.finish(source)
+        for view in self._views:
+            view.release()
+        pending: dict[object, int] = {}
+        for sink in self._sinks:
+            pending |= sink.pending()
+            # One with others' lines goes on when its reader does.
+            if not sink.shared and (self._gave_up or not sink.path):
+                sink.give_up()
+        report_missing(left, pending)

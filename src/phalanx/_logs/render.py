@@ -51,7 +51,7 @@ class Json:
         moment = datetime.fromtimestamp(time()).astimezone()
         host = {"host": self._host} if self._host else {}
         seen = moment.isoformat(timespec="milliseconds")
-        fields = {**host, "time": seen, "rank": source.rank, "stream": source.stream, **source.line.marks}
+        fields = {**host, "time": seen, "rank": source.rank, "stream": source.stream, **source.marks}
         head = json.dumps(fields)[:-1] + ', "text": '
         encode = json.JSONEncoder(ensure_ascii=False).encode
         lines = block.replace(b"\r\n", b"\n")[:-1].decode("utf-8", "backslashreplace").split("\n")
@@ -127,23 +127,22 @@ class View:
 
     def take(self, source: Source, data: bytes | bytearray, count: int = -1, *, more: bool = False) -> None:
         """Take the next ``count`` bytes of a source (< 0: all of ``data``). ``more`` can be read already, or not."""
-        line = source.line
-        line.behind = more
+        source.behind = more
         self._sources.add(source)
-        cutter = line.cutter
+        cutter = source.cutter
         block = cutter.cut(data, count)
         if block:
             self._unfinished.pop(source, None)
             if self._terminal is not None:
                 self._terminal.show(source, b"")
-            elif line.begun:
+            elif source.begun:
                 end = b""
                 if not cutter.withdrawn:
                     end, _, block = block.partition(b"\n")
                 self.output.end(source, source.label(self.time), self._escaped(source, end))
-                line.begun = False
-            elif line.shown:
-                shown, line.shown = line.shown, b""
+                source.begun = False
+            elif source.shown:
+                shown, source.shown = source.shown, b""
                 first, _, others = block.partition(b"\n")
                 block = others if first.rstrip(b"\r") == shown else block  # it has just been shown
             block = self._show_last_part(source, block)
@@ -152,22 +151,21 @@ class View:
         if cutter.held >= LONGEST:
             self._show_piece(source)
         elif cutter.held:
-            line.parted &= not cutter.rewritten
-            if line.begun and cutter.rewritten:
+            source.parted &= not cutter.rewritten
+            if source.begun and cutter.rewritten:
                 self.output.end(source, source.label(self.time), b"")
-                line.begun = False
-            line.changed = clock.now()
+                source.begun = False
+            source.changed = clock.now()
             self._unfinished[source] = None
             self._want(self._due_of(source))
 
     def skip(self, source: Source, data: bytes) -> None:
         """Drop the next bytes of a source; hold the unfinished line at their end, as far as it can be held."""
-        line = source.line
-        if line.cutter.cut(data):
-            line.parted = False
-        if line.cutter.held >= LONGEST:
-            line.cutter.take_piece()
-            line.parted = True
+        if source.cutter.cut(data):
+            source.parted = False
+        if source.cutter.held >= LONGEST:
+            source.cutter.take_piece()
+            source.parted = True
 
     def show(self, source: Source, block: bytes) -> None:
         """Show those of whole lines that `select` chooses."""
@@ -234,16 +232,15 @@ class View:
 
     def finish(self, source: Source) -> None:
         """End a source: show its last line, which has no line end."""
-        line = source.line
-        rest = line.cutter.take()
+        rest = source.cutter.take()
         if self._terminal is not None:
             self._terminal.show(source, b"")
-        if line.begun:
+        if source.begun:
             self.output.end(source, source.label(self.time), self._escaped(source, rest))
-            line.begun = False
-        elif rest and rest.rstrip(b"\r") != line.shown:
+            source.begun = False
+        elif rest and rest.rstrip(b"\r") != source.shown:
             self._show_part(source, rest)
-        line.shown, line.parted = b"", False
+        source.shown, source.parted = b"", False
         self._unfinished.pop(source, None)
 
     def release(self) -> None:
@@ -264,75 +261,73 @@ class View:
 
     def _escaped(self, source: Source, data: bytes) -> bytes:
         """Return the next lines of a source, or a part of one, without what a terminal would obey."""
-        return source.line.colours.render(data) if self._sanitise and data else data
+        return source.colours.render(data) if self._sanitise and data else data
 
     def _want(self, moment: float) -> None:
         self.due = min(self.due, moment)
 
     def _due_of(self, source: Source) -> float:
         """When the unfinished line of a source has to be shown (seconds, monotonic)."""
-        line = source.line
-        if line.behind:
+        if source.behind:
             return math.inf
         if self._tracebacks is not None and self._tracebacks.holds(source):
             return self._tracebacks.due
-        if line.cutter.rewritten:
-            return line.changed if self._terminal is not None else max(line.changed, line.shown_at + STATE)
-        return math.inf if self._whole_lines else line.changed + QUIET
+        if source.cutter.rewritten:
+            return source.changed if self._terminal is not None else max(source.changed, source.shown_at + STATE)
+        return math.inf if self._whole_lines else source.changed + QUIET
 
     def _show_unfinished(self, source: Source) -> None:
-        line, cutter = source.line, source.line.cutter
+        cutter = source.cutter
         del self._unfinished[source]
         if self._terminal is not None:
             wanted = self._select is None or self._select.wants(cutter.rest + b"\n")
             self._terminal.show(source, source.label(self.time) + cutter.rest if wanted else b"")
         elif cutter.rewritten:
             state = cutter.rest.rstrip(b"\r")
-            if state.strip() and state != line.shown:
-                line.shown, line.shown_at = state, clock.now()
+            if state.strip() and state != source.shown:
+                source.shown, source.shown_at = state, clock.now()
                 self.show(source, state + b"\n")
         else:
             piece = cutter.take_settled()
             if piece:
                 self.output.extend(source, source.label(self.time), self._escaped(source, piece))
-                line.begun = True
-                line.shown_at = clock.now()  # it may turn out to be the first state of a progress bar
+                source.begun = True
+                source.shown_at = clock.now()  # it may turn out to be the first state of a progress bar
 
     def _show_piece(self, source: Source) -> None:
         """Show a piece of a line that is longer than can be held."""
-        line = source.line
-        piece = line.cutter.take_piece()
-        line.shown = b""
+        piece = source.cutter.take_piece()
+        source.shown = b""
         self._unfinished.pop(source, None)
         if self._terminal is not None:
             self._terminal.show(source, b"")
         if self._whole_lines or self._terminal is not None:
             self._show_part(source, piece, partial=True)
-            line.parted = True
+            source.parted = True
         else:
             self.output.extend(source, source.label(self.time), self._escaped(source, piece))
-            line.begun = True
+            source.begun = True
 
     def _show_last_part(self, source: Source, block: bytes) -> bytes:
         """Show the last part of a line whose earlier parts have been shown, if there is one. Return the lines after it.
 
         JSON gets the last part even if it is empty: its reader waits for one without ``partial``.
         """
-        if source.line.parted and not source.line.cutter.withdrawn:
+        if source.parted and not source.cutter.withdrawn:
             end, _, block = block.partition(b"\n")
             if end.rstrip(b"\r") or isinstance(self._form, Json):
                 self._show_part(source, end)
-        source.line.parted = False
+        source.parted = False
         return block
 
     def _show_part(self, source: Source, part: bytes, **marks: bool) -> None:
         """Show a part of a line, or a whole one. `select` judges a part by itself; it is no context of other lines."""
         text = part + b"\n"
-        if source.line.parted:
+        if source.parted:
             marks["continued"] = True
         if not marks:
             self.show(source, text)
         elif self._select is None or self._select.wants(text):
-            source.line.marks = marks
+            source.marks = marks
             self.reveal(source, text)
-            source.line.marks = {}
+            source.marks = {}

@@ -237,7 +237,8 @@ class Search:
 
     def _kept(self, block: bytes) -> bytes:
         spans = self._exclude.spans(block) if self._exclude is not None else ()
-        return pieces(block, _between(spans, len(block))) if spans else block
+        starts, ends = [0, *(end for _start, end in spans)], [*(start for start, _end in spans), len(block)]
+        return pieces(block, zip(starts, ends, strict=True)) if spans else block
 
 
 class _Context:
@@ -295,15 +296,3 @@ class _Context:
 
 def _lines(block: bytes) -> list[bytes]:
     return [line + b"\n" for line in block[:-1].split(b"\n")] if block else []
-
-
-def _between(spans: Iterable[tuple[int, int]], size: int) -> Spans:
-    """Return the spans between the given ones."""
-    left, offset = [], 0
-    for start, end in spans:
-        if offset < start:
-            left.append((offset, start))
-        offset = end
-    if offset < size:
-        left.append((offset, size))
-    return left

@@ -84,7 +84,7 @@ class Stream:
     def fall_behind(self) -> None:
         """Mark its sources: there is more to be read, later."""
         for _view, source in self.views:
-            source.line.behind = True
+            source.behind = True
 
 
 _POLL = 0.1  # seconds between two looks at the files where inotify is not available, at least;

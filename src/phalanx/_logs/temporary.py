@@ -10,12 +10,9 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 
 from phalanx._base import clock, files, interrupts, procfs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PREFIX = "phalanx_"
 """What their names begin with."""

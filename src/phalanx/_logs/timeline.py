@@ -29,6 +29,7 @@ The formats `phalanx1` and `phalanx2`, which no release has written, are not rea
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterator
@@ -171,21 +172,14 @@ class TimelineReader:
 
 def read(path: str) -> Iterator[Record]:
     """Yield the records of the timeline in ``path``."""
-    timeline = TimelineReader(path)
-    try:
+    with contextlib.closing(TimelineReader(path)) as timeline:
         yield from timeline.records()
-    finally:
-        timeline.close()
 
 
 def is_foreign(path: str) -> bool:
     """Whether another version of Phalanx has written the timeline in ``path``, in a format that is not read."""
     try:
-        fd = files.opened(path)
-        try:
-            head = os.pread(fd, len(MAGIC), 0)
-        finally:
-            os.close(fd)
+        head = files.read(path, len(MAGIC))
     except OSError:
         return False
     return head.startswith(_ANY) and not MAGIC.startswith(head)

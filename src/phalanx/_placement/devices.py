@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 _CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _OTHERS = ("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES")
@@ -66,7 +63,6 @@ def _index(entry: str) -> str | None:
 
 _WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
 _DIGITS = 6  # of a number of workers: Linux has no more than 4 million processes
-_ASKING = 10.0  # seconds that nvidia-smi may take to list the devices
 
 
 def count(wanted: str) -> int:
@@ -100,77 +96,56 @@ def count_gpus(root: str = "/") -> int:
     """Count the accelerators that a worker would see: the kernel's devices, limited by the visible-devices variables.
 
     NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. Under WSL2
-    there is one /dev/dxg for all: nvidia-smi counts them there, and where it fails, one is assumed. AMD: the
-    nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
+    there is one /dev/dxg, which counts as one. AMD: the nodes of /sys/class/kfd/kfd/topology with SIMD units (the
+    others are CPUs).
     """
     for variables, present in (
         (("CUDA_VISIBLE_DEVICES",), _nvidia(root)),
-        (("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _amd(root)),
+        (("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), len(amd_nodes(root))),
     ):
         if present:
             chosen = next((os.environ[name] for name in variables if name in os.environ), None)
-            return present if chosen is None else min(present, _visible(chosen, present))
+            named = [str(number) for number in range(present)] if chosen is None else visible(chosen)
+            # Those before the first that does not exist.
+            beyond = (index for index, device in enumerate(named) if device.isdigit() and int(device) >= present)
+            return min(present, next(beyond, len(named)))
     return 0
 
 
-def _visible(value: str, present: int) -> int:
-    """Count the devices that a visible-devices variable selects: those before the first that does not exist."""
-    named = visible(value)
-    beyond = (index for index, device in enumerate(named) if device.isdigit() and int(device) >= present)
-    return next(beyond, len(named))
-
-
 def _nvidia(root: str) -> int:
-    nodes = [path for path in _glob(os.path.join(root, "dev/nvidia*")) if re.search(r"nvidia\d+$", path)]
-    return len(nodes) or len(_glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))) or _wsl(root)
+    nodes = [name for name in _names(os.path.join(root, "dev")) if re.fullmatch(r"nvidia\d+", name)]
+    return len(nodes) or len(_names(os.path.join(root, "proc/driver/nvidia/gpus"))) or _wsl(root)
 
 
 def _wsl(root: str) -> int:
     """Count the NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg is for devices of other makers."""
-    folder = os.path.join(root, _WSL)
-    libraries = (os.path.join(folder, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
-    if not os.path.exists(os.path.join(root, "dev/dxg")) or not any(map(os.path.exists, libraries)):
-        return 0
-    listed = _output(os.path.join(folder, "nvidia-smi"), "-L")
-    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)) or 1
+    libraries = (os.path.join(root, _WSL, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
+    return int(os.path.exists(os.path.join(root, "dev/dxg")) and any(map(os.path.exists, libraries)))
 
 
-def _output(*command: str) -> str:
-    """Run a program for at most `_ASKING` seconds. Returns its stdout; "" if it cannot be run, or fails."""
-    import subprocess
+def amd_nodes(root: str) -> list[dict[str, int]]:
+    """Read the properties of the nodes of AMD's driver that have SIMD units, in its order."""
+    folder = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    nodes = []
+    for number in sorted(int(name) for name in _names(folder) if name.isdecimal()):
+        text = read(os.path.join(folder, str(number), "properties"))
+        told = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
+        if told.get("simd_count", 0):
+            nodes.append(told)
+    return nodes
 
-    from phalanx._base.process import reap_later
 
-    null = subprocess.DEVNULL
+def read(path: str) -> str:
+    """Read a file; "" if it cannot be read."""
     try:
-        program = subprocess.Popen(
-            command, stdin=null, stdout=subprocess.PIPE, stderr=null, encoding="utf-8", errors="replace"
-        )
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
     except OSError:
-        return ""
-    try:
-        written = program.communicate(timeout=_ASKING)[0]
-    except subprocess.TimeoutExpired:
-        program.kill()
-        assert program.stdout is not None
-        program.stdout.close()
-        reap_later(program.wait)  # it may be in uninterruptible sleep in a driver
-        return ""
-    return "" if program.returncode else written
-
-
-def _amd(root: str) -> int:
-    devices = 0
-    for path in _glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
-        try:
-            with open(path, encoding="utf-8") as file:
-                devices += bool(re.search(r"^simd_count [1-9]", file.read(), re.MULTILINE))
-        except OSError:
-            continue
-    return devices
-
-
-def _glob(pattern: str) -> list[str]:
-    from glob import glob  # most runs ask for no device
-
-    return glob(pattern)
+        return []

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many
 from phalanx._placement import devices, topology
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-_NVIDIA, _AMD = "proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"
+_NVIDIA = "proc/driver/nvidia/gpus"
 _CHOOSE_NVIDIA = ("CUDA_VISIBLE_DEVICES",)
 _CHOOSE_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 _INSTEAD = "--cpu-bind numa binds by rank"
@@ -92,9 +89,8 @@ class Machine:
 
     def cpus_of(self, node: int) -> set[int]:
         """Return the CPUs of a NUMA node, at least one."""
-        path = os.path.join(self._root, f"node/node{node}/cpulist")
-        cpus = topology.list_in(path)
-        if not cpus and not os.path.isdir(os.path.join(self._root, "node")):  # a kernel without NUMA
+        cpus = topology.cpus_of_node(node, self._root)
+        if not cpus and topology.node_numbers(self._root) is None:
             cpus = set(self._allowed)
         if not cpus & self._allowed:
             msg = f"no CPU of NUMA node {node} ({topology.format_list(cpus) or 'it has none'}) may be used here"
@@ -103,21 +99,15 @@ class Machine:
 
     def nodes(self) -> list[int]:
         """Return the NUMA nodes that have CPUs which may be used."""
-        try:
-            names = os.listdir(os.path.join(self._root, "node"))
-        except OSError:
+        numbers = topology.node_numbers(self._root)
+        if numbers is None:
             return [0]
-        numbers = sorted(int(name[4:]) for name in names if re.fullmatch(r"node\d{1,6}", name, re.ASCII))
-        return [
-            number
-            for number in numbers
-            if topology.list_in(os.path.join(self._root, f"node/node{number}/cpulist")) & self._allowed
-        ]
+        return [number for number in numbers if topology.cpus_of_node(number, self._root) & self._allowed]
 
     def socket_of(self, node: int) -> str:
         """Return the physical package of a node's CPUs."""
         cpu = min(self.cpus_of(node))
-        number = _text(os.path.join(self._root, f"cpu/cpu{cpu}/topology/physical_package_id"))
+        number = devices.read(os.path.join(self._root, f"cpu/cpu{cpu}/topology/physical_package_id"))
         if not number:
             msg = f"/sys tells no socket of CPU {cpu}"
             raise ValueError(msg)
@@ -136,7 +126,7 @@ class Machine:
         except OSError:
             names = []
         for name in sorted(names):
-            level, kind = _text(f"{folder}/{name}/level"), _text(f"{folder}/{name}/type")
+            level, kind = devices.read(f"{folder}/{name}/level"), devices.read(f"{folder}/{name}/type")
             if kind in ("Unified", "Data") and level.isdecimal() and int(level) > highest:
                 highest, sharing = int(level), topology.list_in(f"{folder}/{name}/shared_cpu_list") or {cpu}
         return min(sharing)
@@ -181,39 +171,27 @@ def _nvidia(root: str) -> list[Gpu]:
     except OSError:
         return []
     gpus = []
-    for name in sorted(names, key=_by_address):
+    for name in sorted(names, key=lambda name: [int(part, 16) for part in re.findall(r"[0-9a-fA-F]+", name)]):
         told = re.search(
-            r"^GPU UUID:\s*(GPU-\S+)", _text(os.path.join(root, _NVIDIA, name, "information")), re.MULTILINE
+            r"^GPU UUID:\s*(GPU-\S+)", devices.read(os.path.join(root, _NVIDIA, name, "information")), re.MULTILINE
         )
         gpus.append(Gpu(name, told[1] if told else "", _node_of(root, name)))
     return gpus
 
 
 def _amd(root: str) -> list[Gpu]:
-    """List the GPUs among the nodes of AMD's driver: those with SIMD units, in its order."""
-    folder = os.path.join(root, _AMD)
-    try:
-        numbers = sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
-    except OSError:
-        return []
+    """List the GPUs among the nodes of AMD's driver."""
     gpus = []
-    for number in numbers:
-        text = _text(os.path.join(folder, str(number), "properties"))
-        told = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
-        if told.get("simd_count", 0):
-            place = told.get("location_id", 0)  # bus, device and function, in 8, 5 and 3 bits
-            address = f"{told.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
-            gpus.append(Gpu(address, f"GPU-{told.get('unique_id', 0):x}", _node_of(root, address)))
+    for told in devices.amd_nodes(root):
+        place = told.get("location_id", 0)  # bus, device and function, in 8, 5 and 3 bits
+        address = f"{told.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
+        gpus.append(Gpu(address, f"GPU-{told.get('unique_id', 0):x}", _node_of(root, address)))
     return gpus
 
 
 def _node_of(root: str, address: str) -> int:
-    text = _text(os.path.join(root, "sys/bus/pci/devices", address.lower(), "numa_node"))
+    text = devices.read(os.path.join(root, "sys/bus/pci/devices", address.lower(), "numa_node"))
     return max(0, int(text)) if re.fullmatch(r"-?\d+", text, re.ASCII) else 0
-
-
-def _by_address(name: str) -> tuple[int, ...]:
-    return tuple(int(part, 16) for part in re.findall(r"[0-9a-fA-F]+", name))
 
 
 def _node(machine: Machine, gpus: Sequence[Gpu], rank: int) -> set[int]:
@@ -254,12 +232,3 @@ def _group(cpus: Collection[int], key: Callable[[int], int]) -> dict[int, set[in
     for cpu in cpus:
         groups.setdefault(key(cpu), set()).add(cpu)
     return groups
-
-
-def _text(path: str) -> str:
-    """Read a file; "" if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from phalanx._base import procfs
 from phalanx._base.frozen import Value
-from phalanx._base.text import how_many
+from phalanx._base.text import format_ranks, how_many
+from phalanx._placement import devices
 
 SYSTEM = "/sys/devices/system"
 WAYS = ("none", "core", "numa")
@@ -122,18 +123,8 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Write a list of CPUs as the kernel does.
-
-    >>> format_list([0, 1, 2, 8])
-    '0-2,8'
-    """
-    runs: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    """Write a list of CPUs as the kernel does: ``0-2,8``."""
+    return format_ranks(cpus, ",")
 
 
 def quota() -> float | None:
@@ -151,7 +142,9 @@ def quota_of(folders: Iterable[tuple[str, str]]) -> float | None:
     for point, lowest in folders:
         folder = lowest
         while folder.startswith(point) and folder != os.path.dirname(folder):
-            limit = _text(f"{folder}/cpu.max") or _text(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
+            limit = devices.read(f"{folder}/cpu.max") or " ".join(
+                [devices.read(f"{folder}/cpu.cfs_quota_us"), devices.read(f"{folder}/cpu.cfs_period_us")]
+            )
             time, _, period = limit.partition(" ")
             if time.isdecimal() and period.isdecimal() and int(period):
                 found.append(int(time) / int(period))
@@ -170,8 +163,10 @@ def _listed(how: str, count: int, allowed: tuple[int, ...]) -> list[tuple[int, .
             raise ValueError(msg) from None
         wrong = [cpu for cpu in cpus if cpu not in allowed]
         if not cpus or wrong:
-            what = f"CPU {format_list(wrong)} is not among those that may be used" if wrong else "no CPU; there are"
-            msg = f"{how!r}: rank {rank}: {what}: {format_list(allowed)}"
+            what = (
+                f"CPU {format_ranks(wrong, ',')} is not among those that may be used" if wrong else "no CPU; there are"
+            )
+            msg = f"{how!r}: rank {rank}: {what}: {format_ranks(allowed, ',')}"
             raise ValueError(msg)
         shares.append(tuple(cpus))
     if len(shares) != count:
@@ -181,20 +176,28 @@ def _listed(how: str, count: int, allowed: tuple[int, ...]) -> list[tuple[int, .
 
 
 def _nodes(cpus: set[int], root: str) -> list[tuple[int, ...]]:
-    folder = os.path.join(root, "node")
-    try:
-        names = os.listdir(folder)
-    except OSError:  # a kernel without NUMA
-        names = []
-    numbers = sorted(int(name[4:]) for name in names if name.startswith("node") and _is_number(name[4:]))
     left = set(cpus)
     nodes = []
-    for number in numbers:
-        node = list_in(os.path.join(folder, f"node{number}/cpulist")) & left
+    for number in node_numbers(root) or ():
+        node = cpus_of_node(number, root) & left
         left -= node
         if node:  # else it has memory alone, or CPUs that may not be used
             nodes.append(tuple(sorted(node)))
     return [*nodes, tuple(sorted(left))] if left else nodes
+
+
+def node_numbers(root: str) -> list[int] | None:
+    """List the NUMA nodes, with CPUs or without; None: a kernel without NUMA."""
+    try:
+        names = os.listdir(os.path.join(root, "node"))
+    except OSError:
+        return None
+    return sorted(int(name[4:]) for name in names if name.startswith("node") and _is_number(name[4:]))
+
+
+def cpus_of_node(number: int, root: str) -> set[int]:
+    """Read the CPUs of a NUMA node."""
+    return list_in(os.path.join(root, f"node/node{number}/cpulist"))
 
 
 def siblings(cpu: int, root: str) -> set[int]:
@@ -210,18 +213,6 @@ def _is_number(text: str) -> bool:
 def list_in(path: str) -> set[int]:
     """Read a file that holds a list of CPUs; none, if it cannot be read."""
     try:
-        return set(parse_list(_text(path)))
+        return set(parse_list(devices.read(path)))
     except ValueError:
         return set()
-
-
-def _text(*paths: str) -> str:
-    """Read files, and join them by blanks; "" if one cannot be read."""
-    texts = []
-    for path in paths:
-        try:
-            with open(path, encoding="utf-8") as file:
-                texts.append(file.read().strip())
-        except (OSError, UnicodeDecodeError):
-            return ""
-    return " ".join(texts)

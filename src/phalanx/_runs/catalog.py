@@ -95,7 +95,8 @@ def find(roots: Iterable[str]) -> list[RunDir]:
                 for entry in entries
                 if not entry.name.startswith(REMOVED) and entry.is_dir(follow_symlinks=False)
             ]
-    runs = [_in_brief(look(path)) for path in folders if _is_run(path)]
+    runs = [look(path) for path in folders if _is_run(path)]
+    runs = [found if found.run is None else found.replace(run=record.brief(found.run)) for found in runs]
     return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
 
 
@@ -127,10 +128,6 @@ def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
             msg = f"there are no runs of yours in {where}; of other users, which have to be named: {_listing(runs)}"
         raise UnknownRunError(msg)
     return look(latest.path)
-
-
-def _in_brief(found: RunDir) -> RunDir:
-    return found if found.run is None else found.replace(run=record.brief(found.run))
 
 
 def _called(where: str, runs: list[RunDir], text: str) -> RunDir:

@@ -26,15 +26,11 @@ import errno
 import functools
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 FILE = "run.json"
 """The name of the record in a run's folder."""
@@ -415,96 +411,67 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # at least, and less than: t
     "Moment": (float, 0, 253402214400),  # 9999-12-31
     "Seconds": (float, 0, 253402214400),
 }
+_FLOATS = ("Moment", "Seconds")
 
 
-class _MismatchError(Exception):
-    """A value is not what its field takes. ``where`` has the steps to it, the last one first."""
-
-    def __init__(self, expected: str, value: Any) -> None:
-        super().__init__(expected)
-        self.value = value
-        self.where: list[str] = []
-
-
-def _checked(kind: str, value: Any) -> Any:
+def _checked(kind: str, value: Any, where: Any = ()) -> Any:
     """Return a value of JSON as a field with the annotation ``kind`` has it. Raises ValueError, which names the field.
+
+    ``where``: the steps to it, the last one beside those before it.
 
     >>> _checked("list[Count]", [1, -1])
     Traceback (most recent call last):
     ValueError: expected a number, 0 or more and less than 2.14748e+09, got -1 - at `$[1]`
     """
-    try:
-        return _reader(kind)(value)
-    except _MismatchError as error:
-        where = "".join(["$", *reversed(error.where)])
-        raise ValueError(f"expected {error}, got {_in_short(repr(error.value), 80)} - at `{where}`") from None
+    expected = _mismatch(kind, value)
+    if not expected and kind in _PARTS:
+        part, lacking = _PARTS[kind], ""
+        found: dict[str, Any] = {}
+        for name, inner, is_optional in _fields(kind):
+            if name not in value:  # other names are of a later version
+                lacking = lacking or ("" if hasattr(part, name) else name)
+            elif (one := value[name]) is None and is_optional:
+                found[name] = None
+            else:
+                found[name] = _checked(inner, one, (where, name))
+        if not lacking:
+            return part(**found)
+        expected = f"an object with `{lacking}`"
+    if expected:
+        steps = []
+        while where:
+            where, step = where
+            steps.append(f"[{step}]" if isinstance(step, int) else f".{step}")
+        place = "".join(["$", *reversed(steps)])
+        msg = f"expected {expected}, got {_in_short(repr(value), 80)} - at `{place}`"
+        raise ValueError(msg)
+    if kind.startswith("list["):
+        return [_checked(kind[5:-1], one, (where, index)) for index, one in enumerate(value)]
+    return float(value) if kind in _FLOATS else value
 
 
 @functools.cache
-def _reader(kind: str) -> Callable[[Any], Any]:
-    """Return a function that reads a value with this annotation. It raises `_MismatchError`."""
-    kind, is_optional, _ = kind.partition(" | None")
-    read: Callable[[Any], Any]
+def _fields(kind: str) -> list[tuple[str, str, bool]]:
+    """Return the name of each field of a part, its annotation without None, and whether it has that."""
+    kinds = ((name, _PARTS[kind].__annotations__[name].partition(" | None")) for name in _PARTS[kind].__match_args__)
+    return [(name, inner, bool(optional)) for name, (inner, optional, _) in kinds]
+
+
+def _mismatch(kind: str, value: Any) -> str:
+    """Return what a value should be; "" if it is that, but for what is in it."""
+    if kind in _NUMBERS:
+        number, least, below = _NUMBERS[kind]
+        is_right = type(value) in (int, number) and least <= value < below
+        return "" if is_right else f"a number, {least:g} or more and less than {below:g}"
+    if kind in _CHOICES:
+        return "" if value in _CHOICES[kind] else f"one of {', '.join(_CHOICES[kind])}"
+    if kind in _PARTS:
+        return "" if isinstance(value, dict) else "an object"
     if kind.startswith("list["):
-        read = functools.partial(_read_list, _reader(kind[5:-1]))
-    elif part := _PARTS.get(kind):
-        read = functools.partial(
-            _read_part, part, [(name, _reader(part.__annotations__[name])) for name in part.__match_args__]
-        )
-    elif kind in _NUMBERS:
-        read = functools.partial(_read_number, *_NUMBERS[kind])
-    else:
-        read = functools.partial(_read_choice, _CHOICES[kind]) if kind in _CHOICES else _read_text
-    return (lambda value: None if value is None else read(value)) if is_optional else read
-
-
-def _read_list(read: Callable[[Any], Any], value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) > _MOST_RANKS:
-        raise _MismatchError(f"an array of {_MOST_RANKS} at most", value)
-    found: list[Any] = []
-    try:
-        for one in value:
-            found.append(read(one))  # noqa: PERF401 - its length is where an error is
-    except _MismatchError as error:
-        error.where.append(f"[{len(found)}]")
-        raise
-    return found
-
-
-def _read_part(part: type[Value], readers: list[tuple[str, Callable[[Any], Any]]], value: Any) -> Value:
-    if not isinstance(value, dict):
-        raise _MismatchError("an object", value)
-    found = {}
-    name = ""
-    try:
-        for name, read in readers:
-            if name in value:  # other names are of a later version
-                found[name] = read(value[name])
-            elif not hasattr(part, name):
-                break
-        else:
-            return part(**found)
-    except _MismatchError as error:
-        error.where.append(f".{name}")
-        raise
-    raise _MismatchError(f"an object with `{name}`", value)
-
-
-def _read_number(number: type, least: float, below: float, value: Any) -> Any:
-    if type(value) not in (int, number) or not least <= value < below:
-        raise _MismatchError(f"a number, {least:g} or more and less than {below:g}", value)
-    return float(value) if number is float else value
-
-
-def _read_choice(choices: tuple[str, ...], value: Any) -> Any:
-    if value not in choices:
-        raise _MismatchError(f"one of {', '.join(choices)}", value)
-    return value
-
-
-def _read_text(value: Any) -> str:
+        is_right = isinstance(value, list) and len(value) <= _MOST_RANKS
+        return "" if is_right else f"an array of {_MOST_RANKS} at most"
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
-        raise _MismatchError(f"a text of {_MOST_TEXT} characters at most", value)
+        return f"a text of {_MOST_TEXT} characters at most"
     if not value.isascii():
         value.encode()  # raises UnicodeEncodeError for half a pair of surrogates
-    return value
+    return ""

@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 from phalanx._base import clock, disk, procfs
 from phalanx._base.text import how_many, one_line
 from phalanx._base.threads import SerialExecutor
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.event_file import EventLog
+from phalanx._events.kinds import Event
+from phalanx._events.stream import EventStream
 from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._runs import record
-from phalanx._runs.record import Attempt, Leftover, Rank, Run
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from phalanx._events.kinds import Event
-    from phalanx._events.stream import EventStream
-    from phalanx._runs.record import State
+from phalanx._runs.record import Attempt, Leftover, Rank, Run, State
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits, at most, for the disk."""

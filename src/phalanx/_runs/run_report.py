@@ -6,18 +6,14 @@ run ends (`_outcomes.report`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from phalanx._outcomes.earlier import Earlier, describe
-from phalanx._outcomes.failure import STATES, Outcome
+from phalanx._outcomes.failure import STATES, Outcome, ProcessFailure
 from phalanx._outcomes.report import format_report, format_summary, mask
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
-
-    from phalanx._outcomes.failure import ProcessFailure
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 
 def describe_run(

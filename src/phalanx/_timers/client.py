@@ -59,14 +59,6 @@ if TYPE_CHECKING:
 _FLAG_OF = [flag(SLOTS_IN_USE, max(0, slot - FIRST + 1)) for slot in range(FIRST + SLOTS)]
 
 _taken: set[Seat] = set()  # the seats of this process
-_hooked = False
-
-
-def _register_fork_hook() -> None:
-    global _hooked  # noqa: PLW0603 - hooks are the process's
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_detach_all)
 
 
 def _detach_all() -> None:
@@ -74,6 +66,9 @@ def _detach_all() -> None:
     for seat in _taken:
         seat.detach()
     _taken.clear()
+
+
+os.register_at_fork(after_in_child=_detach_all)
 
 
 def file_identity(fd: int) -> tuple[int, int]:
@@ -107,7 +102,6 @@ class Seat:
         except ValueError:
             msg = f"{TIMERS_ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
             raise ValueError(msg) from None
-        _register_fork_hook()
         self._fds: list[int] = []
         self._files: list[tuple[int, int]] = []  # a program that closes all descriptors reuses their numbers
         self._maps: list[mmap.mmap] = []

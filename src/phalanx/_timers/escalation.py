@@ -143,10 +143,7 @@ class TimerScheduler:
     def _postponed_by_pause(self, key: Key, planned: int, now: int) -> bool:
         """Postpone an expired timer by the time in which this process could not run. Returns whether it did.
 
-        Args:
-            key: The timer.
-            planned: When this look was to be.
-            now: When it was.
+        The look that found it was ``planned`` for one moment, and is ``now``.
         """
         loop, deadline = self._loop, self._rearmed.get(key, key[2])
         unseen = key[2] < planned and loop.waited_until - loop.waited_from > SLACK

@@ -38,7 +38,7 @@ class Timer(Value):
     step: int = 0
 
 
-class Hang:
+class Hang(Value):
     """An expired timer of one rank. Keeper and launcher exchange it as a tuple.
 
     Args:
@@ -48,13 +48,10 @@ class Hang:
         timer: The timer.
     """
 
-    __slots__ = ("is_worker", "pid", "rank", "timer")
-
-    def __init__(self, rank: int, pid: int, is_worker: bool, timer: Timer) -> None:  # noqa: FBT001 - positional, as in `to_tuple`
-        self.rank = rank
-        self.pid = pid
-        self.is_worker = is_worker
-        self.timer = timer
+    rank: int
+    pid: int
+    is_worker: bool
+    timer: Timer
 
     @classmethod
     def from_tuple(cls, values: tuple[Any, ...]) -> Hang:

@@ -192,14 +192,7 @@ class HangReporter:
     ) -> None:
         """Take the evidence that a step wants, then call ``evidence_taken``, once, also after an exception.
 
-        Args:
-            name: The step's.
-            number: The signal that it will send, or 0.
-            moment: When it was due.
-            packed: The hangs.
-            workers: As for `on_message`.
-            ended: As for `on_message`.
-            evidence_taken: As for `on_message`.
+        The step was due at ``moment``, for the hangs in ``packed``, and will send the signal ``number`` (0: none).
         """
         answer = _once(evidence_taken)
         hangs = list(map(Hang.from_tuple, packed))

@@ -63,14 +63,6 @@ _AT_A_TIME = 1 << 16  # timers that one look returns, shared among the seats: an
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 _tables: set[TimerTable] = set()  # those that this process watches, or has made
-_hooked = False
-
-
-def _register_fork_hook() -> None:
-    global _hooked  # noqa: PLW0603 - hooks are the process's
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _let_go_of_all() -> None:
@@ -81,6 +73,9 @@ def _let_go_of_all() -> None:
     """
     for table in list(_tables):
         table.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _in_use(levels: tuple[int, ...], flags: int) -> int:
@@ -171,7 +166,6 @@ class TimerTable:
         self._seen: list[tuple[int, memoryview]] = []  # at the last look
         self._known: dict[int, tuple[list[int], int]] = {}  # by seat: the holder, and its slots used so far
         self._address = ""
-        _register_fork_hook()
         _tables.add(self)
 
     @property

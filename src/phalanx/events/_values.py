@@ -148,7 +148,7 @@ def _plain(value: Any) -> Any:
     """Get what JSON can have in place of a value that it has no form for."""
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: getattr(value, each.name) for each in fields(value)}
-    for convert in (_item, operator.index, float):
+    for convert in (operator.methodcaller("item"), operator.index, float):  # a scalar of NumPy or torch has an item
         try:
             found = convert(value)
         except Exception:  # noqa: BLE001, S112 - it has none, or is an array of several; it may raise anything
@@ -156,10 +156,6 @@ def _plain(value: Any) -> Any:
         if isinstance(found, (int, float)):
             return found
     return _text(value)
-
-
-def _item(value: Any) -> Any:
-    return value.item()  # of a scalar of NumPy or torch
 
 
 def _text(value: object) -> str:

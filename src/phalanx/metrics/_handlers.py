@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import namedtuple
+from collections.abc import Mapping
 
 from phalanx._base import clock
 from phalanx._base.handler_guard import Guard
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class MetricData(

@@ -16,8 +16,6 @@ and ``born``, field 22 of /proc/PID/stat of the process ``pid``, so that the tim
 process with the same pid.
 """
 
-# ruff: noqa: SLF001 - what this package adds to the original's fields of a request is for the package alone
-
 from __future__ import annotations
 
 import errno
@@ -29,8 +27,8 @@ import select
 import signal as signals
 import stat
 
-from phalanx._base import clock, linux, procfs
-from phalanx.timer._requests import SHORT_SCOPE, TimerClient, TimerRequest, shortened
+from phalanx._base import clock
+from phalanx.timer._requests import SHORT_SCOPE, PipeTimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +46,6 @@ _RETRY = 0.05  # seconds from one attempt to open a pipe to the next, while its 
 _FULL_PATIENCE = 10.0
 _ABSENT_PATIENCE = 5.0
 _SCOPE_LIMIT = 3800  # bytes of JSON; the rest of the line takes less than 250
-_NO_FILE = -1
 
 
 class FileTimerRequest(TimerRequest):
@@ -152,7 +149,7 @@ class FileTimerRequest(TimerRequest):
         return request
 
 
-class FileTimerClient(TimerClient):
+class FileTimerClient(PipeTimerClient):
     """Sets timers at a `FileTimerServer` on the same host, through its named pipe.
 
     The pipe is opened by the first request and kept open. Any thread may use the client, and so may a
@@ -173,23 +170,10 @@ class FileTimerClient(TimerClient):
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
         super().__init__()
-        # The pipe, by pid: in a fork the inherited number may be another file's by now (a daemon closes all and opens
-        # others), so the fork opens the pipe itself. A dict, as setdefault is one step for all threads.
-        self._fds: dict[int, int] = {}
-        self._self = (0, 0)  # our pid, and when we were born
         if not int(signal) < signals.NSIG:
             raise ValueError(f"signal: expected a number below {signals.NSIG}, got {signal!r}")
         self._file_path = os.path.abspath(file_path)
         self.signal = signal
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_fds", "_self")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
-        self.__dict__.update(state, _fds={}, _self=(0, 0))
-
-    def __del__(self) -> None:
-        self.close()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """Set a timer on ``scope_id`` that expires at ``expiration_time`` (Unix time, seconds).
@@ -205,72 +189,46 @@ class FileTimerClient(TimerClient):
         """
         self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
 
-    def release(self, scope_id: str) -> None:
-        """Release the timer on ``scope_id``. Raises as `acquire` does."""
-        self._send(scope_id, -1, None)
-
     def close(self) -> None:
         """Close the pipe; another request opens it again. Not while other threads use the client. Idempotent."""
-        fd = self._fds.pop(os.getpid(), _NO_FILE)
-        if fd != _NO_FILE:
-            os.close(fd)
+        self._close()
 
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         if not isinstance(scope, str):
             raise TypeError(f"scope_id: expected a string, got {scope!r}")
         if not math.isfinite(expiration):
             raise ValueError(f"expiration_time: expected a moment, got {expiration!r}")
-        pid, born = self._identity()
         if len(scope) > SHORT_SCOPE and len(json.dumps(scope)) > _SCOPE_LIMIT:
             scope = shortened(scope)
-        request = FileTimerRequest(pid, scope, expiration, self.signal if deadline is not None else 0)
-        request._deadline, request._born, request._taken = deadline, born, clock.now()
+        request = FileTimerRequest(os.getpid(), scope, expiration, self.signal if deadline is not None else 0)
+        self._stamp(request, deadline)
         self._send_request(request)
-
-    def _identity(self) -> tuple[int, int]:
-        pid = os.getpid()
-        if self._self[0] != pid:
-            self._self = (pid, procfs.Stat(pid).start)
-        return self._self
 
     def _send_request(self, request: FileTimerRequest) -> None:
         line = (request.to_json() + "\n").encode("ascii")
         if len(line) > LINE_LIMIT:  # never from `acquire`, which shortens
             raise ValueError(f"a request takes at most {LINE_LIMIT} bytes, this one has {len(line)}")
-        fd = self._fds.get(os.getpid(), _NO_FILE)
-        if fd == _NO_FILE:
-            fd = self._open()
-        deadline = None
         while True:
             try:
-                linux.write_to_pipe(fd, line)
-            except BlockingIOError:
-                now = clock.now()
-                deadline = now + _FULL_PATIENCE if deadline is None else deadline
-                if now >= deadline:
-                    raise TimeoutError(
-                        110,
-                        f"the timer server has read nothing for {_FULL_PATIENCE:g} s and the pipe is full: see whether"
-                        " the process of FileTimerServer is stopped, or has no time to run",
-                        self._file_path,
-                    ) from None
-                poll = select.poll()
-                poll.register(fd, select.POLLOUT)
-                poll.poll((deadline - now) * 1000)
+                self._write(line, _FULL_PATIENCE)
             except BrokenPipeError:  # the server has ended; perhaps another one runs, or will
-                fresh = open_for_writing(self._file_path, _ABSENT_PATIENCE)
+                fresh = self._open()
                 # dup2 replaces the file in one step: other threads write to one or the other.
-                os.dup2(fresh, fd, inheritable=False)
+                os.dup2(fresh, self._fd(), inheritable=False)
                 os.close(fresh)
             else:
                 return
 
     def _open(self) -> int:
-        fresh = open_for_writing(self._file_path, _ABSENT_PATIENCE)
-        fd = self._fds.setdefault(os.getpid(), fresh)
-        if fd != fresh:  # another thread was faster
-            os.close(fresh)
-        return fd
+        return open_for_writing(self._file_path, _ABSENT_PATIENCE)
+
+    def _full(self) -> TimeoutError:
+        return TimeoutError(
+            110,
+            f"the timer server has read nothing for {_FULL_PATIENCE:g} s and the pipe is full: see whether"
+            " the process of FileTimerServer is stopped, or has no time to run",
+            self._file_path,
+        )
 
 
 def _real(fields: dict[str, Any], name: str) -> float | None:

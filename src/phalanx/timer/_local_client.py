@@ -13,8 +13,8 @@ import pickle
 import select
 from struct import Struct
 
-from phalanx._base import clock, linux
-from phalanx.timer._requests import TimerClient, TimerRequest, shortened
+from phalanx._base import clock
+from phalanx.timer._requests import PipeTimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message
 _LONGEST_SCOPE = 900  # characters; with four bytes each a request fits into one write
 
 
-class LocalTimerClient(TimerClient):
+class LocalTimerClient(PipeTimerClient):
     """Sets timers at the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
 
     A request is one write to the queue's pipe. If the server reads nothing and the pipe is full, the
@@ -39,22 +39,9 @@ class LocalTimerClient(TimerClient):
     """
 
     def __init__(self, mp_queue: Any, *, patience: float = 10.0) -> None:
+        super().__init__()
         self._mp_queue = mp_queue
         self._patience = patience
-        # The pipe: one; more only if threads have opened it at the same time. A lock could be held for ever in a child
-        # that was forked at that moment.
-        self._fds: list[int] = []
-        self._me = 0, 0  # pid, start time
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_fds", "_me")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
-        self.__dict__.update(state, _fds=[], _me=(0, 0))
-
-    def __del__(self) -> None:
-        for fd in self.__dict__.get("_fds", ()):
-            os.close(fd)
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """See `TimerClient.acquire`. A negative time releases."""
@@ -63,27 +50,14 @@ class LocalTimerClient(TimerClient):
         else:
             self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
 
-    def release(self, scope_id: str) -> None:
-        """See `TimerClient.release`."""
-        self._send(scope_id, -1, None)
-
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
-        pid = os.getpid()
-        if self._me[0] != pid:
-            from phalanx._base.procfs import Stat
-
-            self._me = pid, Stat(pid).start
-        if len(scope) > _LONGEST_SCOPE:
-            scope = shortened(scope)
-        request = TimerRequest(pid, scope, expiration)
-        request._deadline = deadline  # noqa: SLF001 - what only our own clients know
-        request._born = self._me[1]  # noqa: SLF001 - as above
-        request._taken = clock.now()  # noqa: SLF001 - as above
+        request = TimerRequest(os.getpid(), scope if len(scope) <= _LONGEST_SCOPE else shortened(scope), expiration)
+        self._stamp(request, deadline)
         self._send_request(request)
 
     def _send_request(self, request: TimerRequest) -> None:
         """Write a request to the pipe."""
-        if not self._fds and not self._open():
+        if getattr(self._mp_queue, "_writer", None) is None:  # another kind: a manager's proxy, a queue of threads
             self._put(request)
             return
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
@@ -95,32 +69,15 @@ class LocalTimerClient(TimerClient):
         if semaphore is not None and not semaphore.acquire(False) and not semaphore.acquire(True, self._patience):
             raise self._full()
         try:
-            self._write(_HEAD.pack(len(data)) + data)
+            self._write(_HEAD.pack(len(data)) + data, self._patience)
         except BaseException:
             if semaphore is not None:
                 semaphore.release()
             raise
 
-    def _write(self, message: bytes) -> None:
-        end = 0.0
-        while True:
-            try:
-                linux.write_to_pipe(self._fds[0], message)
-            except BlockingIOError:
-                end = end or clock.now() + self._patience
-                poll = select.poll()
-                poll.register(self._fds[0], select.POLLOUT)
-                if not poll.poll(max(0.0, end - clock.now()) * 1000):
-                    raise self._full() from None
-            else:
-                return
-
-    def _open(self) -> bool:
-        writer = getattr(self._mp_queue, "_writer", None)
-        if writer is None:  # another kind: a manager's proxy, a queue of threads
-            return False
-        self._fds.append(os.open(f"/proc/self/fd/{int(writer.fileno())}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        return True
+    def _open(self) -> int:
+        path = f"/proc/self/fd/{int(self._mp_queue._writer.fileno())}"  # noqa: SLF001 - see above
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _put(self, request: TimerRequest) -> None:
         from queue import Full

@@ -17,6 +17,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from phalanx._base import clock, procfs
 from phalanx._base.process import Process, descends_from, lineage
@@ -26,14 +27,9 @@ from phalanx._stacks import collect, dump
 from phalanx._stacks.request import Target
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang, Timer
+from phalanx.timer._readers import PipeRequestQueue
 from phalanx.timer._requests import TimerRequest
 from phalanx.timer._server import Complaints, TimerServer
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx.timer._readers import PipeRequestQueue
 
 _log = logging.getLogger("phalanx.timer")
 

@@ -11,22 +11,17 @@ import os
 import pickle
 import select
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from struct import Struct
+from typing import Any
 
 from phalanx._base import clock, unpatched
 from phalanx._base.loop import wait_promptly
 from phalanx.timer._file_client import LINE_LIMIT, FileTimerRequest, create_pipe, is_at
-from phalanx.timer._requests import RequestQueue
+from phalanx.timer._requests import RequestQueue, TimerRequest
 from phalanx.timer._server import Complaints
 from phalanx.timer.debug_info_logging import logger
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from typing import Any
-
-    from phalanx.timer._requests import TimerRequest
 
 _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
 _LONGEST = 1 << 20  # bytes of a message: no request is longer
@@ -34,148 +29,114 @@ _CHUNK = 1 << 16  # bytes at a time: few enough that no deadline waits for long
 _LONGEST_WAIT = 2e6  # seconds: epoll_wait(2) counts milliseconds in an int
 
 
-class PipeReader:
-    """The end of a pipe that receives requests, with an eventfd that wakes it, and other descriptors to watch.
+class PipeRequestQueue(RequestQueue):
+    """A `RequestQueue` that reads a pipe, and waits for it with epoll(7), for a bell (eventfd(2)) and for others."""
 
-    Args:
-        fd: The pipe, open without blocking. It is taken over.
-    """
+    _fd = _bell = -1  # both are open, or neither
+    _epoll: Any
 
-    _bell = -1
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.readable: list[int] = []
+    def __init__(self) -> None:
+        self._came: deque[Any] = deque()
+        self._readable: list[int] = []
         # Between a check of the bell and the write, its number could become another file's.
         self._gate = unpatched.module("_thread").allocate_lock()
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def size(self) -> int:
+        """Return how many requests are there now, at least."""
+        if self._is_open():
+            self._came.extend(self.parse(self._read()))
+        return len(self._came)
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """See `RequestQueue.get`. Returns early when it is woken, or when a watched descriptor is readable."""
+        end = clock.now() + timeout
+        came = self._came
+        while self._is_open() and len(came) < size:
+            left = end - clock.now()
+            if left <= 0 or self._wait(left):
+                break
+            came.extend(self.parse(self._read()))
+        return [came.popleft() for _ in range(min(size, len(came)))]
+
+    def watch(self, fd: int) -> None:
+        """Have `get` return once when ``fd`` becomes readable; `readable` then returns it."""
+        if self._is_open():
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching ``fd``; to be called before it is closed."""
+        if self._bell >= 0:
+            with suppress(OSError, ValueError):  # readable before, and so forgotten already; or closed
+                self._epoll.unregister(fd)
+
+    def readable(self) -> list[int]:
+        """Return the watched descriptors that have become readable since the last call. They are no longer watched."""
+        found, self._readable = self._readable, []
+        return found
+
+    def parse(self, data: bytes) -> Iterable[Any]:
+        """Return the requests that are complete now."""
+        raise NotImplementedError
+
+    def _is_open(self) -> bool:
+        """Whether there is a pipe. It is opened, if it can be."""
+        return self._bell >= 0
+
+    def _attach(self, fd: int) -> None:
+        """Read a pipe that is open without blocking. It is taken over."""
         with ExitStack() as stack:
             stack.callback(os.close, fd)
             self._epoll = stack.enter_context(unpatched.module("select").epoll())
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.pop_all()
-        self._epoll.register(self._fd, select.EPOLLIN)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(bell, select.EPOLLIN)
+        self._fd, self._bell = fd, bell
 
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        with self._gate:
-            self.let_go()
-
-    def let_go(self) -> None:
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            self._epoll.close()
-            os.close(self._fd)
-            os.close(bell)
-
-    def wake(self) -> None:
-        with self._gate:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
-
-    def watch(self, fd: int) -> None:
-        self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
-
-    def forget(self, fd: int) -> None:
-        try:
-            self._epoll.unregister(fd)
-        except (OSError, ValueError):  # readable before, and so forgotten already; or closed
-            return
-
-    def wait(self, seconds: float) -> bool:
+    def _wait(self, seconds: float) -> bool:
         """Wait for a request, for at most ``seconds``. Returns whether the bell or a watched descriptor was ready."""
         other = False
-        seconds = min(seconds, _LONGEST_WAIT)
-        for fd, events in wait_promptly(self._epoll, seconds):
+        for fd, events in wait_promptly(self._epoll, min(seconds, _LONGEST_WAIT)):
             if fd == self._bell:
                 os.eventfd_read(fd)
                 other = True
             elif fd != self._fd:
                 self._epoll.unregister(fd)
-                self.readable.append(fd)
+                self._readable.append(fd)
                 other = True
             elif not events & select.EPOLLIN:  # no writer is left: epoll would report that again and again
                 self._epoll.unregister(fd)
         return other
 
-    def read(self) -> bytes:
+    def _read(self) -> bytes:
         """Read once. Returns what is there, perhaps nothing."""
         try:
             return os.read(self._fd, _CHUNK)
         except BlockingIOError:
             return b""
 
-
-class PipeRequestQueue(RequestQueue):
-    """A `RequestQueue` that reads a pipe, and waits for it with epoll(7)."""
-
-    def __init__(self) -> None:
-        self._came: deque[Any] = deque()
-        self._reader: PipeReader | None = None
-
-    def size(self) -> int:
-        """Return how many requests are there now, at least."""
-        reader = self._ready()
-        if reader is not None:
-            self._came.extend(self.parse(reader.read()))
-        return len(self._came)
-
-    def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """See `RequestQueue.get`. Returns early when it is woken, or when a watched descriptor is readable."""
-        end = clock.now() + timeout
-        reader, came = self._ready(), self._came
-        while reader is not None and len(came) < size:
-            left = end - clock.now()
-            if left <= 0 or reader.wait(left):
-                break
-            came.extend(self.parse(reader.read()))
-        return [came.popleft() for _ in range(min(size, len(came)))]
-
-    def watch(self, fd: int) -> None:
-        """Have `get` return once when ``fd`` becomes readable; `readable` then returns it."""
-        reader = self._ready()
-        if reader is not None:
-            reader.watch(fd)
-
-    def forget(self, fd: int) -> None:
-        """Stop watching ``fd``; to be called before it is closed."""
-        if self._reader is not None:
-            self._reader.forget(fd)
-
-    def readable(self) -> list[int]:
-        """Return the watched descriptors that have become readable since the last call. They are no longer watched."""
-        if self._reader is None:
-            return []
-        found, self._reader.readable = self._reader.readable, []
-        return found
-
-    def _ready(self) -> PipeReader | None:
-        """Return the reader, opened if it can be."""
-        return self._reader
-
-    def parse(self, data: bytes) -> Iterable[Any]:
-        """Return the requests that are complete now."""
-        raise NotImplementedError
-
     def _wake(self) -> None:
-        if self._reader is not None:
-            self._reader.wake()
+        with self._gate:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        with self._gate:
+            self._abandon()
 
     def _abandon(self) -> None:
-        if self._reader is not None:
-            self._reader.let_go()
-            self._reader = None
+        (fd, self._fd), (bell, self._bell) = (self._fd, -1), (self._bell, -1)
+        if bell >= 0:
+            self._epoll.close()
+            os.close(fd)
+            os.close(bell)
 
     @property
     def _punctual(self) -> bool:
-        return self._reader is not None
+        return self._bell >= 0
 
 
 class MultiprocessingRequestQueue(PipeRequestQueue):
@@ -214,13 +175,13 @@ class MultiprocessingRequestQueue(PipeRequestQueue):
         """See `PipeRequestQueue.get`."""
         return list(self._others(size, clock.now() + timeout)) if self._pipe is None else super().get(size, timeout)
 
-    def _ready(self) -> PipeReader | None:
-        if self._reader is None and self._pipe is not None:
+    def _is_open(self) -> bool:
+        if self._bell < 0 and self._pipe is not None:
             path = f"/proc/self/fd/{int(self._pipe.fileno())}"
-            self._reader = PipeReader(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        return self._reader
+            self._attach(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return self._bell >= 0
 
-    _open = _ready  # type: ignore[assignment]  # what it returns is of no use to a server
+    _open = _is_open
 
     def _wake(self) -> None:
         if self._pipe is None:
@@ -277,7 +238,6 @@ class FifoRequestQueue(PipeRequestQueue):
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
-        self._fd = -1
         self._start_anew(mid_line=False)
 
     def _start_anew(self, *, mid_line: bool) -> None:
@@ -286,16 +246,16 @@ class FifoRequestQueue(PipeRequestQueue):
         self._lines, self._mid_line, self._complaints = Lines(), mid_line, Complaints()
 
     def _open(self) -> None:
-        self._fd, taken_over = create_pipe(self._path)
+        fd, taken_over = create_pipe(self._path)
         self._start_anew(mid_line=taken_over)
         try:
-            self._reader = PipeReader(self._fd)
+            self._attach(fd)
         except BaseException:  # no descriptor is left
             os.unlink(self._path)
             raise
 
     def _close(self) -> None:
-        if self._reader is not None:
+        if self._bell >= 0:
             if is_at(self._path, os.fstat(self._fd)):
                 os.unlink(self._path)
             # Closing is not enough: a child that C code forked may hold the descriptor, and the lock with it.

@@ -1,12 +1,16 @@
 """Timer requests: what a request is, how a client sends one, and where a server takes them out.
 
 The contract for pairs of client and server, those of this package and those of others. What a server does with requests
-is in `_server`. A worker that takes a timer imports this, so it imports next to nothing itself.
+is in `_server`. A worker that uses a client imports this, so it imports little itself.
 """
 
 from __future__ import annotations
 
+import os
+import select
 from abc import ABC, abstractmethod
+
+from phalanx._base import clock, linux, procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -88,6 +92,79 @@ class TimerClient(ABC):
         """Release the timer on ``scope_id``. One that is not set is ignored."""
 
 
+class PipeTimerClient(TimerClient):
+    """A client that writes each request to a pipe, in one piece. For any thread, and after a fork; can be pickled."""
+
+    def __init__(self) -> None:
+        # The pipe, by pid: in a fork the inherited number may be another file's by now (a daemon closes all and opens
+        # others), so the fork opens the pipe itself. A dict, as setdefault is one step for all threads.
+        self._fds: dict[int, int] = {}
+        self._me = 0, 0  # our pid, and our start time
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fds", "_me")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
+        self.__dict__.update(state, _fds={}, _me=(0, 0))
+
+    def __del__(self) -> None:
+        self._close()
+
+    def release(self, scope_id: str) -> None:
+        """See `TimerClient.release`. Raises as `acquire` does."""
+        self._send(scope_id, -1, None)
+
+    @abstractmethod
+    def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
+        """Send a request. ``deadline``: the expiration on CLOCK_MONOTONIC; None: it is a release."""
+
+    @abstractmethod
+    def _open(self) -> int:
+        """Open the pipe, without blocking."""
+
+    @abstractmethod
+    def _full(self) -> TimeoutError:
+        """Return the error of a pipe that has been full for too long."""
+
+    def _stamp(self, request: TimerRequest, deadline: float | None) -> None:
+        """Note what only our own clients know."""
+        if self._me[0] != request.worker_id:
+            self._me = request.worker_id, procfs.Stat(request.worker_id).start
+        request._deadline, request._born, request._taken = deadline, self._me[1], clock.now()  # noqa: SLF001 - of this package
+
+    def _fd(self) -> int:
+        """Return the pipe, which is opened if need be."""
+        fd = self._fds.get(os.getpid(), -1)
+        if fd < 0:
+            fresh = self._open()
+            fd = self._fds.setdefault(os.getpid(), fresh)
+            if fd != fresh:  # another thread was faster
+                os.close(fresh)
+        return fd
+
+    def _write(self, data: bytes, patience: float) -> None:
+        """Write to the pipe. Raises what `_full` returns, if it is full for so many seconds; OSError."""
+        fd, end = self._fd(), None
+        while True:
+            try:
+                linux.write_to_pipe(fd, data)
+            except BlockingIOError:
+                now = clock.now()
+                end = now + patience if end is None else end
+                if now >= end:
+                    raise self._full() from None
+                poll = select.poll()
+                poll.register(fd, select.POLLOUT)
+                poll.poll((end - now) * 1000)
+            else:
+                return
+
+    def _close(self) -> None:
+        fd = self.__dict__.get("_fds", {}).pop(os.getpid(), -1)
+        if fd >= 0:
+            os.close(fd)
+
+
 def shortened(scope: str) -> str:
     """Shorten a scope whose name is too long to be sent: to its two ends, for the reader, and a checksum of the whole.
 
@@ -120,20 +197,3 @@ class RequestQueue(ABC):
         Returns once there are ``size`` of them, or after ``timeout`` seconds (>= 0) with those that are there, perhaps
         none. Negative expirations are releases; the others are Unix time.
         """
-
-    def _open(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Prepare for `get`: the server starts."""
-
-    def _wake(self) -> None:  # noqa: B027 - a hook: most queues have no way
-        """Have a `get` that waits in another thread return early, if there is a way: the server stops."""
-
-    def _close(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Release what `_open` took."""
-
-    def _abandon(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Close, in a fork of the server's process: another thread may have been in any method."""
-
-    @property
-    def _punctual(self) -> bool:
-        """Whether a `get` that takes more than its timeout can only mean that this process did not run."""
-        return False

@@ -12,23 +12,18 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from threading import Thread
+from typing import Any, Self, TypeVar
 
 from phalanx._base import clock, loop, unpatched
-from phalanx.timer._requests import TimerRequest
+from phalanx.timer._requests import RequestQueue, TimerRequest
 from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, Self, TypeVar
-
-    from phalanx.timer._requests import RequestQueue
-
-    D = TypeVar("D")
-    T = TypeVar("T")
+D = TypeVar("D")
+T = TypeVar("T")
 
 MOST_TIMERS = 10_000
 """The most timers of one worker at a time: a client that sets them without end must not fill the server's memory."""
@@ -293,10 +288,6 @@ class Watchdog:
         self._hook("_open")()
         # A queue of this package waits in the kernel, which a greenlet must not; another's may be made of greenlets.
         make: Any = unpatched.thread if self._punctual else Thread
-        global _hooked  # noqa: PLW0603 - once per process, and cannot be taken back
-        if not _hooked:
-            _hooked = True
-            os.register_at_fork(after_in_child=_after_fork)
         _running.add(self)  # to be abandoned in forks from now on
         try:
             self._thread = make(target=self._run, name="phalanx-timers", daemon=self._daemon)
@@ -522,10 +513,12 @@ class Complaints:
 # is removed for the parent, and what it holds open hides the parent's end from clients.
 
 _running: set[Watchdog] = set()
-_hooked = False
 
 
 def _after_fork() -> None:
     for watchdog in list(_running):
         watchdog._abandon()  # noqa: SLF001 - a hook that is for this module alone
     _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 from copy import copy
+from typing import Any
 
 from phalanx._base import clock
 from phalanx.timer import debug_info_logging
 from phalanx.timer._file_client import FileTimerRequest
 from phalanx.timer._processes import ExitedError, ProcessTimerServer, Victim, born_of, hang_of
 from phalanx.timer._readers import FifoRequestQueue, MultiprocessingRequestQueue
+from phalanx.timer._requests import TimerRequest
 from phalanx.timer._server import received
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
-
-    from phalanx.timer._requests import TimerRequest
 
 _log = logging.getLogger("phalanx.timer")
 
