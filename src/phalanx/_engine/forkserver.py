@@ -52,12 +52,8 @@ class PreloadError(RuntimeError):
 class ForkServer:
     """A fork server, as the launcher has it.
 
-    Args:
-        preload: The modules to import, in order. ``"__main__"`` is ``main``.
-        path: Folders that come first on `sys.path` while they are imported.
-        flags: The interpreter's options.
-        env: Environment variables on top of the launcher's: some are read by a library once, as it is loaded.
-        main: The launcher's main module, if that can be run again.
+    ``preload`` are modules to import, in order, "__main__" being ``main``, with ``path`` in front of `sys.path`.
+    ``env`` are variables on top of the launcher's: some are read by a library once, as it is loaded.
     """
 
     def __init__(

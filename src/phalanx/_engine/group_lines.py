@@ -11,9 +11,7 @@ from phalanx._engine.protocol import ANSWER_WAIT
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
-    from phalanx._engine.mirror import Leftover
     from phalanx._logs.display import GroupDisplay
     from phalanx._logs.pump import Pump
 
@@ -94,19 +92,6 @@ class GroupLines:
         if not self._writing.submit(act):
             action()
         self._writing.drain(seconds)
-
-    def announce_waiting(self, orphans: list[tuple[Any, ...]], count: int, seconds: float) -> None:
-        """Show for whom the group waits, after its workers: packed `protocol.Orphan`, of ``count`` processes."""
-        from phalanx._engine.mirror import leftover_of, line_of_waiting
-
-        self.announce(line_of_waiting(list(map(leftover_of, orphans)), count, seconds))
-
-    def announce_ended(self, ended: list[Leftover], beyond: int) -> None:
-        """Show what was left behind, and ended."""
-        from phalanx._engine.mirror import lines_of_ended
-
-        for line in lines_of_ended(ended, beyond):
-            self.announce(line)
 
     def finish(self) -> None:
         """Return when all lines are shown, when the display does not answer, or when they take too long.

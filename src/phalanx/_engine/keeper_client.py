@@ -122,8 +122,9 @@ class KeeperClient:
         try:
             if self.guard is not None:
                 gone = self._end(self.guard, wait, spared)
-                if not self._is_child:
-                    self._reap_orphan(self.guard)
+                if not self._is_child:  # it may be: its fork server has died, and we are a subreaper, or PID 1
+                    with suppress(ChildProcessError):
+                        os.waitid(os.P_PIDFD, self.guard.pidfd, os.WEXITED | os.WNOHANG)
         finally:
             for process in (self.guard, self.keeper):
                 if process is not None:
@@ -189,12 +190,6 @@ class KeeperClient:
         self._guard = guard
         with suppress(ProcessLookupError):  # it has ended already, and was reaped: the socket will tell
             self.guard = Process(guard)
-
-    @staticmethod
-    def _reap_orphan(guard: Process) -> None:
-        """Reap a guard that has become our child: its fork server has died, and we are a subreaper, or PID 1."""
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, guard.pidfd, os.WEXITED | os.WNOHANG)
 
     def _reap(self, *, gone: bool) -> int:
         guard, self._guard = self._guard, 0

@@ -15,6 +15,7 @@ from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.threads import Latch
 from phalanx._engine import protocol, start_errors
+from phalanx._engine.mirror import leftover_of, line_of_waiting, lines_of_ended
 from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, LOSS_SETTLE, START_WAIT
 from phalanx._engine.start_errors import KeeperLostError
 
@@ -37,14 +38,7 @@ _RETURNED = "have returned from their main functions, but have"
 
 
 class KeeperLink:
-    """One group's.
-
-    Args:
-        loop: That of the group's thread; stopped when all is reported.
-        client: The helper processes.
-        mirror: Keeps what is reported of workers.
-        display: Shows lines.
-        running: Called when all workers run.
+    """One group's. ``running`` is called when all workers run; ``loop`` is stopped when all is reported.
 
     Attributes:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
@@ -52,8 +46,7 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         lost_connection: Returns whether a worker has failed of a lost connection. It may take a disk, and is called by
             ``on_thread``.
-        locate: Returns where the workers are, by rank, for whose pids it is given a function, see `collect.locate`. It
-            takes a while; None: nobody asks.
+        locate: See `collect.locate`, which takes a while; None: nobody asks.
         failing: Called once, when the settle window after the first failure is over.
         events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
@@ -155,13 +148,9 @@ class KeeperLink:
         except channels.Closed:  # it did not start: its last message waits to be received
             sent = True
         self._loop.watch(channel.fileno(), self.on_channel, READ if sent else READ | WRITE)
-        self._loop.after(START_WAIT, self._start_over)
+        self._loop.after(START_WAIT, lambda: None if self.up else self.watchdog.over(clock.now()))
         if self._client.guard is not None:
             self.watchdog.watch(self._client.guard)
-
-    def _start_over(self) -> None:
-        if not self.up:
-            self.watchdog.over(clock.now())
 
     def _receive_now(self) -> int:
         """Receive what has arrived. Returns how many messages; -1 after the last one."""
@@ -274,7 +263,7 @@ class KeeperLink:
 
     def _on_lingering(self, orphans: list[tuple[Any, ...]], count: int) -> None:
         if orphans:
-            self._display.announce_waiting(orphans, count, self.linger)
+            self._display.announce(line_of_waiting(list(map(leftover_of, orphans)), count, self.linger))
 
     def _on_orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
         if self._mirror.left_behind(entries, beyond):
@@ -376,8 +365,8 @@ class KeeperLink:
             self._display.announce(f"the workers had ended before, but {self.keeper_error}")
         if self.logs_left:
             self._display.announce(f"rotated log files are not complete: {self.logs_left}")
-        if self._mirror.leftovers:
-            self._display.announce_ended(self._mirror.leftovers, self._mirror.leftovers_beyond)
+        for line in lines_of_ended(self._mirror.leftovers, self._mirror.leftovers_beyond):
+            self._display.announce(line)
         self._loop.stop()
 
 
@@ -403,11 +392,8 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
 class KeeperWatchdog:
     """Watches one group's helpers.
 
-    Args:
-        loop: The loop of the group's thread.
-        client: The helpers.
-        receive: Receives what has arrived. Returns how many messages; -1 after the last message.
-        lose: Called, with why or without, when there are no helpers any more.
+    ``receive`` receives what has arrived, and returns how many messages, -1 after the last one. ``lose`` is called,
+    with why or without, when there are no helpers any more.
     """
 
     def __init__(
@@ -452,8 +438,7 @@ class KeeperWatchdog:
 
     def end(self) -> None:
         """Watch no more: the last message has come."""
-        if self._next is not None:
-            self._next.cancel()
+        self.expect_nothing()
         for process in (self._keeper.guard, self._keeper.keeper):
             if process is not None:
                 self._loop.forget(process.pidfd)

@@ -88,8 +88,6 @@ class WorkerRecord:
 class _Said:
     """What a process has sent, which may be a worker: its first value, and its first evidence."""
 
-    __slots__ = ("code", "received_fds", "result", "sent_evidence", "wrong")
-
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
         self.received_fds = ReceivedFds()
@@ -199,11 +197,8 @@ class Mirror:
             said = self._said.pop(worker.pid, None)
             if worker.exit is not None and said is not None:
                 worker.leaving = worker.leaving or bool(said.code and worker.asked is None)
-                worker.result, worker.received_fds, worker.sent_evidence = (
-                    said.result,
-                    said.received_fds,
-                    said.sent_evidence,
-                )
+                worker.result, worker.received_fds = said.result, said.received_fds
+                worker.sent_evidence = said.sent_evidence
                 if said.result is None and said.wrong:
                     worker.result = ValueError(f"rank {worker.rank} sent what is no result: {said.wrong}")
         self._said.clear()

@@ -25,15 +25,7 @@ _found: dict[str, Sequence[int]] = {}  # by address: a fork of a worker, or of a
 
 
 class StopFlag:
-    """One group's. Raises OSError.
-
-    Args:
-        number: The signal by which the workers have notice.
-        seconds: From the notice to the death signal.
-
-    Attributes:
-        fd: The descriptor of the page; -1: closed.
-    """
+    """One group's. Raises OSError. ``fd`` is the descriptor of the page; -1: closed."""
 
     def __init__(self, number: int, seconds: float) -> None:
         self.number = number

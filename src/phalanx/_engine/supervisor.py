@@ -46,12 +46,8 @@ SOON = 1.0
 class Supervisor:
     """A group of workers, from start to end. Every method may be called from any thread.
 
-    Args:
-        settle: Seconds between the first failure and the stopping of the others.
-        grace: Seconds between SIGTERM and SIGKILL then.
-        linger: Seconds for what workers left behind that have all succeeded.
-        orphan_grace: Seconds between SIGTERM and SIGKILL when this process has died; 0: SIGKILL at once.
-        write_line: Takes lines of ours that the display cannot take, on a thread of its own.
+    ``settle``, ``grace``, ``linger`` and ``orphan_grace`` are seconds, see `PContext`; ``write_line`` takes lines of
+    ours that the display cannot take, on a thread of its own.
     """
 
     def __init__(
@@ -138,21 +134,11 @@ class Supervisor:
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
-        Args:
-            specs: The workers.
-            fds: The descriptors that the specs refer to, from 1 on.
-            pump: What follows the workers' files, if lines are to be shown.
-            chores: Called one after the other once the workers run, for as long as they do.
-            fork: Whether they are forked from the keeper, not executed.
-            modules: What the keeper imports before it forks.
-            report: What writes down hangs, if the workers' timers are to be watched.
-            after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
-            notice: What precedes a planned stop, if anything does. It is closed with the group.
-            lost_connection: See `KeeperLink`. None: no failure is taken for one.
-            locate: See there.
-            events: Emits what happens, if anybody observes it.
-            failed: Called once, on another thread, when a worker has failed, or the group's helpers were lost: when no
-                process of the group is left, or before that if it takes long.
+        ``specs`` refer to ``fds`` by index, from 1 on. ``chores`` are called one after the other once the workers run,
+        for as long as they do. ``modules`` are imported by the keeper before it forks, with ``fork``. Nothing is shown
+        before ``after`` opens. ``notice`` is closed with the group. For ``lost_connection`` and ``locate`` see
+        `KeeperLink`. ``failed`` is called once, on another thread, when a worker has failed, or the group's helpers
+        were lost: when no process of the group is left, or before that if it takes long.
         """
         self.link.lost_connection, self.link.locate = lost_connection or self.link.lost_connection, locate
         self.link.on_thread = self._chored.submit

@@ -18,10 +18,7 @@ def remove_old(paths: Iterable[str]) -> None:
     """Remove error files of an earlier run, and the files beside them, which would pass for evidence of this one.
 
     What is not a regular file (a folder, or a device that somebody has put there) is not evidence, and is not removed;
-    nor is a link of ours to such a one (/dev/stderr).
-
-    Raises:
-        OSError: A file could not be removed.
+    nor is a link of ours to such a one (/dev/stderr). Raises OSError.
     """
     for path in paths:
         for name in (path, exit_path(path), fatal_path(path), *all_stack_files(path)) if path else ():

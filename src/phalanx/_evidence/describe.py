@@ -34,17 +34,11 @@ _PLAIN_LINES = 2000
 
 
 def describe(exc: BaseException) -> tuple[str, str]:
-    r"""Describe an exception by its message and its traceback. Never raises.
+    r"""Describe an exception by its message (``"TypeName: text"``) and its traceback as the interpreter prints it.
 
-    A message of more than `TEXT_LIMIT` characters loses its end, a traceback its middle, because its two ends are what
-    people read; a line says how many characters were cut. Lone surrogates become backslash escapes, so that the result
-    can always be encoded.
-
-    Args:
-        exc: Any exception, with or without a traceback. Causes, contexts, notes and groups are followed.
-
-    Returns:
-        The message (``"TypeName: text"``) and the traceback as the interpreter would print it.
+    Never raises. A message of more than `TEXT_LIMIT` characters loses its end, a traceback its middle, because its two
+    ends are what people read; a line says how many characters were cut. Lone surrogates become backslash escapes, so
+    that the result can always be encoded.
 
     >>> describe(ValueError("bad shape"))
     ('ValueError: bad shape', 'ValueError: bad shape\n')

@@ -69,19 +69,12 @@ def write_error_file(
     """Write an error file in one step: a reader sees the old file, or none, or all of the new one.
 
     What is there and is no regular file (a device) is written in place, and so is a file that cannot be replaced (a
-    mount point, or a file in a folder of others). That is not one step.
+    mount point, or a file in a folder of others). That is not one step. A missing folder is made. A link that belongs
+    to us or to root is followed; any other link is replaced.
 
-    Args:
-        path: The file. A missing folder is made. A link that belongs to us or to root is followed; any other link is
-            replaced.
-        message: One line or more on what happened.
-        py_callstack: The traceback as text; may be empty.
-        monotonic_ns: When it happened, on CLOCK_MONOTONIC, in nanoseconds. Default: now.
-        pid: The process that it happened to. Default: this one.
-        **extra: More keys for ``extraInfo``. A value that JSON cannot represent is written as its ``repr``.
-
-    Raises:
-        OSError: It could not be written. Nothing is left over, and a file that was there is untouched.
+    ``monotonic_ns`` (default: now) and ``pid`` (default: this process) go into ``extraInfo``, as does ``extra``, by its
+    ``repr`` where JSON cannot represent it. Raises OSError if it could not be written: nothing is left over, and a file
+    that was there is untouched.
     """
     moment = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     info = {
@@ -203,15 +196,8 @@ def open_to_append(path: str, more: int = 0) -> int:
 def read_error_file(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str]:
     """Read an error file, which anyone may have written, or half written. Never raises, and never blocks.
 
-    Bytes that are not UTF-8 are replaced.
-
-    Args:
-        path: The file.
-        limit: The most bytes to accept.
-
-    Returns:
-        The JSON object and ``""``; or None and the reason: ``"missing"`` or ``"unreadable: ..."``. An object without a
-        message is returned with ``"unreadable: it has no message"``.
+    Returns the JSON object and ``""``; or None and the reason: ``"missing"`` or ``"unreadable: ..."``. An object
+    without a message is returned with ``"unreadable: it has no message"``. Bytes that are not UTF-8 are replaced.
 
     >>> read_error_file("/nowhere/error.json")
     (None, 'missing')

@@ -31,18 +31,12 @@ def fatal_path(path: str) -> str:
 
 
 def catch_fatal_signals(path: str | None = None) -> bool:
-    """Have the interpreter write the stacks of all threads to `fatal_path` at a fatal signal.
+    """Have the interpreter write the stacks of all threads to `fatal_path` at a fatal signal. Never raises.
 
-    Fatal are SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. The handler can only write to an open descriptor, so the file
-    is opened now and stays open as long as the process lives. It stays empty unless the process gets such a signal;
-    the launcher removes an empty one (`remove_empty`). It is also the fallback for an exception: a process that has
-    changed its user may not be able to write its error file any more, see `write_fallback`.
-
-    Args:
-        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
-
-    Returns:
-        Whether this was done. If the user has enabled faulthandler already, it is not. Never raises.
+    The handler can only write to an open descriptor, so the file is opened now and stays open as long as the process
+    lives. It stays empty unless the process gets such a signal; the launcher removes an empty one (`remove_empty`). It
+    is also the fallback for an exception: a process that has changed its user may not be able to write its error file
+    any more, see `write_fallback`. Returns whether this was done: not if the user has enabled faulthandler already.
     """
     try:
         import faulthandler
@@ -79,18 +73,10 @@ def _kept_open(path: str) -> int:
 
 
 def write_fallback(path: str, message: str, stack: str, began: int) -> bool:
-    """Write an exception that ends this process to the open `fatal_path`. Raises OSError.
+    """Write an exception that ends this process to `fatal_path`. Returns whether that is open. Raises OSError.
 
-    It imports nothing, because a process that may not write its error file may not read the library either.
-
-    Args:
-        path: The error file.
-        message: As `describe` returns it.
-        stack: As `describe` returns it.
-        began: When the failure began, on CLOCK_MONOTONIC, in nanoseconds.
-
-    Returns:
-        Whether the file was open.
+    It imports nothing, because a process that may not write its error file may not read the library either. The texts
+    are as `describe` returns them; ``began`` is when the failure began, on CLOCK_MONOTONIC, in nanoseconds.
     """
     fd = _kept_open(path)
     if fd < 0:
@@ -104,16 +90,9 @@ def write_fallback(path: str, message: str, stack: str, began: int) -> bool:
 
 
 def read_fallback(path: str, pid: int) -> tuple[str, str, int] | None:
-    """Return the exception that a process wrote by `write_fallback`. Never raises.
+    """Return message, traceback and moment of the exception that a process wrote by `write_fallback`. Never raises.
 
     It is at the start of `fatal_path`: a line with the pid, the moment and the lengths in bytes, then the texts.
-
-    Args:
-        path: The error file.
-        pid: The process.
-
-    Returns:
-        The message, the traceback and the moment (CLOCK_MONOTONIC, nanoseconds); or None.
     """
     author, moment, message, stack, _rest = read_fatal_file(path)
     return (message, stack, moment) if author and author == pid and moment < 1 << 63 else None

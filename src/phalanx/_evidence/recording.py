@@ -137,23 +137,11 @@ def write_record(
     lost: bool = False,
     how: str = "",
 ) -> None:
-    """Write a described exception to an error file, by the rules of `record` for what the file holds.
+    """Write a described exception to an error file, by the rules of `record` for what the file holds. Raises OSError.
 
-    Args:
-        path: The error file.
-        message: As `describe` returns it.
-        stack: As `describe` returns it.
-        data: What the file holds, as `read_error_file` returns it.
-        began: When the failure began, on CLOCK_MONOTONIC, in nanoseconds.
-        recorded: When the exception was recorded, on CLOCK_MONOTONIC, in nanoseconds.
-        pid: The process that it happened to. Default: this one.
-        left: Whether the exception has left the main function.
-        of_launcher: Whether the exception, or one in its chain, is that of a launcher whose workers failed.
-        lost: Whether the exception, or one in its chain, is a lost connection.
-        how: See `record`.
-
-    Raises:
-        OSError: It could not be written.
+    ``data`` is what the file holds; ``began`` and ``recorded`` are when the failure began and when the exception was
+    recorded, on CLOCK_MONOTONIC, in nanoseconds. ``of_launcher`` and ``lost``: whether the exception, or one in its
+    chain, is that of a launcher whose workers failed, or a lost connection.
     """
     pid = os.getpid() if pid is None else pid
     author = written_by(data)
@@ -206,10 +194,6 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
     joins threads, runs exit handlers and frees memory. A recorded exception in the chain of this exit
     (``except Exception: sys.exit(1)``) is recorded as having left the main function; without one, the exception that
     was handled is recorded, unless a process below this one has left evidence.
-
-    Args:
-        leave: The exception.
-        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
     """
     try:
         moment = time.monotonic_ns()  # before anything that takes time

@@ -16,37 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from phalanx._engine.mirror import WorkerRecord
     from phalanx._logs.specs import LogsSpecs
     from phalanx._placement.placement import WorkerBounds
 
 
 class SubprocessContext(PContext):
-    """A group whose workers run a program.
+    """A group whose workers run a program: ``entrypoint``, by its name (found on PATH) or its path.
 
-    Args:
-        name: See `PContext`.
-        entrypoint: The program, by its name (found on PATH) or its path.
-        args: See `PContext`.
-        envs: See `PContext`.
-        logs_specs: See `PContext`.
-        log_line_prefixes: See `PContext`.
-        **options: The options of `PContext`.
+    Its arguments are those of `PContext`.
     """
 
     _begins_slowly = False
-
-    def __init__(
-        self,
-        name: str,
-        entrypoint: str,
-        args: Mapping[int, tuple[Any, ...]],
-        envs: Mapping[int, Mapping[str, str]],
-        logs_specs: LogsSpecs,
-        log_line_prefixes: Mapping[int, str] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
 
     def preview(self) -> dict[int, tuple[list[str], dict[str, str], WorkerBounds | None]]:
         """Return what each worker would be given; nothing is started.
@@ -80,26 +60,20 @@ class SubprocessContext(PContext):
             commands[rank] = (found[path], argv, [])
         return Plan(commands)
 
-    def _value(self, worker: WorkerRecord) -> Any:  # noqa: ARG002 - a binary returns nothing
-        return None
-
 
 class ScriptContext(SubprocessContext):
     """A group whose workers run a Python script, or a module, as an interpreter of their own would.
 
+    The arguments that are not named here are those of `PContext`.
+
     Args:
-        name: See `PContext`.
         script: The script's path, or the module's name; or those of each local rank.
         args: The command line of each local rank.
-        envs: See `PContext`.
-        logs_specs: See `PContext`.
-        log_line_prefixes: See `PContext`.
         module: Whether ``script`` is a module's name.
         python: The interpreter; default: this one.
         preload: Modules to import once: the workers are forks that have them already, and ``python`` is this
             interpreter.
         warm: An entered `warm` to fork the workers from.
-        **options: The options of `PContext`.
     """
 
     _begins_slowly = True

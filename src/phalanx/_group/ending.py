@@ -44,13 +44,6 @@ _LOG_WAIT = 2.0  # seconds for which `wait` waits for the log, when the launcher
 class FirstFailure:
     """The first failure of one group.
 
-    Args:
-        name: The group's name.
-        supervisor: What is known of its workers.
-        logs: Their files.
-        envs: Their environments.
-        options: What has named the files, and whether it is to be logged.
-
     Attributes:
         folder: Where the logs of the group are; "": none are kept.
         is_temporary: Whether that is a temporary folder.

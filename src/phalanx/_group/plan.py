@@ -142,15 +142,9 @@ def worker_specs(
 ) -> tuple[list[protocol.Spec], list[int]]:
     """Return what to start for each rank, and the descriptors of what is read.
 
-    Args:
-        plan: How the workers are started.
-        logs: Where their output goes.
-        places: Where they run.
-        envs: Their environments, on top of the launcher's.
-        more: Their further variables, beside those of their places.
-        stdin: The descriptor that becomes the stdin of a rank.
-        is_function: Whether they run a function.
-        prints_failures: Whether one that does prints the traceback of its failure to a stderr that is the launcher's.
+    ``more`` are variables beside ``envs`` and those of ``places``; ``stdin`` are the descriptors that become the stdin
+    of a rank; ``prints_failures``: whether a function's worker prints the traceback of its failure to a stderr that is
+    the launcher's.
     """
     files = {rank: fd for rank, fd in stdin.items() if rank in plan.commands}
     indices = {rank: number for number, rank in enumerate(files, 1 + len(plan.fds))}

@@ -458,17 +458,8 @@ def attribute(
     for the cause only if the end came soon after it, by an exit or by our signal: ``except Exception: return 1`` frees
     it, too.
 
-    Args:
-        data: The data, as `read_error_file` returns them.
-        path: The file.
-        pid: The process that has ended.
-        exitcode: Its exit code, negative for a signal.
-        observed_ns: When its exit was seen. All moments are on CLOCK_MONOTONIC, in nanoseconds.
-        left_ns: When it left by ``sys.exit``, or None.
-        signalled_ns: When we had sent it a signal, or None.
-
-    Returns:
-        Whether the data tell the cause; when the failure began, as far as the data tell; a remark for the report.
+    ``left_ns`` is when the process left by ``sys.exit``. Moments are nanoseconds on CLOCK_MONOTONIC. Returns whether
+    the data tell the cause; when the failure began, as far as the data tell; a remark for the report.
     """
     author = written_by(data)
     if data is None or (author in (None, pid) and is_observed(data)):

@@ -174,15 +174,9 @@ def collect(
 ) -> RunProcsResult:
     """Judge every worker of a group that has ended.
 
-    Args:
-        workers: What is known of each.
-        logs: The paths of their files.
-        found: What `failures_of` has returned of them.
-        value_of: Returns what a worker that succeeded returned; may raise anything.
-        leftovers: The processes that workers left behind.
-        began_ns: When all workers had been started, on CLOCK_MONOTONIC, in nanoseconds; 0 if that is not known.
-        name: See `RunProcsResult`.
-        log_dir: See there.
+    ``found`` is what `failures_of` has returned; ``value_of`` returns what a worker that succeeded returned, and may
+    raise anything; ``began_ns`` is when all workers had been started (CLOCK_MONOTONIC, nanoseconds; 0: that is not
+    known).
     """
     values: dict[int, Any] = {}
     failures: dict[int, ProcessFailure] = {}
@@ -219,11 +213,6 @@ def failures_of(
     """Return the failure of each worker that has not ended well; None: we stopped it, or it has not failed yet.
 
     Some may still run, or leave. Return values are not looked at.
-
-    Args:
-        workers: What is known of each.
-        logs: The paths of their files.
-        envs: Their environments, by rank.
     """
     workers = list(workers)
     found = {

@@ -247,12 +247,8 @@ AT_ONCE = 128
 def take(alive: Callable[[], Mapping[int, int]], error_files: Mapping[int, str], seconds: float) -> dict[int, str]:
     """Return the stacks of the workers, by rank, as `Collection.finish` does; `EXITED`, if one has exited meanwhile.
 
-    Args:
-        alive: Returns the pids of the workers that have not exited, by rank, as the group's supervisor knows them.
-        error_files: Each rank's.
-        seconds: How long that may take, at the most.
-
-    Raises OSError: no descriptor is left.
+    ``alive`` returns the pids of the workers that have not exited, by rank, as the group's supervisor knows them. It
+    takes ``seconds`` at most. Raises OSError: no descriptor is left.
     """
     py_spy.preload()
     until = clock.now() + seconds

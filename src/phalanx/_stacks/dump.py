@@ -134,12 +134,7 @@ def parse(text: str) -> list[Thread]:
 def top(threads: Sequence[Thread], ident: int = 0) -> Frame | None:
     """Find the frame that tells where a process is: the innermost of the user's own code, or simply the innermost.
 
-    Args:
-        threads: As `parse` returns them.
-        ident: The thread to look at. Default, or where there is no such: the main thread.
-
-    Returns:
-        The frame; None if there is none.
+    Of the thread ``ident``; by default, or where there is no such, of the main thread. None if there is none.
     """
     frames = program_frames(_frames_of(threads, ident))
     return next((frame for frame in frames if not is_library(frame)), frames[0] if frames else None)

@@ -69,13 +69,10 @@ def preload() -> None:
 class PySpy:
     """py-spy at work on one process.
 
-    Args:
-        pid: The process.
-        native: Whether frames of C code are wanted. They are text for people; else it is what `parse_json` takes.
-        pause: Whether the process is paused while it is read. One of which a thread waits for a disk cannot be.
+    With ``native``, it writes frames of C code as text for people; else what `parse_json` takes. Without ``pause``, the
+    process is not paused while it is read: one of which a thread waits for a disk cannot be.
 
     Attributes:
-        native, pauses: As above.
         process: The py-spy, held; None: it could not be started, or is closed.
         done: Whether it has ended, or could not be started.
         why: Why there is no text, once it has ended; "" if there is.

@@ -102,16 +102,13 @@ class StackRequest:
     """One process: the signal that it was sent, and what it has written so far.
 
     Attributes:
-        target: The process.
-        process: The same, held; None before `open` and after `close`.
+        process: The process, held; None before `open` and after `close`.
         path: The file that its handler writes to; "" if there is none.
         signals: The signals that it offers, on which it writes one thread, and all of them; 0 for none.
-        number: The signal that it was sent; 0 before that.
         shared: Whether its file is that of the process that has forked it: their dumps would mix, so it is not asked.
         waits: Whether a dump is being waited for.
         text: The dump, or what was read from outside, once it is complete; else None.
         alone: Whether that is of one thread alone.
-        native_frames: Frames of C code, as text; "" if there are none.
         why: Why there is no dump.
         unread: Why it could not be read from outside.
     """

@@ -53,12 +53,8 @@ _SHOWN = 3  # of them, in words
 class Snapshot:
     """The stacks of a group's processes.
 
-    Args:
-        error_files: Each rank's. Its folder takes the rank's stacks.
-        keep: Whether it does.
-
     Attributes:
-        keep: As above.
+        keep: Whether the folder of each rank's error file takes the rank's stacks.
         texts: The last stacks of each process, by pid. Those of a process that has been killed since are kept for a
             while: the report of what hangs next is not to show only the ends that this has led to.
         files: The file in which each rank's have been written; "" where they could not be.
@@ -99,14 +95,8 @@ class Snapshot:
 
         Those that were taken a moment ago serve again, if they were taken of all that hang, which had begun before. Of
         the ranks that hang, the processes that do are looked at (the worker, or some below it), and those below them.
-
-        Args:
-            alive: The pids of the live workers, by rank.
-            hangs: What hangs; nothing here, if a rank of another machine does.
-            doomed: Whether the processes that hang are about to be killed: then they write all their threads on a
-                signal.
-            ended: The ranks that have ended, and how.
-            seconds: How long the ranks have, at the most.
+        ``hangs`` is empty if a rank of another machine hangs. ``doomed``: whether what hangs is about to be killed:
+        then it writes all its threads on a signal. ``ended``: how ranks have ended.
         """
         hangs = sorted(hangs, key=lambda hang: hang.timer.deadline)
         self._note_threads(hangs)

@@ -16,6 +16,7 @@ from phalanx._base.loaded_modules import loaded
 from phalanx._base.text import seconds
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import GRACE
+from phalanx._group.ending import EndFd
 from phalanx.multiprocessing import MultiprocessContext
 from phalanx.spawn._exceptions import ProcessException, exited, failed
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from multiprocessing.util import Finalize
     from typing import Any
 
-    from phalanx._base.threads import Latch
-    from phalanx._engine.mirror import WorkerRecord
+    from phalanx._engine.supervisor import Supervisor
 
 _kept: set[SpawnGroup] = set()
 """The groups that were started without a join, and have neither been joined since nor succeeded."""
@@ -48,31 +48,18 @@ class SpawnGroup(MultiprocessContext):
         self._grace: float = options.get("grace", GRACE)
 
     @property
-    def is_lost(self) -> bool:
-        """Whether it was killed with its keeper."""
-        return self._started().link.keeper_error is not None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process started it, and not a process of which this is a fork."""
-        return self._started().owner == os.getpid()
-
-    def worker(self, rank: int) -> WorkerRecord:
-        """The record of a process, which is updated as it runs."""
-        return self._started().mirror.workers[rank]
-
-    def send(self, rank: int, number: int) -> None:
-        """Send a signal to one process, if it runs."""
-        self._started().send(rank, number)
+    def supervisor(self) -> Supervisor:
+        """What supervises its processes, once it has been started."""
+        return self._started()
 
     def set_grace(self, grace: float) -> None:
         """Set the grace period."""
         self._grace = grace
-        self._started().set_grace(grace)
+        self.supervisor.set_grace(grace)
 
     def stop(self, number: int) -> None:
         """Begin to stop the processes: a signal, the grace period, SIGKILL."""
-        self._started().stop(number, self._grace)
+        self.supervisor.stop(number, self._grace)
 
     def end(self, number: int) -> None:
         """Stop the processes, and return when they have ended. Their error files are read before they are removed."""
@@ -98,13 +85,13 @@ class SpawnGroup(MultiprocessContext):
     def keep(self) -> None:
         """Hold a reference until the group succeeds or is closed, and end it at the interpreter's exit."""
         _kept.add(self)
-        self._started().done.then(self._on_done)
+        self.supervisor.done.then(self._on_done)
         atexit.unregister(_at_exit)  # it must run once
         atexit.register(_at_exit)
         _register_finalizer()
 
     def _on_done(self) -> None:
-        workers = self._started().mirror.workers.values()
+        workers = self.supervisor.mirror.workers.values()
         if all(worker.exit is not None and worker.exit.ok for worker in workers):
             _kept.discard(self)
 
@@ -123,21 +110,6 @@ class SpawnGroup(MultiprocessContext):
         return None
 
 
-class Sentinel:
-    """A descriptor that becomes readable when a latch opens. Closed when the latch and all others have dropped it."""
-
-    def __init__(self, latch: Latch) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        latch.then(self._ring)
-
-    def _ring(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):  # else there was no descriptor left
-            os.close(self.fd)
-
-
 def _register_finalizer() -> None:
     """Register `_at_exit` in a child of `multiprocessing` too, which may end by os._exit without atexit."""
     global _at_end  # noqa: PLW0603 - as atexit's own list is one for the process
@@ -153,7 +125,7 @@ def _register_finalizer() -> None:
 
 def _at_exit() -> None:
     """Do what `multiprocessing` does at the exit: stop the daemons, wait for the others; after a Ctrl-C, stop all."""
-    groups = [group for group in list(_kept) if group.is_ours]  # a copy: other threads remove groups that end
+    groups = [group for group in list(_kept) if group.supervisor.owner == os.getpid()]  # a copy: others change it
     # An interpreter has printed its exception by now, and stored it. That of a child of multiprocessing is still being
     # handled; from Python 3.13 on nothing of it is left here: such a child waits, until another Ctrl-C.
     interrupted = issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt)
@@ -192,8 +164,8 @@ class SpawnedProcess:
         self.daemon = group.daemon
         self._group = group
         self._index = index
-        self._worker = group.worker(index)
-        self._sentinel: Sentinel | None = None
+        self._worker = group.supervisor.mirror.workers[index]
+        self._sentinel: EndFd | None = None
         self.pid = self.ident = self._worker.pid
 
     @property
@@ -202,7 +174,7 @@ class SpawnedProcess:
         if not self._worker.ended:
             return None
         if self._worker.exit is None:
-            return -signal.SIGKILL if self._group.is_lost else None
+            return -signal.SIGKILL if self._group.supervisor.link.keeper_error is not None else None
         return self._worker.exit.returncode
 
     @property
@@ -213,8 +185,9 @@ class SpawnedProcess:
         object and its context are gone.
         """
         if self._sentinel is None:
-            self._sentinel = Sentinel(self._worker.ended)
-        return self._sentinel.fd
+            self._sentinel = EndFd()
+            self._worker.ended.then(self._sentinel.ring)
+        return self._sentinel.fileno()
 
     def is_alive(self) -> bool:
         """Whether it has not ended yet."""
@@ -226,11 +199,11 @@ class SpawnedProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to it, if it runs. If it ends by that, it has failed, and the others are stopped."""
-        self._group.send(self._index, signal.SIGTERM)
+        self._group.supervisor.send(self._index, signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL. See `terminate`."""
-        self._group.send(self._index, signal.SIGKILL)
+        self._group.supervisor.send(self._index, signal.SIGKILL)
 
     def __repr__(self) -> str:
         code = self.exitcode

@@ -30,8 +30,6 @@ _REAPED = 256  # orphans that are reaped before other events have their turn
 class LiveWorker:
     """A worker that has not been reaped, so its pid cannot have been reused."""
 
-    __slots__ = ("exited_ns", "exiting_early", "exiting_ns", "leaving", "pid", "pidfd", "rank", "signalled", "struck")
-
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
@@ -53,11 +51,8 @@ class LiveWorker:
 class Children:
     """All children of one keeper.
 
-    Args:
-        loop: Watches the workers' pidfds.
-        ended: Called with the report of each worker's exit, in the order in which they exited; and whether it had
-            failed before, and left its main function.
-        reaped: Called with pid and wait status of each other child that has ended.
+    ``ended`` is called with the report of each worker's exit, in the order in which they exited, and whether it had
+    failed before, and left its main function; ``reaped`` with pid and wait status of each other child that has ended.
     """
 
     def __init__(
@@ -250,13 +245,7 @@ def send(pid: int, number: int, *, wake: bool = True) -> bool:
 
 
 class Notice:
-    """One group's.
-
-    Attributes:
-        number: The signal.
-        seconds: From the notice to the death signal.
-        page: The descriptor of the page with the stop flag.
-    """
+    """One group's: the signal, the seconds to the death signal, and the descriptor of the page with the stop flag."""
 
     def __init__(self, number: int, seconds: float, page: int) -> None:
         self.number = number

@@ -33,14 +33,10 @@ FEW = 16
 class Connection:
     """One keeper's connections.
 
-    Args:
-        sock: The keeper's end of the socket to the launcher.
-        loop: Watches all of them.
-        receive: Called with each message and its descriptors.
-        truncated: Called when the kernel dropped descriptors of a message, because no more may be open here.
-        orphaned: Called when the launcher has died, or nobody holds its end of the socket any more; perhaps twice.
-        guard_lost: Called when the guard has died.
-        sent: Called when all that was kept has been sent.
+    ``receive`` is called with each message and its descriptors; ``truncated`` when the kernel dropped descriptors of
+    one, because no more may be open here; ``orphaned`` when the launcher has died, or nobody holds its end of the
+    socket any more, perhaps twice; ``guard_lost`` when the guard has died; ``sent`` when all that was kept has been
+    sent.
     """
 
     def __init__(
@@ -160,25 +156,9 @@ class Connection:
         """Send rank and pid of the workers that were started since the last call; ``pids`` are those of all."""
         fresh = pids[self._pids_sent :]
         self._pids_sent += len(fresh)
-        for first in range(0, len(fresh), BATCH):
-            self.send(protocol.started(fresh[first : first + BATCH], clock.now_ns()))
+        self.send_all(lambda some: protocol.started(some, clock.now_ns()), fresh)
 
-    def exits(self, reports: list[protocol.ExitReport]) -> None:
-        """Send how workers have ended."""
-        for first in range(0, len(reports), BATCH):
-            self.send(protocol.exits([report.pack() for report in reports[first : first + BATCH]]))
-
-    def signalled(self, number: int, moment: int, ranks: list[int]) -> None:
-        """Send which workers were sent a signal."""
-        for first in range(0, len(ranks), BATCH):
-            self.send(protocol.signalled(number, moment, ranks[first : first + BATCH]))
-
-    def noticed(self, number: int, moment: int, ranks: list[int]) -> None:
-        """Send which workers were given notice of a stop."""
-        for first in range(0, len(ranks), BATCH):
-            self.send(protocol.noticed(number, moment, ranks[first : first + BATCH]))
-
-    def orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
-        """Send which orphans were ended."""
-        for first in range(0, len(entries), FEW):
-            self.send(protocol.orphans(entries[first : first + FEW], beyond))
+    def send_all(self, make: Callable[[Any], channels.Message], entries: Sequence[Any], size: int = BATCH) -> None:
+        """Send all entries, in messages of so many that ``make`` makes."""
+        for first in range(0, len(entries), size):
+            self.send(make(entries[first : first + size]))

@@ -79,10 +79,10 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         if keeper == 0:
             _keep(serving, sock, launcher, above, guard, notes)
         else:
-            notes_of_keeper = _Notes(notes_read)
-            status = _outlive(keeper, ended, launcher, notes_of_keeper.read)
+            noted = bytearray()
+            status = _outlive(keeper, ended, launcher, notes_read, noted)
             if status:
-                log_writer, _grace, story = protocol.read_notes(notes_of_keeper.read())
+                log_writer, _grace, story = _read_notes(notes_read, noted)
                 serving.take_over(keeper, status, log_writer, launcher)
                 os.write(2, story)
         os._exit(0)
@@ -117,13 +117,13 @@ def load_end() -> None:
         return
 
 
-def _outlive(keeper: int, ended: int, launcher: int, read_notes: Callable[[], bytes]) -> int:
+def _outlive(keeper: int, ended: int, launcher: int, notes: int, noted: bytearray) -> int:
     """Wait until the keeper has ended, whose pidfd is ``ended``, and return its wait status: the guard's work.
 
     A stopped keeper (SIGSTOP) cannot see that the launcher has died, so it is sent SIGCONT then, and when the orphan
     grace is over. If it still runs when all its own deadlines are over, it is killed, and the guard takes over. If
     SIGKILL does not end it, it sits in a system call, its children cannot become the guard's, and it is taken for
-    killed. ``read_notes`` returns what the keeper has noted so far.
+    killed. ``notes`` and ``noted`` are for `_read_notes`.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -133,7 +133,7 @@ def _outlive(keeper: int, ended: int, launcher: int, read_notes: Callable[[], by
     if ended not in dict(poll.poll()):
         poll.unregister(launcher)
         os.kill(keeper, signal.SIGCONT)
-        until = clock.now() + protocol.read_notes(read_notes())[1]
+        until = clock.now() + _read_notes(notes, noted)[1]
         while not (gone := poll.poll(min(max(0.0, until - clock.now()), _LONGEST) * 1000)) and clock.now() < until:
             pass
         if not gone:
@@ -156,20 +156,13 @@ def _give_up(sock: _socket.socket, error: OSError | ImportError) -> NoReturn:
         os._exit(0)
 
 
-class _Notes:
-    """What the keeper has noted in a pipe."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._read = b""
-
-    def read(self) -> bytes:
-        """Return all notes so far, which fit one read."""
-        try:
-            self._read += os.read(self._fd, select.PIPE_BUF)
-        except BlockingIOError:
-            pass
-        return self._read
+def _read_notes(fd: int, noted: bytearray) -> tuple[int, float, bytes]:
+    """Read the keeper's new notes from a pipe, which fit one read. Returns what all say, see `protocol.read_notes`."""
+    try:
+        noted += os.read(fd, select.PIPE_BUF)
+    except BlockingIOError:
+        pass
+    return protocol.read_notes(bytes(noted))
 
 
 def _story(error: BaseException) -> bytes:

@@ -173,10 +173,6 @@ class Keeper:
         if self._state == "SETTLING" and not is_lost_connection:
             self._settle_for(self._waits.settle)
 
-    def _on_evidence_taken(self, serial: int) -> None:
-        if self._escalation is not None:
-            self._escalation.evidence_taken(serial)
-
     def _on_orphaned(self) -> None:
         if self._last_message == _ORPHANED:  # the pidfd has told it, and now the socket does, or the other way round
             return
@@ -304,7 +300,7 @@ class Keeper:
         exits, self._exits = self._exits, []
         if exits and self._last_message[:1] != _NO_START:
             self._connection.started(self._children.started)
-            self._connection.exits(exits)
+            self._connection.send_all(protocol.exits, [report.pack() for report in exits])
 
     def _on_reaped(self, pid: int, status: int) -> None:
         """A child that is no worker has been reaped."""
@@ -359,13 +355,14 @@ class Keeper:
         moment = clock.now_ns()
         ranks = self._children.signal(number, but_leaving=but_leaving)
         self._connection.started(self._children.started)
-        self._connection.signalled(number, moment, ranks)
+        self._connection.send_all(lambda some: protocol.signalled(number, moment, some), ranks)
 
     def _give_notice(self) -> None:
         assert self._notice is not None
         moment = clock.now_ns()
         self._waits.arm("NOTICE_OVER", clock.now() + self._notice.seconds)
-        self._connection.noticed(self._notice.number, moment, self._notice.give(self._children))
+        number, ranks = self._notice.number, self._notice.give(self._children)
+        self._connection.send_all(lambda some: protocol.noticed(number, moment, some), ranks)
 
     def _kill(self) -> None:
         if self._last_message[:1] != _NO_START:
@@ -407,7 +404,7 @@ class Keeper:
             # Workers among them, whom the launcher knows: the kernel kills them with the keeper (`die_with_parent`).
             gone = [one for one in (self._taken_over or {}).items() if one[0] not in described]
             entries += [protocol.Orphan(pid, -1, "", 0.0, 0, status).pack() for pid, status in gone]
-            self._connection.orphans(entries, beyond)
+            self._connection.send_all(lambda some: protocol.orphans(some, beyond), entries, FEW)
             logs = "" if self._logs is None else self._logs.incomplete
             sent = self._connection.send(self._last_message or protocol.ended(self._abandoned[:BATCH], logs))
         if sent:
@@ -444,7 +441,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
     "expect": Keeper._on_expect,
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
-    "evidence_taken": Keeper._on_evidence_taken,
+    "evidence_taken": lambda keeper, serial: keeper._escalation and keeper._escalation.evidence_taken(serial),
     "judged": Keeper._on_judged,
     "leaving": Keeper._on_leaving,
 }

@@ -161,13 +161,8 @@ class Rotator:
     """Fills a log file from a pipe, and rotates the file before it grows beyond the limit.
 
     No line is split: a line ends in the file in which it began, even if it is longer than the limit. A file that cannot
-    be rotated goes on to grow: a log that is too long is better than a worker that fails for it.
-
-    Args:
-        path: The file's path.
-        bounds: When the file is rotated, and which rotated files are kept: see `Bounds`. Those of earlier runs count.
-        file, reader: The file, open with O_APPEND, and the read end of the pipe. The rotator closes both.
-        compressor: Compresses the rotated files; None: they stay as they are.
+    be rotated goes on to grow: a log that is too long is better than a worker that fails for it. ``file`` is open with
+    O_APPEND; it and ``reader``, the end of the pipe, are closed by `close`. Rotated files of earlier runs count.
     """
 
     def __init__(self, path: str, bounds: Bounds, file: int, reader: int, compressor: Compressor | None = None) -> None:
@@ -179,7 +174,7 @@ class Rotator:
         self._kept = dict.fromkeys(numbers(path))  # the numbers of the rotated files, the oldest first
         self._number = max(self._kept, default=0) + 1
         self._size = os.fstat(file).st_size
-        self._mid_line = self._size > 0 and _last_byte(path, self._size) != b"\n"
+        self._mid_line = self._size > 0 and files.read(path, 1, self._size - 1, links=files.OWN_LINKS) != b"\n"
         self._torn = False  # whether the file may end within a line whose rest is lost
         self.refused = 0
         """The errno of the latest write that failed: the disk is full. What it was to write is lost."""
@@ -282,10 +277,6 @@ class Rotator:
                     raise
                 os.rename(self._path, numbered)
             return
-
-
-def _last_byte(path: str, size: int) -> bytes:
-    return files.read(path, 1, size - 1, links=files.OWN_LINKS)
 
 
 _GZIP = 31  # wbits of zlib: 15, the largest window; and 16, for gzip's head and tail

@@ -98,15 +98,9 @@ class Start:
         """Start the workers, as long as ``may_go_on``. Returns (), or `protocol.start_failed`.
 
         The log files of some are opened before the first of them starts: a disk may take long to answer, and nobody
-        supervises the workers that run meanwhile.
-
-        Args:
-            children: What watches the workers from now on.
-            null: A descriptor of /dev/null.
-            add_rotated: Has the log writer fill a file of bounded size.
-            call: What forks do.
-            own: Returns the descriptors that a fork must not have.
-            may_go_on: Called before the first worker, with False, and from time to time, with True.
+        supervises the workers that run meanwhile. ``null`` is a descriptor of /dev/null; ``add_rotated`` has the log
+        writer fill a file of bounded size; ``own`` returns the descriptors that a fork must not have; ``may_go_on`` is
+        called before the first worker, with False, and from time to time, with True.
         """
         self._import_shared()
         self._doing = -1, "raising the limit on open files"

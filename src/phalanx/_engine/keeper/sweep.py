@@ -38,11 +38,8 @@ _BELOW = 512  # processes below children that are looked at in one turn
 class Sweep:
     """The orphans of one group.
 
-    Args:
-        children: The keeper's.
-        loop: Has the search go on.
-        now: Returns the group's state, and the pid of the log writer, which is spared (0: there is none).
-        see: Called with EMPTY when no child but the log writer is left.
+    ``now`` returns the group's state, and the pid of the log writer, which is spared (0: there is none). ``see`` is
+    called with EMPTY when no child but the log writer is left.
     """
 
     def __init__(

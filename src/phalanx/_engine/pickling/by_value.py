@@ -58,14 +58,11 @@ def make(
 ) -> Any:
     """Make a pickler that writes by value what the other side cannot import.
 
-    Args:
-        file: Where it writes.
-        table: Reducers by type. They take precedence over cloudpickle's; methods are always reduced by `reduce_method`.
-        buffer_callback: As for `pickle.Pickler`.
-        importable: Returns whether the other side can import an object of ``__main__`` or ``__mp_main__`` by its name.
-            It is called for functions and classes, and for objects whose reduction is a name.
-        sent: In a launcher: every object that goes by value is appended, and the worker notes it in `received` under
-            its index in the list. None in a worker: objects in `received` are written as references.
+    The reducers of ``table`` take precedence over cloudpickle's; methods are always reduced by `reduce_method`.
+    ``importable`` returns whether the other side can import an object of ``__main__`` or ``__mp_main__`` by its name;
+    it is called for functions and classes, and for objects whose reduction is a name. In a launcher, every object that
+    goes by value is appended to ``sent``, and the worker notes it in `received` under its index in the list. In a
+    worker, ``sent`` is None, and objects in `received` are written as references.
     """
     import typing
 
@@ -395,15 +392,10 @@ def make_class(
 ) -> type:
     """Make a class without its attributes, which `fill_class` adds.
 
-    Args:
-        meta: Its metaclass.
-        maker: The metaclass whose ``__new__`` makes it: ``meta`` or one of its bases.
-        name: Its name.
-        bases: Its bases.
-        namespace: What it must have from the beginning, such as its slots.
-        hook: The base that defines ``__init_subclass__``. It is not called here: the class has no attributes yet, and
-            the keyword arguments of its class statement are not known.
-        tracker: cloudpickle's id of the class. If this process has a class with that id, it is returned unchanged.
+    ``maker`` is the metaclass whose ``__new__`` makes it: ``meta`` or one of its bases. ``namespace`` is what it must
+    have from the beginning, such as its slots. ``hook`` is the base that defines ``__init_subclass__``, which is not
+    called here: the class has no attributes yet, and the keyword arguments of its class statement are not known. If
+    this process has a class with the ``tracker`` id of cloudpickle, that is returned unchanged.
     """
     made: list[type] = []
 

@@ -25,7 +25,7 @@ from phalanx._base import linux
 from phalanx._engine import main_module, mp_parent
 from phalanx._engine.main_module import search_path
 from phalanx._engine.pickling.payload import HEADER, FdHandle, page_after
-from phalanx._engine.pickling.picklers import Nowhere, plain, sharing_reducers, wants_by_value
+from phalanx._engine.pickling.picklers import Nowhere, plain, registered, sharing_reducers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def pickle_call(
 
     Returns the parts, and the objects that went by value, or None if none did. Raises UnpicklableError.
     """
-    if not wants_by_value():
+    if not registered():
         pickling = _CallPickling(spawning, main)
         try:
             parts = pickling.dump((), function, arguments)
@@ -289,11 +289,9 @@ class Packed:
     Attributes:
         memfd: The payload. `close` closes it.
         fds: Descriptors that must reach the workers with it. Their owners close them.
-        owners: The objects that own these. They may have been made for the pickling alone, and are kept until the
-            descriptors have been sent.
+        owners: The objects that own these, perhaps made for the pickling alone: kept until the descriptors are sent.
         fd_indices: Local rank → the indices into ``fds`` of those that the rank inherits.
         sent: The objects that were pickled by value, by their number.
-        by_value: Whether the call was pickled by value.
     """
 
     def __init__(
@@ -327,18 +325,13 @@ def pack(
     identities: mp_parent.ChildIdentities | None = None,
     envs: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Packed:
-    """Pickle a call for every rank into a new memfd.
+    """Pickle a call for every rank into a new memfd. Raises UnpicklableError, which names what cannot be pickled.
 
-    Args:
-        function: The function to call.
-        arguments: Local rank → its positional arguments.
-        writable: Whether workers may write to large buffers, each to its own copy of the pages that it writes to.
-        numbered: Whether the function takes the rank before the arguments; its return value is not sent back then.
-        main: What the workers run again as their main module; None: what is defined there is pickled by value.
-        identities: The workers as children of `multiprocessing`; default: those of start method "spawn".
-        envs: Local rank → the variables that are set once more after the main module has run.
-
-    Raises UnpicklableError, which names what cannot be pickled.
+    ``writable``: whether workers may write to large buffers, each to its own copy of the pages that it writes to.
+    ``numbered``: whether the function takes the rank before the arguments; its return value is not sent back then.
+    ``main``: what the workers run again as their main module; None: what is defined there is pickled by value.
+    ``identities``: the workers as children of `multiprocessing`; default: those of start method "spawn". ``envs``: the
+    variables of each rank that are set once more after the main module has run.
     """
     identities = identities or mp_parent.ChildIdentities("spawn", arguments)
     with Spawning() as spawning:

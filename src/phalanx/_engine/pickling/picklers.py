@@ -61,14 +61,6 @@ class Received:
 received = Received()
 
 
-def wants_by_value() -> bool:
-    """Whether the user has registered modules with ``cloudpickle.register_pickle_by_value``.
-
-    Does not import cloudpickle: a program that has not imported it has registered nothing.
-    """
-    return bool(registered())
-
-
 def plain(
     file: Any,
     table: dict[type, Callable[[Any], Any]],
@@ -226,7 +218,10 @@ def importable_by(obj: object, importable: Callable[[object], bool]) -> bool:
 
 
 def registered() -> set[str]:
-    """The modules that the user has registered with cloudpickle."""
+    """The modules that the user has registered with ``cloudpickle.register_pickle_by_value``.
+
+    Does not import cloudpickle: a program that has not imported it has registered nothing.
+    """
     registry = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", None)
     return set() if registry is None else set(registry())
 

@@ -51,7 +51,8 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
             _close(fds)
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=True)
-        _check_number(fds)
+        if len(fds) > _MAX_FDS:
+            raise ValueError(f"it holds {len(fds)} descriptors; at most {_MAX_FDS} can be returned")  # noqa: TRY301 - as the others
         linux.seal(memfd)  # the launcher refuses an unsealed one: its size could change during the reading
     except BaseException as error:
         os.close(memfd)
@@ -80,13 +81,6 @@ def _find(value: object, known: Mapping[str, object]) -> str:
             return find("the return value", value, pickler)
         finally:
             _close(fds)
-
-
-def _check_number(fds: list[int]) -> None:
-    if len(fds) > _MAX_FDS:
-        from phalanx._engine.pickling.unpicklable import UnpicklableError
-
-        raise UnpicklableError(f"it holds {len(fds)} descriptors; at most {_MAX_FDS} can be returned")
 
 
 def _dump(value: object, memfd: int, known: Mapping[str, object], fds: list[int], *, by_value: bool) -> None:

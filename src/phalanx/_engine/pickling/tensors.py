@@ -25,14 +25,11 @@ def copying_reducers(
     may_share: Callable[[], bool] = lambda: True,
     returns: bool = False,
 ) -> dict[type, Any]:
-    """Reducers by type that copy tensors. They take precedence over those of torch.
+    """Reducers by type that copy tensors, in place of torch's, ``shared``, which still reduce what stays shared.
 
-    Args:
-        shared: Torch's reducers, which still reduce the memory that stays shared.
-        keep_shared: The ids of memory that stays shared.
-        may_share: Returns whether memory that is shared already, by a descriptor, may stay shared.
-        returns: Whether the value goes back to the launcher. Memory that came from there by a file's name then goes
-            back by that name.
+    That is memory whose id is in ``keep_shared``; and memory that is shared already, by a descriptor, if it
+    ``may_share``. With ``returns``, the value goes back to the launcher: memory that came from there by a file's name
+    goes back by it.
     """
     torch: Any = sys.modules["torch"]
 

@@ -151,7 +151,10 @@ def _as_own_interpreter(run: Callable[[], int]) -> int:
 def _end_fork(code: int) -> NoReturn:
     """End a forked worker as an interpreter ends, except for finalization: objects of before the fork are not freed."""
     try:
-        for step in _last_steps():
+        import atexit
+        import threading
+
+        for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # the stubs lack them
             try:
                 step()
             except BaseException as error:  # noqa: BLE001 - an interrupt: the interpreter prints it and goes on
@@ -162,14 +165,6 @@ def _end_fork(code: int) -> NoReturn:
             _die_of_interrupt()
     finally:
         os._exit(code if code >= 0 else 128 - code)
-
-
-def _last_steps() -> tuple[Callable[[], None], ...]:
-    """The steps of an interpreter at its end: wait for threads, run exit handlers."""
-    import atexit
-    import threading
-
-    return threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # the stubs lack them
 
 
 def _die_of_interrupt() -> None:

@@ -97,10 +97,7 @@ def run_payload(rank: int, fds: list[int], *, forked: bool) -> int:
 def run_call(load: Callable[[], Call], child: Child, *, numbered: bool) -> int:
     """Run a call as a child of `multiprocessing`, and send its value. Returns the exit code; -SIGINT if interrupted.
 
-    Args:
-        load: Returns the function and its arguments.
-        child: This process as a child.
-        numbered: Whether the function takes the rank before its arguments; its value is not sent then.
+    ``numbered``: the function takes the rank before its arguments, and its value is not sent.
     """
     _begin(child)
     child.begin()

@@ -28,13 +28,9 @@ _this_child: Child | None = None  # in a worker
 
 
 class Child:
-    """This process as a child of `multiprocessing`.
+    """This process as a child of `multiprocessing`, by the ``state`` from `mp_parent.ChildIdentities`.
 
-    Args:
-        state: Its state, from `mp_parent.ChildIdentities`.
-        rank: Its rank.
-        report: The descriptor of the report socket, on which it sends requests to its launcher.
-        forked: Whether it is a fork, with the memory of its parent.
+    ``report`` is the descriptor of the report socket; ``forked``: whether it is a fork, with the memory of its parent.
     """
 
     def __init__(self, state: State, rank: int, report: int, *, forked: bool) -> None:
