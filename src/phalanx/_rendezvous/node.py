@@ -131,10 +131,8 @@ class Participant:
             self._note_done(event)
         elif isinstance(event, store.Fetched):
             what = self._writes.end(event, now)
-            if what == "read":
-                self._read = event.entries  # None: it is tried again
-            elif what == "cause":
-                self._cause = event.entries
+            self._read = event.entries if what == "read" else self._read  # None: it is tried again
+            self._cause = event.entries if what == "cause" else self._cause
         elif isinstance(event, store.Away):
             self._was_away = True
             self._away = now if self._away is None else self._away
@@ -152,9 +150,9 @@ class Participant:
         what = self._writes.end(event, self._now)
         if what == "keep" and event.made is not None:  # False: the job has gone
             self._kept.written()
-        if event.made and what == "enter":
+        elif what == "enter" and event.made:
             self._entry.written(event.revision)
-        elif event.made and what == "decide" and self._leader is not None:
+        elif what == "decide" and event.made and self._leader is not None:
             self._leader.decided = event.revision
 
     def _see_back(self, event: store.Back) -> None:
@@ -385,13 +383,8 @@ class Participant:
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)
-        if self._leader.asks >= 0 and not self._writes.is_open("cause") and self._is_due("cause"):
-            self._effects.append(life.Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
-
-    def _can_lead(self) -> bool:
-        """Whether nobody leads, and this node may."""
-        is_here = self._entry.entered is not None and self.state != "CLOSING" and not self._leaves
-        return is_here and not self._waits_until(self._liveness.conceded_until(self._view, hosts=self._hosts))
+        if self._leader.asks >= 0 and not self._writes.is_open("cause"):
+            self._fetch("cause", self._leader.asks)
 
     # --- the store
 
@@ -401,26 +394,24 @@ class Participant:
             return
         writes, view, own = self._writes, self._view, self._entry
         if self.state == "LEAVING" and self._read is None and not writes.is_open("read"):
-            self._read_left()
+            job = view.job()[0]
+            generation = -1 if job is None or self._lost_job else job.with_evidence
+            self._read = () if generation < 0 else None
+            if generation >= 0:
+                self._fetch("read", generation)
         if self._lost_job:
             return  # another job of this id may be there
         if own.is_due(view) and not writes.is_open("enter"):
             self._submit("enter", own.write())
-        if self._can_lead() and not writes.is_open("lead"):
+        may_lead = own.entered is not None and self.state != "CLOSING" and not self._leaves
+        conceded = self._liveness.conceded_until(view, hosts=self._hosts) if may_lead else math.inf
+        if may_lead and not self._waits_until(conceded) and not writes.is_open("lead"):  # if none does
             put = Put(records.LEADER, self._id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
         if not writes.is_open("stop") and (stop := self._stops.due(view, self._asked)):
             self._submit("stop", stop)
         if (left := self._left_to_keep()) and not writes.is_open("keep"):
             self._submit("keep", self._kept.write(left, view))
-
-    def _read_left(self) -> None:
-        """Read what the workers of all nodes have left, if there is anything to be read."""
-        job = self._view.job()[0]
-        generation = -1 if job is None or self._lost_job else job.with_evidence
-        self._read = () if generation < 0 else None
-        if generation >= 0 and self._is_due("read"):
-            self._effects.append(life.Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _left_to_keep(self) -> tuple[Put, ...]:
         """Return what is to be kept of the job, and is not yet."""
@@ -431,6 +422,10 @@ class Participant:
     def _submit(self, what: str, transaction: Transaction) -> None:
         if self._is_due(what):
             self._effects.append(life.Submit(self._writes.begin(what), transaction))
+
+    def _fetch(self, what: str, generation: int) -> None:
+        if self._is_due(what):
+            self._effects.append(life.Fetch(self._writes.begin(what), f"{records.EVIDENCE}{generation}/"))
 
     def _is_due(self, what: str) -> bool:
         """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
@@ -485,9 +480,7 @@ class Participant:
         if self._waits_until(away + self._away_timeout):
             return
         self._leaves = self._lost_why = f"its store has not answered for {format_duration(self._away_timeout)}"
-        if self.state == "RUNNING":
-            self._effects.append(Heard(self._stop("left", self._leaves)))
-        self._see("LEAVE")
+        self._leave_unheard(self._leaves)
 
     def _wait_for_others(self) -> None:
         """Leave if the workers of other nodes go on for too long: this node's entry says that its own are done."""
@@ -587,6 +580,10 @@ class Participant:
         if self._given_up is not None or self.state == "LEFT":
             return
         self._given_up = state, why
+        self._leave_unheard(why)
+
+    def _leave_unheard(self, why: str) -> None:
+        """Leave without the store: why is reported here alone."""
         if self.state == "RUNNING":
             self._effects.append(Heard(self._stop("left", why)))
         self._see("LEAVE")
