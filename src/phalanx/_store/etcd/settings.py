@@ -55,8 +55,6 @@ class EtcdSettings(NamedTuple):
     @property
     def tls(self) -> Files:
         """The files for TLS."""
-        from phalanx._store.etcd.settings import Files
-
         return Files(self.ca, self.cert, self.key)
 
 

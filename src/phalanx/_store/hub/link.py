@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._store.hub import wire
+from phalanx._store.hub.messages import MOST_HELLO
 from phalanx._store.hub.wire import PIECE, Cipher, CipherError
 
 MOST_QUEUED = 64 << 20
@@ -23,14 +24,12 @@ _SMALL = 64 << 10  # bytes that are taken at once, and are sent in one call
 
 
 class Link:
-    """A connection.
+    """A connection, on which messages of `MOST_HELLO` bytes are taken at first.
 
     Args:
         loop: What watches it.
         sock: The connected socket.
-        take: See the attributes, as for the next.
-        lost: As above.
-        most: Bytes of a message that is taken.
+        take, lost: See the attributes.
 
     Attributes:
         take: Called with each message, and whether it is sealed.
@@ -46,18 +45,13 @@ class Link:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        take: Callable[[bytes, bool], None],
-        lost: Callable[[str], None],
-        most: int,
+        self, loop: Loop, sock: socket.socket, take: Callable[[bytes, bool], None], lost: Callable[[str], None]
     ) -> None:
         self._loop = loop
         self._sock = sock
         self.take = take
         self.lost = lost
-        self._frames = wire.Frames(most)
+        self._frames = wire.Frames(MOST_HELLO)
         self._fd = sock.fileno()
         self._outbox: deque[tuple[bytes | Iterator[bytes], int]] = deque()  # and how much each counts
         self._chunk = memoryview(b"")  # what is being sent
