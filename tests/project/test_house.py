@@ -60,8 +60,8 @@ MOST_LINES = 600
 
 MAY_ONLY_FALL = {
     "private modules imported": 479,
-    "private attributes": 588,
-    "private names patched": 246,
+    "private attributes": 555,
+    "private names patched": 228,
     "long names": 400,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
@@ -78,7 +78,8 @@ KEPT_APART = {
             *("_run/job_stacks", "_run/node_team", "cli/_run_node"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
             "agent/_node",
-            *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "server")),
+            *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "link")),
+            "_store/hub/server",
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
