@@ -9,7 +9,7 @@ import pytest
 
 from phalanx._rendezvous import candidates, evidence, life, records
 from phalanx._rendezvous.node import HOST_PATIENCE, PATIENCE, Participant
-from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, Waiting, replace
+from phalanx._rendezvous.records import End, Job, Member, Missing, Node, Refusal, Stop, Verdict, replace
 from phalanx._rendezvous.settings import Rules
 from phalanx._store.store import (
     JOB,
@@ -141,24 +141,24 @@ def test_a_leader_tells_all_who_is_missing_and_for_how_long_that_is_waited_for()
     (asked,) = story.asked
     assert asked.transaction.conditions == (Unchanged("job/state", story.revision),)
     (put,) = asked.transaction.writes
-    told = Waiting(0, "1 of 2 nodes has come: host-a; 1 more is needed", -1, 97.0)
-    assert (put.key, records.read(Waiting, Entry(put.key, put.value, 1, 1)), put.lease) == ("job/waiting", told, JOB)
+    told = Missing(0, "1 of 2 nodes has come: host-a; 1 more is needed", -1, 97.0)
+    assert (put.key, records.read(Missing, Entry(put.key, put.value, 1, 1)), put.lease) == ("job/waiting", told, JOB)
     assert story.answer() == []
-    assert story.writes("job/waiting", told) == [life.Missing(told.words, -1, 97.0)]
+    assert story.writes("job/waiting", told) == [told]
     assert story.wait(9.9) == []
-    assert life.Missing(told.words, -1, 87.0) in story.wait(0.1)
+    assert replace(told, seconds=87.0) in story.wait(0.1)
 
 
 def test_a_node_says_who_is_missing_as_the_leader_has_it() -> None:
     story = Story().enter()
     story.writes("job/state", FORMS)
-    story.writes("job/waiting", Waiting(7, "of another generation", -1, 97.0))
+    story.writes("job/waiting", Missing(7, "of another generation", -1, 97.0))
     assert story.wait(3.0) == []
-    told = Waiting(0, "2 of 2 to 4 nodes have come: a, b; 2 more may come", -1, 30.0, is_enough=True)
-    assert story.writes("job/waiting", told) == [life.Missing(told.words, -1, 30.0, is_enough=True)]
+    told = Missing(0, "2 of 2 to 4 nodes have come: a, b; 2 more may come", -1, 30.0, is_enough=True)
+    assert story.writes("job/waiting", told) == [told]
     assert story.wait(5.0) == []
     more = replace(told, words="3 of 2 to 4 nodes have come: a, b, c; 1 more may come", seconds=25.0)
-    assert story.writes("job/waiting", more) == [life.Missing(more.words, -1, 25.0, is_enough=True)]
+    assert story.writes("job/waiting", more) == [more]
     assert story.writes("job/waiting", b"[]")[-1].state == "damaged"
 
 

@@ -15,7 +15,7 @@ import pytest
 from phalanx._store.hub.addresses import HubSettings, Place
 from phalanx._store.hub.hub_store import HubStore
 from phalanx._store.hub.server import HubServer
-from phalanx._store.store import JOB, OWN, Away, Back, Changed, Done, Put, Transaction
+from phalanx._store.store import JOB, KEPT, OWN, Away, Back, Changed, Delete, Done, Put, Transaction
 from tests.support.etcd import Etcd
 from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
 
@@ -118,11 +118,13 @@ def test_the_leases(place: Hub | InEtcd) -> None:
             other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB))
             assert sorted(entry.key for entry in one.watch("").entries) == ["job/b", "nodes/b"]
         assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
-        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB),)))
+        one.make(Put("kept/a", b"", JOB))
+        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB), Put("kept/a", b"", KEPT))))
         one.store.close(5.0, ends_job=True)
         assert one.next(Done).made  # what was submitted is made before
         with place.client() as third:
-            assert third.watch("").entries == ()
+            assert [entry.key for entry in third.watch("").entries] == ["kept/a"]
+            assert third.make(Delete("", below=True)).made
 
 
 def test_an_agent_that_is_stopped_for_longer_than_its_lease(place: Hub | InEtcd) -> None:

@@ -38,11 +38,11 @@ from phalanx._rendezvous.records import (
     MOST_RESTARTS,
     End,
     Job,
+    Missing,
     Node,
     Refusal,
     Stop,
     Verdict,
-    Waiting,
     one_line,
     replace,
 )
@@ -354,7 +354,7 @@ class Leader:
         if job is not None and job.generation == self.asks:
             self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
-    def waiting(self, view: StoreView, now: float) -> tuple[Transaction, str] | None:
+    def missing(self, view: StoreView, now: float) -> tuple[Transaction, str] | None:
         """Return the write of who is missing in a generation that waits, and a text that changes when that does.
 
         As of the last `decide`. None: it waits for nobody, as far as is known. Raises DamagedError.
@@ -373,8 +373,8 @@ class Leader:
             return None
         words, ranks = candidates.call_roll((view.nodes[name].node for name in there), job.min_nodes, job.max_nodes)
         rank = ranks[0] if ranks else -1
-        waiting = Waiting(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
-        transaction = Transaction((Unchanged(records.STATE, modified),), (_put(records.WAITING, waiting),))
+        missing = Missing(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
+        transaction = Transaction((Unchanged(records.STATE, modified),), (_put(records.WAITING, missing),))
         return transaction, "\n".join((words, *there))  # who comes is to know how long it lasts
 
     def decide(
@@ -452,5 +452,5 @@ def _remove_job(mine: Created, modified: int, view: StoreView) -> Transaction:
     return Transaction((mine, Unchanged(records.STATE, modified)), tuple(Delete(key) for key in keys))
 
 
-def _put(key: str, record: Job | Stop | Refusal | Waiting) -> Put:
+def _put(key: str, record: Job | Stop | Refusal | Missing) -> Put:
     return Put(key, records.write(record), JOB)

@@ -77,7 +77,7 @@ class Participant:
         self._kept = Kept()
         self._liveness = Liveness(rules.return_timeout)
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
-        self._waiting = 0, 0.0  # which `Waiting` was read last, and until when it lasts
+        self._waiting = 0, 0.0  # which `Missing` was read last, and until when it lasts
         self._looks = StackRequests(me.id)
         self._leader: Leader | None = None  # while this node leads
         self._knows_nodes = False  # whether the entries of the nodes are watched
@@ -166,7 +166,7 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._stops.say(stop)
+        self._stops.own = self._stops.own or stop
         self._see("FAILED")
         return self._settle(now)
 
@@ -177,7 +177,7 @@ class Participant:
         self._entry.node = replace(me, state="left" if self._leaves else "ready", generation=self.generation)
         self._entry.evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._stops.say(self._stop("failure", "its workers are gone"))
+            self._stops.own = self._stops.own or self._stop("failure", "its workers are gone")
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle(now)
 
@@ -201,7 +201,7 @@ class Participant:
             return self._settle(now)
         self._leaves, self._wants_leave = self._leaves or why, True
         if self.state == "RUNNING":
-            self._stops.say(self._stop("left", why))
+            self._stops.own = self._stops.own or self._stop("left", why)
         self._by = min(self._by, now + HURRY) if at_once else self._by
         if self.state == "DONE":  # its success is to stay known
             self._barrier = min(self._barrier, now - self._since)
@@ -277,7 +277,7 @@ class Participant:
                 assert job is not None
                 self._entry.start(job.generation)
                 self._cannot_start = ""
-                self._stops.forget()
+                self._stops.own = None
                 self._effects.append(life.Start(job, job.rank_of(self._id)))
             elif action == "STOP":
                 known = None if self._given_up is not None else self._view.known_stop(self.generation)
@@ -339,7 +339,7 @@ class Participant:
             self._entry.miss(-1)
             self._ended = -1
             self._liveness = Liveness(self._rules.return_timeout)
-            self._stops.forget()
+            self._stops.own = None
             self._since, self._by = self._now, math.inf
         else:
             self._lost_job = True
@@ -527,19 +527,18 @@ class Participant:
         if self._waits_until(since + candidates.ROLL_CALL_AFTER):
             return
         leader = None if self._writes.is_open("waiting") else self._leader
-        if leader is not None and (waits := leader.waiting(view, now)) is not None:
+        if leader is not None and (waits := leader.missing(view, now)) is not None:
             write, text = waits
             if self._writing_roll.call(text, since, now):
                 self._submit("waiting", write)
             self.wake = min(self.wake, self._writing_roll.wake)
-        waiting, told = view.waiting(job.generation)
-        if waiting is None or told < self._entry.revision:  # the latter: it was written before this node came
+        missing, told = view.missing(job.generation)
+        if missing is None or told < self._entry.revision:  # the latter: it was written before this node came
             return
         if told != self._waiting[0]:
-            self._waiting = told, now + waiting.seconds
-        if self._roll.call(waiting.words, since, now):
-            left = max(0.0, self._waiting[1] - now)
-            self._effects.append(life.Missing(waiting.words, waiting.rank, left, waiting.is_enough))
+            self._waiting = told, now + missing.seconds
+        if self._roll.call(missing.words, since, now):
+            self._effects.append(replace(missing, seconds=max(0.0, self._waiting[1] - now)))
         self.wake = min(self.wake, self._roll.wake)
 
     # --- the end

@@ -6,7 +6,7 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/state               `Job`: the generation, who takes part in it, what came before   lease JOB
     job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
-    job/waiting             `Waiting`: who is missing, while too few nodes have come        lease JOB
+    job/waiting             `Missing`: who is missing, while too few nodes have come        lease JOB
     job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
     looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from phalanx._base.clock import format_duration
 from phalanx._base.text import name_ranks
 from phalanx._rendezvous.settings import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
 from phalanx._store.store import Entry
@@ -260,14 +261,17 @@ class Refusal(Struct, frozen=True):
     why: _Text
 
 
-class Waiting(Struct, frozen=True):
-    """Who has come to a generation that waits for nodes, as its leader has seen last.
+class Missing(Struct, frozen=True):
+    """Who has come to a generation that waits for nodes, as its leader knows.
 
     Attributes:
         words: See `candidates.call_roll`.
         rank: The first node rank that is missing, if they were given; -1: they were not.
-        seconds: For how long that was going to last at most, when this was written.
+        seconds: For how long it goes on waiting, at most, from now on.
         is_enough: Whether the generation begins then: those that have come are enough.
+
+    >>> Missing(0, "1 of 2 nodes has come: 0 (h1); node 1 is missing", 1, 597.2).line
+    'waiting at most 9m57s more: 1 of 2 nodes has come: 0 (h1); node 1 is missing'
     """
 
     generation: _Generation
@@ -275,6 +279,11 @@ class Waiting(Struct, frozen=True):
     rank: Annotated[int, Meta(ge=-1, lt=MOST_NODES)] = -1
     seconds: _Seconds = 0.0
     is_enough: bool = False
+
+    @property
+    def line(self) -> str:
+        """What is printed of it."""
+        return f"waiting at most {format_duration(self.seconds)} more: {self.words}"
 
 
 class Look(Struct, frozen=True):
@@ -296,12 +305,12 @@ class _Versioned(Struct, frozen=True):
     version: _Version = VERSION
 
 
-Record = TypeVar("Record", Node, Job, Stop, Refusal, Waiting, Look)
+Record = TypeVar("Record", Node, Job, Stop, Refusal, Missing, Look)
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Waiting, Look, _Versioned)
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Missing, Look, _Versioned)
 }
 
 

@@ -14,7 +14,7 @@ import math
 
 from phalanx._rendezvous import records
 from phalanx._rendezvous.candidates import Seen
-from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop, Waiting, replace
+from phalanx._rendezvous.records import DamagedError, Job, Missing, Node, Refusal, Stop, replace
 from phalanx._store.store import (
     JOB,
     KEPT,
@@ -176,13 +176,13 @@ class StoreView:
         entry = self._entries.get(f"{records.REFUSED}{node}")
         return "" if entry is None else records.read(Refusal, entry).why
 
-    def waiting(self, generation: int) -> tuple[Waiting | None, int]:
+    def missing(self, generation: int) -> tuple[Missing | None, int]:
         """Return for whom a generation waits, and the revision of its key; None and 0: nobody has said.
 
         Raises DamagedError.
         """
         entry = self._entries.get(records.WAITING)
-        found = None if entry is None else records.read(Waiting, entry)
+        found = None if entry is None else records.read(Missing, entry)
         return (found, entry.modified) if entry and found and found.generation == generation else (None, 0)
 
     def is_alone(self, node: str) -> bool:
@@ -278,19 +278,11 @@ class Stops:
     """Why generations are to end, in a node's words.
 
     Attributes:
-        own: What this node says of the end of the generation whose workers it has, or had; None: nothing.
+        own: Why the generation is to end whose workers the node has, or had: its first reason; None: it has none.
     """
 
     def __init__(self) -> None:
         self.own: Stop | None = None
-
-    def say(self, stop: Stop) -> None:
-        """Have it said why a generation is to end: what is said first of it holds."""
-        self.own = self.own or stop
-
-    def forget(self) -> None:
-        """Another generation begins here."""
-        self.own = None
 
     def due(self, view: StoreView, asked: Stop | None) -> Transaction | None:
         """Return what is to be written: once, and nothing where another has said so first. Raises DamagedError.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from phalanx._store.store import OWN, Absent, Created, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Created, Entry, Put, Transaction, Unchanged
 
-JOB_LEASE = b""
-"""The lease of the keys that go with the job. Those of agents are not empty."""
+JOB_LEASE, KEPT_LEASE = b"", b"kept"
+"""The leases of keys that go with the job, and of keys that are kept. Those of agents have 16 bytes."""
 
 LOOKS = 5
 """How many times within a ttl the leases are looked at."""
@@ -75,7 +75,7 @@ class Keys:
             if isinstance(write, Put):
                 created = revision if old is None else old.created
                 self._entries[write.key] = Entry(write.key, write.value, created, revision)
-                mine = lease if write.lease == OWN else JOB_LEASE
+                mine = {OWN: lease, JOB: JOB_LEASE}.get(write.lease, KEPT_LEASE)
                 self._lease_of[write.key] = mine
                 self._keys_of.setdefault(mine, {})[write.key] = None
         return True, self._note(before)
