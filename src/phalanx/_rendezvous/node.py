@@ -2,7 +2,7 @@
 
 Owns the node's part in each generation, and its waits, each of which is bounded. Any event may come at any time. What
 it knows and has to write stands in `store_view`, what it decides while it leads in `membership`, and where the ranks
-are, if somebody asks, in `stack_requests`.
+are, if somebody asks, in `stack_report`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx._rendezvous.life import Effect, Finish, Found, Heard
 from phalanx._rendezvous.membership import Leader
 from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
 from phalanx._rendezvous.settings import Rules
-from phalanx._rendezvous.stack_requests import StackRequests
+from phalanx._rendezvous.stack_report import StackRequests
 from phalanx._rendezvous.store_view import Kept, Liveness, OwnEntry, Stops, StoreView, Writes
 from phalanx._store import store
 from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
