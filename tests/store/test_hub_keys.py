@@ -94,8 +94,8 @@ def test_who_is_told_what() -> None:
     watches: Watches[str] = Watches()
     for prefix, watcher in (("", "all"), ("job/", "one"), ("job/", "two"), ("nodes/", "one"), ("job/s", "gone")):
         watches.add(prefix, watcher)
-    watches.forget("gone")
-    watches.remove("job/", "nobody")
+    watches.remove("gone")
+    watches.remove("nobody", "job/")
     change = Change(3, (Entry("job/a", b"", 1, 3), Entry("x", b"", 3, 3)), ("job/b", "y"))
     below = Change(3, (Entry("job/a", b"", 1, 3),), ("job/b",))
     assert list(watches.to_tell(change)) == [("", change, ("all",)), ("job/", below, ("one", "two"))]

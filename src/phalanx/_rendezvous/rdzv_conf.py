@@ -129,11 +129,7 @@ def _check_tls(conf: Mapping[str, str]) -> None:
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:
-    """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError.
-
-    >>> agent_port({}, 29501), agent_port({"agent_port": "4000"}, 29501)
-    (29501, 4000)
-    """
+    """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError."""
     if "agent_port" in conf:
         text = conf["agent_port"]
         if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) <= _MOST_PORT):
@@ -199,11 +195,7 @@ def secrets_of(conf: Mapping[str, str], environ: Mapping[str, str]) -> list[str]
 
 
 def seconds(name: str, text: str) -> float:
-    """Read a time. Raises ValueError.
-
-    >>> seconds("join_timeout", "2.5"), seconds("join_timeout", "10m")
-    (2.5, 600.0)
-    """
+    """Read a time. Raises ValueError."""
     try:
         number = parse_duration(text)
     except ValueError as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach, together
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.etcd.watches import History, Keys, Watched
 from phalanx._store.store import (
@@ -180,11 +180,9 @@ class EtcdStore(Store):
 
     async def _settle(self, session: Session, revision: int) -> None:
         """See that it is the etcd that it was, and see to the leases."""
-        if not self._lease:  # nothing has been told yet: the steps need not wait for each other
-            await together(self._see_to_own(session), self._see_to_job(session))
-            return
-        await self._history.check(session, revision)
-        await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
+        if self._lease:
+            await self._history.check(session, revision)
+            await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space
         await self._see_to_leases(session)
 
     async def _stay(self, session: Session) -> None:

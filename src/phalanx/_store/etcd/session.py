@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -118,7 +118,7 @@ class Session:
         if self._channel is None:
             raise BrokenError(_ENDED)
         with _not_cancelled():
-            call = api.unary(self._channel, method)
+            call = api.call(self._channel.unary_unary, method)
             answer = await call(request, timeout=self._settings.timeout, metadata=metadata)
         self._has_answered = True
         return answer
@@ -167,7 +167,9 @@ class Session:
             if self._channel is None:
                 raise BrokenError(_ENDED)
             if self._keeper is None:
-                self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
+                self._keeper = api.call(self._channel.stream_stream, api.KEEP_ALIVE)(
+                    metadata=(*self._metadata, *_LEADER)
+                )
             with _not_cancelled():
                 with suppress(asyncio.InvalidStateError):  # the stream has ended: the read tells why
                     await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
@@ -231,7 +233,7 @@ class Session:
         for is_last in (not self._settings.user, True):
             if self._channel is None:
                 raise BrokenError(_ENDED)
-            call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
+            call = api.call(self._channel.stream_stream, api.WATCH)(metadata=(*self._metadata, *_LEADER))
             try:
                 await call.write(create)
                 while (response := await call.read()) is not api.aio.EOF:
@@ -325,11 +327,3 @@ async def reach(settings: EtcdSettings, first: int) -> tuple[Session, int, Excep
         for session in opened:
             if session is not kept:
                 await session.close()
-
-
-async def together(*steps: Coroutine[Any, Any, object]) -> None:
-    """Take steps at once. Raises what one has raised, when all have ended: that etcd refuses us goes first."""
-    ended = await asyncio.gather(*steps, return_exceptions=True)
-    errors = [each for each in ended if isinstance(each, BaseException)]
-    for error in sorted(errors, key=lambda each: not isinstance(each, RefusedError)):
-        raise error

@@ -154,23 +154,21 @@ class HubStore(Store):
             self._begin_watch(prefix)
 
     def _see_broken(self, why: str) -> None:
-        if self._is_leaving:
-            self._stop()
-            return
-        if why != self._away:
+        if why != self._away and not self._is_leaving:
             self._away = why
             self._tell(Away(why))
         self._fail_all()
 
     def _see_refused(self, why: str) -> None:
+        self._fail_all()
+        if not self._is_leaving:
+            self._tell(Refused(why))
+
+    def _fail_all(self) -> None:
+        """Forget what was to come, and tell so; end, if this agent leaves."""
         if self._is_leaving:
             self._stop()
             return
-        self._fail_all()
-        self._tell(Refused(why))
-
-    def _fail_all(self) -> None:
-        """Forget what was to come, and tell so."""
         self._awaited.clear()
         self._read.clear()
         requests, self._requests = self._requests, {}

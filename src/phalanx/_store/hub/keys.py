@@ -127,23 +127,18 @@ class Watches(Generic[W]):
         """Note that somebody watches a prefix."""
         self._watchers.setdefault(prefix, {})[watcher] = None
 
-    def remove(self, prefix: str, watcher: W) -> None:
-        """Note that somebody does not."""
-        watchers = self._watchers.get(prefix, {})
-        watchers.pop(watcher, None)
-        if not watchers:
-            self._watchers.pop(prefix, None)
-
-    def forget(self, watcher: W) -> None:
-        """Forget somebody."""
-        for prefix in list(self._watchers):
-            self.remove(prefix, watcher)
+    def remove(self, watcher: W, prefix: str | None = None) -> None:
+        """Note that somebody watches a prefix no more; None: none."""
+        for each in list(self._watchers) if prefix is None else (prefix,):
+            watchers = self._watchers.get(each, {})
+            watchers.pop(watcher, None)
+            if not watchers:
+                self._watchers.pop(each, None)
 
     def to_tell(self, change: Change) -> Iterator[tuple[str, Change, tuple[W, ...]]]:
-        """Yield who is to be told what: a prefix, what has changed below it, and who watches it."""
+        """Yield each watched prefix below which something has changed, what that is, and its watchers."""
         for prefix, watchers in list(self._watchers.items()):
-            part = change.below(prefix)
-            if part is not None:
+            if part := change.below(prefix):
                 yield prefix, part, tuple(watchers)
 
 

@@ -9,6 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hmac import compare_digest
 
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._store.hub import wire
@@ -139,11 +140,6 @@ class Link:
         """Close the socket, in a fork: the connection is the parent's."""
         self._sock.close()
 
-    @property
-    def has_sent_all(self) -> bool:
-        """Whether nothing is kept."""
-        return not (self._chunk or self._plain or self._outbox)
-
     # --- the loop's thread, from here on
 
     def _put(self, what: bytes | Iterator[bytes], size: int) -> None:
@@ -169,7 +165,7 @@ class Link:
                 return
             self._chunk = self._chunk[count:]
             sent += count
-        if self._finishes and self.has_sent_all:
+        if self._finishes and not (self._chunk or self._plain or self._outbox):
             self.close()
         elif self._writes != (bool(self._chunk) or self._can_fill):
             self._writes = not self._writes
@@ -262,8 +258,8 @@ class Link:
             self._lose(str(error))
 
     def _open(self, code: bytes, body: bytes) -> None:
-        is_sealed = self.opens is not None and wire.equal(code, self.opens(body))
-        if is_sealed or (self.may_be_plain and wire.equal(code, wire.checksum(body))):
+        is_sealed = self.opens is not None and compare_digest(code, self.opens(body))
+        if is_sealed or (self.may_be_plain and compare_digest(code, wire.checksum(body))):
             self.take(body, is_sealed)
         elif self.forged is not None:
             self.forged()

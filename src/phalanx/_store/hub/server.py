@@ -250,14 +250,14 @@ class Service:
             parts = (messages.write(Read(number, revision, *part)) for part in messages.parts(entries))
             link.stream(parts, len(entries) * _ENTRY)
         elif isinstance(request, Unwatch):
-            self._watches.remove(request.prefix, link)
+            self._watches.remove(link, request.prefix)
         elif isinstance(request, Leave):
             self._leave(link, session, request)
         else:
             link.send(messages.write(Beat()))
 
     def _leave(self, link: Link, session: bytes, request: Leave) -> None:
-        self._watches.forget(link)
+        self._watches.remove(link)
         del self._links[session]
         self._end_lease(session)
         if request.ends_job:
@@ -275,12 +275,12 @@ class Service:
 
     def _lose(self, link: Link, session: bytes) -> None:
         """Note that a connection has ended. The lease goes on."""
-        self._watches.forget(link)
+        self._watches.remove(link)
         if self._links.get(session) is link:
             del self._links[session]
 
     def _drop(self, link: Link) -> None:
-        self._watches.forget(link)
+        self._watches.remove(link)
         link.close()
 
     # --- leases
