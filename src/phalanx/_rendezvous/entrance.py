@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -84,7 +85,11 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     host, port = machines.host_and_port()
     is_awaited = machines.hosts is None or (not machines.hosts and not machines.address and machines.master is None)
     if is_awaited:
-        _await_name(host, machines.join_timeout, warn, over)
+        say = partial(warn, f"{host}, where the store is to be, is no name that is known here; it is waited for")
+        try:
+            await_name(host, machines.join_timeout, over or Latch(), say)
+        except (OSError, UnicodeError) as error:
+            raise _unknown(host, error) from None
     if not _is_to_have_it(machines, host):
         return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
     place = _place(machines, host, port)
@@ -164,8 +169,11 @@ def own_address(machines: Machines) -> str:
             probe.connect(address)  # of a datagram socket: nothing is sent
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
-        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
-        raise OSError(msg) from None
+        raise _unknown(host, error) from None
+
+
+def _unknown(host: str, error: Exception) -> OSError:
+    return OSError(f"{host!r}: {getattr(error, 'strerror', None) or error}")
 
 
 def _store(machines: Machines, run_id: str, warn: Callable[[str], None] | None = None) -> Store:
@@ -268,17 +276,6 @@ def _where(place: Place) -> str:
     """Return where a store listens, in words."""
     where = " and ".join(address_text(each, place.port) for each in place.addresses)
     return where or f"all addresses of this machine, port {place.port}"
-
-
-def _await_name(host: str, seconds: float, warn: Callable[[str], None], over: Latch | None) -> None:
-    def say() -> None:
-        warn(f"{host}, where the store is to be, is no name that is known here; it is waited for")
-
-    try:
-        await_name(host, seconds, over or Latch(), say)
-    except (OSError, UnicodeError) as error:
-        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
-        raise OSError(msg) from None
 
 
 def _check_open_files(nodes: int) -> None:

@@ -267,7 +267,8 @@ def _form(
         last = job.ends[-1] if job.ends else None
         words, _ = candidates.call_roll((nodes[name].node for name in ready), job.min_nodes, job.max_nodes)
         missing = f"within {format_duration(rules.join_timeout)}, {words}"
-        return _over(job, "failed", missing, _stop_of(last) if last else None), math.inf
+        stop = last and Stop(last.generation, last.kind, last.node, last.host, last.error, last.rank, last.exitcode)
+        return _over(job, "failed", missing, stop), math.inf
     if notes.enough is None:
         notes.enough = now
     # More may come before the first generation alone: later ones are awaited by workers that could run.
@@ -309,10 +310,6 @@ def _attempt(end: End) -> AttemptEnd:
 def _over(job: Job, state: str, why: str, stop: Stop | None) -> Job:
     verdict = Verdict(state, one_line(why), stop)  # type: ignore[arg-type] # the states are those of a verdict
     return replace(job, phase="over", verdict=verdict, delay=0.0)
-
-
-def _stop_of(end: End) -> Stop:
-    return Stop(end.generation, end.kind, end.node, end.host, end.error, end.rank, end.exitcode)
 
 
 def _ages(notes: Notes, now: float) -> tuple[float, ...]:

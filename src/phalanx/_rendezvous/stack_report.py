@@ -321,7 +321,8 @@ def write(texts: Mapping[int, str], first_rank: int, nodes: int = 1, why: str = 
     together: list[tuple[list[int], str]] = []
     data = b""
     for cut in range(len(CUTS)):
-        together = _together(texts, first_rank, cut)
+        known = {text: _cut(text, cut) for text in set(texts.values())}
+        together = dump.group_equal({first_rank + rank: known[text] for rank, text in texts.items()}, dump.alike)
         data = _write(together, why, cut)
         if len(data) <= most:
             return data
@@ -331,12 +332,6 @@ def write(texts: Mapping[int, str], first_rank: int, nodes: int = 1, why: str = 
         together = together[: len(together) // 2]
         data = _write(together, why, len(CUTS) - 1)
     return data
-
-
-def _together(texts: Mapping[int, str], first_rank: int, cut: int) -> list[tuple[list[int], str]]:
-    """Return the ranks in the job that have the same stacks, as these are at that cut."""
-    known = {text: _cut(text, cut) for text in set(texts.values())}
-    return dump.group_equal({first_rank + rank: known[text] for rank, text in texts.items()}, dump.alike)
 
 
 def read(data: bytes) -> Answer:

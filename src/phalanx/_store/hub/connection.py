@@ -37,8 +37,7 @@ class Dialer:
         loop: What watches them.
         host, port: Where to.
         seconds: How long a name may take to be resolved, and an address to answer.
-        connected: Called with the connected socket, which is the callee's then.
-        failed: Called with why there is no connection.
+        connected, failed: Called with the connected socket, which is the callee's then; or with why there is none.
     """
 
     def __init__(
