@@ -561,18 +561,6 @@ def test_what_is_said_is_encrypted_where_both_can(hub: Hub, encrypt: str) -> Non
 
 
 @can_encrypt
-def test_what_was_encrypted_is_not_changed_on_the_way(hub: Hub) -> None:
-    with Between(hub.settings.port) as between, hub.client(port=between.port) as one:
-        one.next(Back)
-        between.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
-        one.make(Put("a", b"1", JOB))
-        assert one.next(Away).why
-        between.change = bytes
-        one.next(Back)
-        assert one.below("") == []
-
-
-@can_encrypt
 def test_who_cannot_encrypt_is_refused_where_that_is_required() -> None:
     told: list[str] = []
     place = Place(0, ("127.0.0.1",))
