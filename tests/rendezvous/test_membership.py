@@ -35,6 +35,9 @@ def running(*names: str, generation: int = 0, least: int = 2, most: int = 2, **m
 
 FORMING = Job(0, "forming", 2, 2)
 FAILED = Stop(0, "failure", "b", "host-b", "ValueError: bad", 3, 1)
+STOPPED: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
+DONE: dict[str, Any] = {"state": "done", "generation": 0, "outcome": "succeeded"}
+LOST = Stop(0, "lost", "b", "host-b", "it is gone")
 
 
 class Leader:
@@ -93,7 +96,7 @@ def test_too_few_for_too_long_is_the_end() -> None:
 def test_a_failure_is_followed_when_no_worker_is_left() -> None:
     leader = Leader(running("a", "b"))
     assert leader.at(1, node("a"), node("b"), stop=FAILED) == Decision(wake=91)
-    gone = node("a", generation=0, outcome="stopped", uptime=7.0, step=12)
+    gone = node("a", **STOPPED, uptime=7.0, step=12)
     assert leader.at(2, gone, node("b"), stop=FAILED) == Decision(wake=91)
     cause = node("b", generation=0, outcome="failed", uptime=6.0, error="KeyError: 'x'", rank=2, exitcode=1)
     made = leader.at(3, gone, cause, stop=FAILED)
@@ -182,7 +185,7 @@ CUT_OFF: dict[str, Any] = {
 
 def test_of_a_lost_connection_the_cause_is_the_failure_of_another_node() -> None:
     gone, bad = node("b", **CUT_OFF), node("a", generation=0, outcome="failed", error="ValueError: x", rank=1)
-    end = decided(running("a", "b"), FAILED, node("a", generation=0, outcome="stopped"), gone)
+    end = decided(running("a", "b"), FAILED, node("a", **STOPPED), gone)
     assert (end.kind, end.node, end.error, end.failed) == ("failure", "b", "ConnectionResetError: gone", True)
     end = decided(running("a", "b"), FAILED, bad, gone)
     assert (end.kind, end.node, end.error, end.rank, end.failed) == ("failure", "a", "ValueError: x", 1, True)
@@ -195,7 +198,7 @@ def test_of_a_lost_connection_the_cause_is_the_failure_of_another_node() -> None
 def test_of_a_lost_connection_the_cause_is_a_node_that_is_lost() -> None:
     facts: dict[str, Any] = {"most": 3}
     job = running("a", "b", "c", most=3)
-    stopped = node("a", generation=0, outcome="stopped", **facts)
+    stopped = node("a", **STOPPED, **facts)
     end = decided(job, FAILED, stopped, node("b", **CUT_OFF, **facts))
     assert (end.kind, end.node, end.rank, end.failed) == ("lost", "c", None, False)
     assert end.error == "node 2 is lost: its agent on host host-c is gone, or cut off"
@@ -215,7 +218,7 @@ def decided(job: Job, stop: Stop, *nodes: Node) -> End:
 def test_a_node_that_does_not_end_its_workers_is_waited_for_no_longer() -> None:
     leader = Leader(running("a", "b", least=1), RULES)
     facts: dict[str, Any] = {"least": 1}
-    gone = node("a", generation=0, outcome="stopped", **facts)
+    gone = node("a", **STOPPED, **facts)
     assert leader.at(1, gone, node("b", **facts), stop=FAILED) == Decision(wake=91)
     assert names(leader.at(91, gone, node("b", **facts), stop=FAILED).job) == ["a"]
 
@@ -265,14 +268,14 @@ def test_a_node_that_comes_back_while_a_generation_ends_is_waited_for_and_is_not
     assert leader.at(2.1, gone, node("b", state="running", generation=0), stop=stop) == Decision(wake=92)
     leader.notes.regained = 3
     assert leader.at(3, gone, stop=stop) == Decision(wake=10)
-    made = leader.at(4, gone, node("b", generation=0, outcome="stopped"), stop=stop)
+    made = leader.at(4, gone, node("b", **STOPPED), stop=stop)
     assert (names(made.job), made.job.ends[-1].kind) == (["a", "b"], "failure")
 
 
 @pytest.mark.parametrize("kind, phase", [("left", "forming"), ("signal", "over")])
 def test_a_node_that_is_known_to_have_gone_is_not_waited_for(kind: Any, phase: str) -> None:
     leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5))
-    made = leader.at(2, node("a", generation=0, outcome="stopped"), stop=Stop(0, kind, "b", "host-b"))
+    made = leader.at(2, node("a", **STOPPED), stop=Stop(0, kind, "b", "host-b"))
     assert made.job.phase == phase
 
 
@@ -309,34 +312,30 @@ def test_a_failure_that_is_told_of_before_a_node_is_lost_is_the_cause() -> None:
 
 
 def test_too_few_after_a_loss_is_a_failure() -> None:
-    stop = Stop(0, "lost", "b", "host-b", "it is gone")
-    here = node("a", generation=0, outcome="stopped")
-    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, here, stop=stop)
-    assert (made.job.verdict.state, made.job.verdict.stop) == ("failed", stop)
+    here = node("a", **STOPPED)
+    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, here, stop=LOST)
+    assert (made.job.verdict.state, made.job.verdict.stop) == ("failed", LOST)
     leader = Leader(running("a", "b"))
-    made = leader.at(1, here, stop=stop)
+    made = leader.at(1, here, stop=LOST)
     assert (made.job.phase, made.job.restarts, made.wake) == ("forming", (0.0,), 601)
     assert names(leader.at(9, here, node("c")).job) == ["a", "c"]
 
 
 def test_who_comes_when_all_are_gone_begins_anew() -> None:
-    stop = Stop(0, "lost", "b", "host-b", "it is gone")
-    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, node("c"), node("d"), stop=stop)
+    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, node("c"), node("d"), stop=LOST)
     assert names(made.job) == ["c", "d"]
 
 
 def test_a_spare_takes_the_rank_of_the_node_that_is_gone() -> None:
-    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
     stop = Stop(0, "lost", "a", "host-a", "it is gone")
-    made = Leader(running("a", "b")).at(1, node("spare"), node("b", **facts), stop=stop)
+    made = Leader(running("a", "b")).at(1, node("spare"), node("b", **STOPPED), stop=stop)
     assert names(made.job) == ["spare", "b"]
 
 
 def test_nodes_that_stay_keep_their_ranks_where_there_is_no_gap() -> None:
     facts: dict[str, Any] = {"least": 2, "most": 4, "generation": 0, "outcome": "stopped"}
-    stop = Stop(0, "lost", "b", "host-b", "it is gone")
     leader = Leader(running("a", "b", "c", "d", most=4))
-    made = leader.at(1, node("a", **facts), node("c", **facts), node("d", **facts), stop=stop)
+    made = leader.at(1, node("a", **facts), node("c", **facts), node("d", **facts), stop=LOST)
     assert names(made.job) == ["a", "d", "c"]
 
 
@@ -346,7 +345,7 @@ def test_a_node_that_comes_is_taken_after_a_while() -> None:
     assert leader.at(5, node("a", **facts), node("b", **facts)) == Decision(wake=15)
     made = leader.at(15, node("a", **facts), node("b", **facts))
     assert (made.stop.kind, made.stop.node) == ("grow", "b")
-    gone = node("a", generation=0, outcome="stopped", **facts)
+    gone = node("a", **STOPPED, **facts)
     made = leader.at(16, gone, node("b", **facts), stop=made.stop)
     assert (names(made.job), made.job.restarts) == (["a", "b"], ())
     full = Leader(running("a", "b"))
@@ -354,10 +353,9 @@ def test_a_node_that_comes_is_taken_after_a_while() -> None:
 
 
 def test_success_is_that_of_all() -> None:
-    done: dict[str, Any] = {"state": "done", "generation": 0, "outcome": "succeeded"}
     leader = Leader(running("a", "b"))
-    assert leader.at(1, node("a", **done), node("b")) == Decision()
-    made = leader.at(2, node("a", **done), node("b", **done))
+    assert leader.at(1, node("a", **DONE), node("b")) == Decision()
+    made = leader.at(2, node("a", **DONE), node("b", **DONE))
     assert made.job.verdict.state == "succeeded"
     assert leader.at(3) == Decision()
 
@@ -413,7 +411,7 @@ def test_a_machine_that_is_the_cause_again_and_again_is_left_out_whichever_agent
 
 def test_a_cause_that_is_not_known_is_nobodys_and_nobody_asks_for_it_unless_it_matters() -> None:
     rules = RULES._replace(policy=RestartPolicy(9), exclude_after=1)
-    there = node("a", generation=0, outcome="stopped"), node("b", generation=0, outcome="failed")
+    there = node("a", **STOPPED), node("b", generation=0, outcome="failed")
     leader = Leader(running("a", "b"), rules)
     assert leader.at(1, *there, stop=FAILED, cause="").job is not None
     assert (leader.job.phase, leader.job.blamed, leader.job.excluded) == ("running", "", ())
@@ -455,8 +453,7 @@ def test_a_rank_that_is_given_twice_is_waited_for_a_while() -> None:
 
 def test_survivors_of_sigkill_end_the_job() -> None:
     facts: dict[str, Any] = {"most": 3, "generation": 0, "outcome": "stopped"}
-    stop = Stop(0, "lost", "b", "host-b", "it is gone")
-    made = Leader(running("a", "b", "c", most=3)).at(1, node("a", survivors=1, **facts), node("c", **facts), stop=stop)
+    made = Leader(running("a", "b", "c", most=3)).at(1, node("a", survivors=1, **facts), node("c", **facts), stop=LOST)
     assert "1 worker outlived SIGKILL" in made.job.verdict.why
 
 
@@ -500,7 +497,7 @@ def test_a_rank_that_is_taken_is_refused_while_a_generation_runs() -> None:
 
 def test_a_node_that_has_succeeded_is_waited_for_before_a_restart() -> None:
     done: dict[str, Any] = {"least": 1, "most": 3, "generation": 0, "outcome": "succeeded"}
-    ended = node("a", least=1, most=3, generation=0, outcome="stopped")
+    ended = node("a", least=1, most=3, **STOPPED)
     stop = Stop(0, "lost", "c", "host-c", "it is gone")
     leader = Leader(running("a", "b", "c", least=1, most=3))
     assert leader.at(1, ended, node("b", state="done", **done), stop=stop) == Decision(wake=91)
@@ -586,6 +583,5 @@ def test_many_are_refused_in_several_transactions() -> None:
 def test_what_a_policy_allows_is_written_as_the_others_read_it() -> None:
     policy = RestartPolicy(1 << 20, backoff=1e13, backoff_cap=1e13)
     job = running("a", "b", restarts=(1.0,) * MOST_RESTARTS)
-    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
-    made = Leader(job, RULES._replace(policy=policy)).at(1, node("a", **facts), node("b", **facts), stop=FAILED)
+    made = Leader(job, RULES._replace(policy=policy)).at(1, node("a", **STOPPED), node("b", **STOPPED), stop=FAILED)
     assert read(Job, Entry("job/state", write(made.job), 1, 1)) == made.job
