@@ -145,9 +145,8 @@ class _Team(NodeTeam):
             failed = ProcessFailure(0, 4242, 1, NOT_AVAILABLE, observed_ns=1)
             failures[0] = failed.replace(message="ValueError: bad batch", traceback=TRACEBACK, error_file=FOLDER)
             outcomes[0] = Outcome(0, 4242, "failed", 1)
-        result, me = RunProcsResult(failures=failures, outcomes=outcomes), self._me
-        first = self._agent * self._workers
-        return evidence.write(me.id, me.host, FOLDER, result, first, nodes=len(self._job.members), machine=me.machine)
+        left = evidence.Left(RunProcsResult(failures=failures, outcomes=outcomes), FOLDER)
+        return evidence.write(self._me, left, self._agent * self._workers, nodes=len(self._job.members))
 
     def end(self, _stop: Stop | None) -> None:
         """Say that the workers would be ended now."""

@@ -24,27 +24,13 @@ from phalanx._rendezvous import conclusion, evidence, life, records
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Refusal, Stop, first_rank, replace
 from phalanx._rendezvous.settings import Rules
-from phalanx._store.store import (
-    JOB,
-    OWN,
-    Absent,
-    Away,
-    Back,
-    Changed,
-    Created,
-    Delete,
-    Done,
-    Entry,
-    Fetched,
-    LeaseLost,
-    Put,
-    Snapshot,
-)
+from phalanx._store.hub.keys import JOB_LEASE, Change, Keys
+from phalanx._store.store import OWN, Away, Back, Changed, Done, Entry, Fetched, LeaseLost, Put, Snapshot
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from phalanx._store.store import StoreEvent, Transaction
 
@@ -303,7 +289,7 @@ class Simulation:
         if self.stops.setdefault(generation, value) != value:
             raise BrokenError(f"why generation {generation} ends was written twice")
         stop = records.read(Stop, Entry("", value, 1, 1))
-        if stop.kind == "lost" and self.store.has(f"{records.NODES}{stop.node}"):
+        if stop.kind == "lost" and self.store.entry(f"{records.NODES}{stop.node}"):
             raise BrokenError(f"{stop.node} is called lost, and is there")
         if stop.kind == "lost" and (stop.node, generation) in self.succeeded:
             raise BrokenError(f"{stop.node} is called lost, and its workers have succeeded")
@@ -327,11 +313,6 @@ class Simulation:
             )
         if len(job.restarts) > failed:
             raise BrokenError(f"{len(job.restarts)} restarts are counted, and there were {failed} failures")
-
-    def see_deleted(self, key: str) -> None:
-        """See that a job is over, and gone: what comes now is another one."""
-        if key == records.STATE:
-            self.forget()
 
     def forget(self) -> None:
         """Forget a job of which nothing is left."""
@@ -441,88 +422,63 @@ class Simulation:
 
 
 class SimulatedStore:
-    """Keys with revisions, transactions, leases and watches."""
+    """The keys of a store, as an agent has them; where none hosts it, they are those of an etcd."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self._entries: dict[str, Entry] = {}
-        self._owners: dict[str, SimulatedNode | str] = {}  # or which lease a key has
-        self._revision = 1
+        self._keys = Keys(1)
         self.is_away = self._is_gone = False
         self.name = 0  # which one it is
         self.is_fresh = False  # whether it was started again, and no job was made since
 
-    def has(self, key: str) -> bool:
-        """Whether a key is there."""
-        return key in self._entries
+    def entry(self, key: str) -> Entry | None:
+        """A key, if it is there."""
+        return next((entry for entry in self._keys.below(key) if entry.key == key), None)
 
     def job(self) -> Job | None:
         """The job, if it is there."""
-        entry = self._entries.get(records.STATE)
+        entry = self.entry(records.STATE)
         return None if entry is None else records.read(Job, entry)
 
     def job_made(self) -> int:
         """The revision at which the job was made; 0: there is none."""
-        entry = self._entries.get(records.STATE)
+        entry = self.entry(records.STATE)
         return 0 if entry is None else entry.created
 
     def below(self, prefix: str) -> tuple[int, tuple[Entry, ...]]:
         """The revision, and the keys below a prefix."""
-        return self._revision, tuple(entry for key, entry in self._entries.items() if key.startswith(prefix))
+        return self._keys.revision, self._keys.below(prefix)
 
     def make(self, node: SimulatedNode, transaction: Transaction) -> tuple[bool, int]:
         """Make a transaction, if its conditions hold."""
-        for condition in transaction.conditions:
-            entry = self._entries.get(condition.key)
-            if isinstance(condition, Absent):
-                holds = entry is None
-            elif isinstance(condition, Created):
-                holds = entry is not None and entry.created == condition.created
-            else:
-                holds = entry is not None and entry.modified == condition.modified
-            if not holds:
-                return False, self._revision
-        self._write(transaction.writes, node)
-        return True, self._revision
+        made, change = self._keys.make(node.name.encode(), transaction)
+        self._tell(change)
+        return made, self._keys.revision
 
-    def _write(self, writes: Iterable[Put | Delete], node: SimulatedNode | None) -> None:
-        self._revision += 1
-        written, deleted = [], []
-        for write in writes:
-            if isinstance(write, Put):
-                before = self._entries.get(write.key)
-                created = self._revision if before is None else before.created
-                entry = self._entries[write.key] = Entry(write.key, write.value, created, self._revision)
-                self._owners[write.key] = node if write.lease == OWN and node is not None else write.lease
-                written.append(entry)
-                self._simulation.see_write(write.key, write.value)
-                continue
-            for key in [
-                key for key in self._entries if key.startswith(write.key) and (write.below or key == write.key)
-            ]:
-                del self._entries[key]
-                deleted.append(key)
-                self._simulation.see_deleted(key)
+    def _tell(self, change: Change | None) -> None:
+        if change is None:
+            return
+        for entry in change.written:
+            self._simulation.see_write(entry.key, entry.value)
+        if records.STATE in change.deleted:  # the job is over, and gone: what comes now is another one
+            self._simulation.forget()
         for each in self._simulation.nodes:
-            each.see_changed(self._revision, written, deleted)
+            each.see_changed(change)
 
     def expire(self, node: SimulatedNode) -> None:
         """End a node's lease."""
-        keys = [key for key, owner in self._owners.items() if owner is node and key in self._entries]
-        if keys:
-            self._simulation.tell(f"{node.name}: its lease has run out")
-            self._write([Delete(key) for key in keys], None)
+        self._simulation.tell(f"{node.name}: its lease has run out")
+        self._tell(self._keys.end_lease(node.name.encode()))
         node.has_lease = False
 
     def has_any(self, node: str) -> bool:
         """Whether the entry of a node is there, or that of its success."""
-        return self.has(f"{records.NODES}{node}") or self.has(records.success_of(node))
+        return any(self.entry(key) for key in (f"{records.NODES}{node}", records.success_of(node)))
 
     def restart(self) -> None:
         """Be another one: without keys, and with earlier revisions, as of a clock that was set back."""
-        self._entries.clear()
-        self._owners.clear()
-        self._revision = self._simulation.random.choice([1, self._revision // 2, self._revision + 100])
+        revision = self._keys.revision
+        self._keys = Keys(self._simulation.random.choice([1, revision // 2, revision + 100]))
         self.name += 1
         self.is_fresh = True
         self.is_away = self._is_gone = False
@@ -533,7 +489,7 @@ class SimulatedStore:
 
     def end_job(self) -> None:
         """Delete what goes with the job's lease."""
-        self._write([Delete(key) for key in list(self._entries) if self._owners[key] == JOB], None)
+        self._tell(self._keys.end_lease(JOB_LEASE))
 
     def go_away(self, span: float) -> None:
         """Answer nobody for a while, or for ever (inf). Leases begin anew then."""
@@ -684,18 +640,12 @@ class SimulatedNode:
         revision, entries = self._simulation.store.below(prefix)
         self._later(lambda: self._see(Snapshot(prefix, revision, entries)), after + self._delay())
 
-    def see_changed(self, revision: int, written: list[Entry], deleted: list[str]) -> None:
+    def see_changed(self, change: Change) -> None:
         """Be told what was written, if it is watched: now and then late, or twice."""
         for prefix in self._watches if self._is_connected else ():
-            event = Changed(
-                prefix,
-                revision,
-                tuple(entry for entry in written if entry.key.startswith(prefix)),
-                tuple(key for key in deleted if key.startswith(prefix)),
-            )
-            if event.written or event.deleted:
+            if part := change.below(prefix):
                 for _ in range(2 if self._simulation.chance(0.02) else 1):
-                    self._later(partial(self._see, event))
+                    self._later(partial(self._see, Changed(prefix, *part)))
 
     def _submit(self, effect: life.Submit) -> None:
         simulation = self._simulation

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import DamagedError, Job, Member
-from phalanx._rendezvous.stack_report import Answer, JobStacks
-from phalanx._rendezvous.stack_requests import MOST_ANSWER
+from phalanx._rendezvous.stack_report import MOST_ANSWER, Answer, JobStacks
 from phalanx._stacks import dump
 
 MEMBERS = (Member("a", "host-a", 2, "x"), Member("b", "host-b", 3, "x"))

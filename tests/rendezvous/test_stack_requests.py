@@ -7,7 +7,7 @@ from typing import Any
 from phalanx._rendezvous import life, records
 from phalanx._rendezvous.life import Found, Look, Looked
 from phalanx._rendezvous.records import Stop, Verdict, replace
-from phalanx._rendezvous.stack_requests import INTERVAL, MOST_ANSWER, PATIENCE
+from phalanx._rendezvous.stack_report import INTERVAL, MOST_ANSWER, PATIENCE
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 

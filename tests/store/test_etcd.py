@@ -30,12 +30,10 @@ from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.store import (
     JOB,
-    KEPT,
     OWN,
     Away,
     Back,
     Changed,
-    Delete,
     Done,
     LeaseLost,
     Put,
@@ -114,17 +112,6 @@ def _grpcs() -> set[str]:
 def prefix(tmp_path: Path) -> str:
     """Keys of the test's own."""
     return f"/phalanx/{tmp_path.name}/"
-
-
-def test_what_is_kept_outlives_the_job(etcd: Etcd, prefix: str) -> None:
-    with client(etcd.endpoints, prefix) as one:
-        one.next(Back)
-        one.make(Put("kept/a", b"", JOB))
-        one.make(Put("kept/a", b"", KEPT))
-        one.store.close(5.0, ends_job=True)
-        with client(etcd.endpoints, prefix) as other:
-            assert [entry.key for entry in other.watch("").entries] == ["kept/a"]
-            assert other.make(Delete("", below=True)).made
 
 
 def test_watches_that_begin_while_keys_are_written(etcd: Etcd, prefix: str) -> None:

@@ -94,8 +94,8 @@ def test_who_is_told_what() -> None:
     watches: Watches[str] = Watches()
     for prefix, watcher in (("", "all"), ("job/", "one"), ("job/", "two"), ("nodes/", "one"), ("job/s", "gone")):
         watches.add(prefix, watcher)
-    watches.forget("gone")
-    watches.remove("job/", "nobody")
+    watches.remove("gone")
+    watches.remove("nobody", "job/")
     change = Change(3, (Entry("job/a", b"", 1, 3), Entry("x", b"", 3, 3)), ("job/b", "y"))
     below = Change(3, (Entry("job/a", b"", 1, 3),), ("job/b",))
     assert list(watches.to_tell(change)) == [("", change, ("all",)), ("job/", below, ("one", "two"))]
@@ -181,9 +181,9 @@ def test_a_seal_depends_on_all_that_was_said() -> None:
     [
         b"",
         b"\xc1",
-        b"\x91\xa5watch",
-        b"\x92\xa5watch\xa1\xff",
-        b"\x92\xa5watch" + b"\xda\x07\xd0" + b"x" * 2000,
+        b"\x92\xa5watch\x01",
+        b"\x93\xa5watch\x01\xa1\xff",
+        b"\x93\xa5watch\x01" + b"\xda\x07\xd0" + b"x" * 2000,
         b"\x94\xa6submit\xff\x90\x90",
         b"\x91" * 5000,
         messages.write(messages.Beat()) + b"x",

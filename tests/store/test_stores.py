@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import queue
 import signal
 import subprocess
@@ -15,9 +16,25 @@ import pytest
 from phalanx._store.hub.addresses import HubSettings, Place
 from phalanx._store.hub.hub_store import HubStore
 from phalanx._store.hub.server import HubServer
-from phalanx._store.store import JOB, OWN, Away, Back, Changed, Done, Put, Transaction
+from phalanx._store.store import (
+    JOB,
+    KEPT,
+    OWN,
+    Absent,
+    Away,
+    Back,
+    Changed,
+    Created,
+    Delete,
+    Done,
+    Entry,
+    Put,
+    Snapshot,
+    Transaction,
+    Unchanged,
+)
 from tests.support.etcd import Etcd
-from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
+from tests.support.stores import SOON, Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +120,42 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hub | InEt
 
 def test_transactions_and_their_conditions(place: Hub | InEtcd) -> None:
     with place.client() as one:
-        check_transactions(one)
+        one.next(Back)
+        first = one.make(Put("a", b"1", JOB), Put("b", b"1", JOB), given=(Absent("a"),))
+        assert first.made
+        assert one.make(Put("a", b"2", JOB), given=(Absent("a"),)).made is False
+        assert one.make(Put("a", b"2", JOB), given=(Unchanged("a", first.revision),)).made
+        assert one.make(Put("a", b"3", JOB), given=(Unchanged("a", first.revision),)).made is False
+        assert one.make(Put("a", b"3", JOB), given=(Created("a", first.revision), Absent("c"))).made
+        assert one.make(Delete("a"), Delete("nothing")).made
+        assert one.make(Put("a", b"4", JOB), given=(Created("a", first.revision),)).made is False
+        assert one.below("") == ["b"]
+        assert one.make(*(Put(key, b"", KEPT) for key in ("c", "c/1", "c/2/x", "d/1"))).made
+        assert one.make(Delete("c/", below=True), Delete("d", below=False), Put("c", b"5", JOB)).made
+        assert one.below("") == ["b", "c", "d/1"]
 
 
 def test_a_watch_tells_all_once_and_in_order(place: Hub | InEtcd) -> None:
     with place.client() as one, place.client() as other:
-        check_watch(one, other)
+        one.next(Back)
+        made = one.make(Put("job/a", b"0", JOB), Put("else/x", b"0", JOB))
+        assert other.watch("job/").entries == (Entry("job/a", b"0", made.revision, made.revision),)
+        revisions = [one.make(Put("job/a", b"%d" % number, JOB)).revision for number in range(20)]
+        one.make(Put("else/x", b"1", JOB))
+        last = one.make(Delete("job/a"), Put("job/b", b"x", JOB))
+        told = [other.next(Changed) for _ in range(21)]
+        assert [event.revision for event in told] == [*revisions, last.revision]
+        assert [event.written[0].value for event in told[:20]] == [b"%d" % number for number in range(20)]
+        assert (told[20].deleted, [entry.key for entry in told[20].written]) == (("job/a",), ["job/b"])
+        other.store.watch("job/")  # once more
+        other.next(Snapshot)
+        one.make(Delete("job/b"))
+        one.make(Put("job/b", b"x", JOB))
+        assert [other.next(Changed).revision for _ in range(2)] == [last.revision + 1, last.revision + 2]
+        other.store.unwatch("job/")
+        assert other.below("job/") == ["job/b"]
+        one.make(Put("job/b", b"y", JOB))
+        assert other.told.empty()
 
 
 def test_the_leases(place: Hub | InEtcd) -> None:
@@ -118,11 +165,13 @@ def test_the_leases(place: Hub | InEtcd) -> None:
             other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB))
             assert sorted(entry.key for entry in one.watch("").entries) == ["job/b", "nodes/b"]
         assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
-        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB),)))
+        one.make(Put("kept/a", b"", JOB))
+        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB), Put("kept/a", b"", KEPT))))
         one.store.close(5.0, ends_job=True)
         assert one.next(Done).made  # what was submitted is made before
         with place.client() as third:
-            assert third.watch("").entries == ()
+            assert [entry.key for entry in third.watch("").entries] == ["kept/a"]
+            assert third.make(Delete("", below=True)).made
 
 
 def test_an_agent_that_is_stopped_for_longer_than_its_lease(place: Hub | InEtcd) -> None:
@@ -156,7 +205,16 @@ def test_an_agent_that_is_stopped_for_longer_than_its_lease(place: Hub | InEtcd)
 
 def test_a_fork_of_the_process_has_no_part_in_it(place: Hub | InEtcd) -> None:
     with place.client() as one:
-        check_fork(one)
+        one.next(Back)
+        one.make(Put("mine", b"", OWN))
+        pid = os.fork()
+        if pid == 0:
+            one.store.submit(99, Transaction((), (Put("child", b"", JOB),)))
+            one.store.close(1.0, ends_job=True)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert one.make(Put("a", b"", JOB)).made
+        assert one.below("") == ["a", "mine"]
 
 
 def test_closing_twice_or_before_it_was_reached(place: Hub | InEtcd) -> None:

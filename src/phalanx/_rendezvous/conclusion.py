@@ -64,9 +64,9 @@ def follows(job: Job, policy: RestartPolicy) -> str:
 
 
 def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
-    """Return how the attempts have ended before the one that a report is about: equal ones in a row have one line.
+    """Return how the attempts before that of a report have ended, equal ones in a row in one line.
 
-    ``has_failed``: whether the last one that has ended is that one.
+    ``has_failed``: whether the report is about the last one that has ended.
     """
     return describe([_earlier(end) for end in (job.ends[:-1] if has_failed else job.ends)])
 
@@ -77,7 +77,7 @@ def failed_attempts(job: Job) -> list[str]:
 
 
 def _earlier(end: End) -> Earlier:
-    """The moment of its end is not known: there are as many clocks as machines."""
+    """Return an attempt; the moment of its end is not known: there are as many clocks as machines."""
     from phalanx._outcomes.report import mask  # when a report is made
 
     masked = told(replace(end, error=mask(end.error)))

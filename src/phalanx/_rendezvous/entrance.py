@@ -5,23 +5,25 @@ The store of a job ends with the agent that has it, whose machine is that of the
 
 from __future__ import annotations
 
+import resource
+import socket
+from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from phalanx._agent.endpoint import where_is
-from phalanx._base.host_names import address_text, is_loopback
-from phalanx._rendezvous.settings import STATIC, prefix_of
-from phalanx._store.store import Away, Back, Refused, Snapshot
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._base.threads import Latch
-    from phalanx._rendezvous.records import Job
-    from phalanx._rendezvous.settings import Machines
-    from phalanx._store.hub.addresses import HubSettings, Place
-    from phalanx._store.store import Store, StoreEvent
+from phalanx._base import clock
+from phalanx._base.host_names import address_text, await_name, is_loopback, look_up
+from phalanx._base.threads import Latch
+from phalanx._rendezvous import records
+from phalanx._rendezvous.records import Job
+from phalanx._rendezvous.settings import STATIC, Machines, prefix_of
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.hub.addresses import HubSettings, Place, find_place, is_taken, listen
+from phalanx._store.hub.hub_store import HubStore
+from phalanx._store.hub.server import HubServer
+from phalanx._store.store import Away, Back, Refused, Snapshot, Store, StoreEvent
 
 PROBE = 5.0
 """Seconds that a probe may take."""
@@ -65,13 +67,12 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     """Have the store, if this node is to; and return how it is reached.
 
     A name that is not known yet (a pod's is published some time after its start) is waited for, `join_timeout` long,
-    where this node cannot do without it, and that is said.
+    where this node cannot do without it, and the user is warned.
 
     Args:
-        machines: What the node was told of its job.
+        machines: How the node meets the others.
         run_id: The id of the job.
-        warn: Called with a line for the user: on what is waited for, where the store listens, and who is turned away.
-            By any thread; it must not wait.
+        warn: Called with a line for the user, by any thread; it must not wait.
         over: Opened when nothing is to be waited for any more.
 
     Raises:
@@ -81,12 +82,14 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     """
     if not machines.is_hosted:
         return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
-    from phalanx._store.hub.hub_store import HubStore
-
     host, port = machines.host_and_port()
     is_awaited = machines.hosts is None or (not machines.hosts and not machines.address and machines.master is None)
     if is_awaited:
-        _await_name(host, machines.join_timeout, warn, over)
+        say = partial(warn, f"{host}, where the store is to be, is no name that is known here; it is waited for")
+        try:
+            await_name(host, machines.join_timeout, over or Latch(), say)
+        except (OSError, UnicodeError) as error:
+            raise _unknown(host, error) from None
     if not _is_to_have_it(machines, host):
         return Entrance(machines, _store(machines, run_id, warn), own_address(machines))
     place = _place(machines, host, port)
@@ -94,8 +97,7 @@ def come(machines: Machines, run_id: str, warn: Callable[[str], None], over: Lat
     address = machines.address or ("" if machines.master is not None else place.told)
     if end is not None:
         _say_where(machines, place, host, address, warn)
-    store = HubStore(_own_settings(machines, place, run_id), _if_exposed(machines, warn))
-    return Entrance(machines, store, address, end)
+    return Entrance(machines, _hub(machines, run_id, warn, place), address, end)
 
 
 def probe(machines: Machines, run_id: str) -> str:
@@ -106,8 +108,6 @@ def probe(machines: Machines, run_id: str) -> str:
     if machines.is_hosted:
         host, port = machines.host_and_port()
         if _is_to_have_it(machines, host):
-            from phalanx._store.hub.addresses import is_taken, listen
-
             place = _place(machines, host, port)
             try:
                 for listener in listen(place):
@@ -131,9 +131,6 @@ def _first_word(store: Store) -> tuple[StoreEvent, bool]:
 
     Raises OSError or ValueError: it cannot be asked.
     """
-    from phalanx._rendezvous import records
-    from phalanx._rendezvous.store_view import StoreView
-
     found: SimpleQueue[StoreEvent] = SimpleQueue()
     store.open(found.put)
     store.watch(records.JOB)
@@ -165,10 +162,6 @@ def own_address(machines: Machines) -> str:
     """
     if machines.address or machines.master is not None:
         return machines.address
-    import socket
-
-    from phalanx._base.host_names import look_up
-
     host, port = machines.host_and_port()
     try:
         family, kind, _, _, address = look_up(host, port, datagram=True)[0]
@@ -176,16 +169,17 @@ def own_address(machines: Machines) -> str:
             probe.connect(address)  # of a datagram socket: nothing is sent
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
-        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
-        raise OSError(msg) from None
+        raise _unknown(host, error) from None
+
+
+def _unknown(host: str, error: Exception) -> OSError:
+    return OSError(f"{host!r}: {getattr(error, 'strerror', None) or error}")
 
 
 def _store(machines: Machines, run_id: str, warn: Callable[[str], None] | None = None) -> Store:
     """Return the store, as it is reached by its endpoint."""
     if machines.is_hosted:
-        from phalanx._store.hub.hub_store import HubStore
-
-        return HubStore(_settings(machines, run_id), _if_exposed(machines, warn))
+        return _hub(machines, run_id, warn)
     from phalanx._store.etcd.etcd_store import EtcdStore
     from phalanx._store.etcd.settings import EtcdSettings
 
@@ -202,45 +196,27 @@ def _is_to_have_it(machines: Machines, host: str) -> bool:
     return where_is(host) == "here" if machines.hosts is None else machines.hosts
 
 
-def _settings(machines: Machines, run_id: str) -> HubSettings:
-    from phalanx._store.hub.addresses import HubSettings
+def _hub(
+    machines: Machines, run_id: str, warn: Callable[[str], None] | None = None, place: Place | None = None
+) -> HubStore:
+    """Return the store in an agent, as it is reached by its endpoint; from its own machine, by its place.
 
+    It warns that nothing is encrypted, where others may read it.
+    """
     host, port = machines.host_and_port()
-    return HubSettings(host, port, run_id, machines.secret, ttl=machines.lease_ttl, encrypt=machines.encrypt)
-
-
-def _own_settings(machines: Machines, place: Place, run_id: str) -> HubSettings:
-    """Return how the store is reached from its own machine."""
-    settings = _settings(machines, run_id)
-    return settings._replace(host=place.own, port=place.port, endpoint=settings.where)
-
-
-def _if_exposed(machines: Machines, warn: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Return what says that nothing is encrypted, where that is to be said: others may read it."""
-    is_exposed = machines.secret and machines.encrypt != "no" and not is_loopback(machines.host_and_port()[0])
-    return warn if is_exposed else None
+    settings = HubSettings(host, port, run_id, machines.secret, ttl=machines.lease_ttl, encrypt=machines.encrypt)
+    if place is not None:
+        settings = settings._replace(host=place.own, port=place.port, endpoint=settings.where)
+    is_exposed = machines.secret and machines.encrypt != "no" and not is_loopback(host)
+    return HubStore(settings, warn if is_exposed else None)
 
 
 def _place(machines: Machines, host: str, port: int) -> Place:
     """Return where the store listens on this machine."""
-    from phalanx._store.hub.addresses import Place, find_place
-
     if machines.bind is None:
         return find_place(host, port)
     address, at = machines.bind
     return Place(at or port, (address,) if address else ())
-
-
-def _serve(machines: Machines, place: Place, run_id: str, warn: Callable[[str], None]) -> Callable[[float], None]:
-    """Have the store here. Returns what ends it, within seconds. Raises OSError."""
-    from phalanx._store.hub.server import HubServer
-
-    _check_open_files(machines.max_nodes)
-    server = HubServer(
-        place, run_id=run_id, secret=machines.secret, ttl=machines.lease_ttl, warn=warn, encrypt=machines.encrypt
-    )
-    server.start()
-    return server.close
 
 
 def _serve_or_find(
@@ -250,22 +226,23 @@ def _serve_or_find(
 
     What else is at that port is waited for: it may be the agent of the run before, which ends. Raises OSError.
     """
-    from phalanx._base import clock
-    from phalanx._base.threads import Latch
-    from phalanx._store.hub.addresses import is_taken
-    from phalanx._store.hub.hub_store import HubStore
-
+    _check_open_files(machines.max_nodes)
     until, over, said = clock.now() + machines.join_timeout, over or Latch(), set[str]()
     where = address_text(place.own, place.port)
     while True:
+        server = HubServer(
+            place, run_id=run_id, secret=machines.secret, ttl=machines.lease_ttl, warn=warn, encrypt=machines.encrypt
+        )
         try:
-            return _serve(machines, place, run_id, warn)
+            server.start()
         except OSError as error:
             if not is_taken(error):
                 raise
-            word, ends = _first_word(HubStore(_own_settings(machines, place, run_id)))
+            word, ends = _first_word(_hub(machines, run_id, place=place))
             if machines.backend == STATIC and not (ends or said):  # its port is for nobody else
                 raise
+        else:
+            return server.close
         if not ends and not isinstance(word, Away):  # it answers; or it will not have this agent, as it is going to say
             return None
         whose, why = (", and not by an agent of this job", word.why) if isinstance(word, Away) else (_EARLIER, "")
@@ -301,24 +278,8 @@ def _where(place: Place) -> str:
     return where or f"all addresses of this machine, port {place.port}"
 
 
-def _await_name(host: str, seconds: float, warn: Callable[[str], None], over: Latch | None) -> None:
-    from phalanx._base.host_names import await_name
-    from phalanx._base.threads import Latch
-
-    def say() -> None:
-        warn(f"{host}, where the store is to be, is no name that is known here; it is waited for")
-
-    try:
-        await_name(host, seconds, over or Latch(), say)
-    except (OSError, UnicodeError) as error:
-        msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
-        raise OSError(msg) from None
-
-
 def _check_open_files(nodes: int) -> None:
     """Raises OSError: each node has a connection to the store, and this process may not have so many files open."""
-    import resource
-
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], nodes + OWN_FILES
     if most != resource.RLIM_INFINITY and most < needed:
         msg = (

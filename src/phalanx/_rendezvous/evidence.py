@@ -326,8 +326,11 @@ class JobEvidence:
         if stop is None or self.is_cut_off:
             self.machine = ""  # of a lost connection, the cause is elsewhere as a rule
         elif first[1].is_hang if first is not None else stop.kind == "hang":
+            # The machine that the others waited for: that of the rank which hung, or the only one.
             elsewhere = {rank for rank in outliers if not isinstance(locations[rank], str)}
-            self.machine = _machine_of(elsewhere, found, ranks, None if first is None else first[1].rank)
+            those = {first[1].rank} if first is not None and first[1].rank in elsewhere else elsewhere
+            machines = {one.machine for one in found if not those.isdisjoint(ranks.of_node(one.node))}
+            self.machine = machines.pop() if len(machines) == 1 else ""
         else:  # a node whose workers did not start has told of no failure of a worker
             self.machine = next((one.machine for one in found if one.node == (first[0] if first else stop).node), "")
 
@@ -350,13 +353,6 @@ def _missing(stop: Stop, found: Iterable[Evidence], ranks: JobRanks) -> tuple[Ev
     local_rank = stop.rank - own.start
     failed = Failed(stop.rank, local_rank, 0, stop.exitcode, NOT_AVAILABLE, stop.error, 0, detail=detail)
     return Evidence(stop.node, stop.host), failed
-
-
-def _machine_of(elsewhere: set[int], found: Sequence[Evidence], ranks: JobRanks, hung: int | None) -> str:
-    """Return the machine that the others waited for: that of the rank which ``hung``, or the only one; "": none."""
-    those = {hung} if hung in elsewhere else elsewhere
-    machines = {one.machine for one in found if not those.isdisjoint(ranks.of_node(one.node))}
-    return machines.pop() if len(machines) == 1 else ""
 
 
 def _locations(found: Iterable[Evidence], ranks: JobRanks) -> tuple[dict[int, Location], set[int]]:

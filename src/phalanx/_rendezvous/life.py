@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from phalanx._base.clock import format_duration
-from phalanx._rendezvous.records import Job, Stop
+from phalanx._rendezvous.records import Job, Missing, Stop
 from phalanx._store.store import Entry, Transaction
+
+__all__ = ["Missing"]  # with all that is defined here
 
 STATES = {
     "WAITING": "no worker runs here; the node waits for a generation in which it takes part",
@@ -139,31 +140,6 @@ class Heard(NamedTuple):
 
 class Earlier(NamedTuple):
     """A job of this id is over; this node has come too late for it, and waits for the next one."""
-
-
-class Missing(NamedTuple):
-    """The job waits for nodes.
-
-    Attributes:
-        words: How many have come, which, and for whom it waits: see `candidates.call_roll`.
-        rank: The first node rank that is missing, if they were given; -1: they were not.
-        seconds: For how long it goes on waiting, at most.
-        is_enough: Whether it begins then: those that have come are enough.
-    """
-
-    words: str
-    rank: int
-    seconds: float
-    is_enough: bool = False
-
-    @property
-    def line(self) -> str:
-        """What is said of it.
-
-        >>> Missing("1 of 2 nodes has come: 0 (h1); node 1 is missing", 1, 597.2).line
-        'waiting at most 9m57s more: 1 of 2 nodes has come: 0 (h1); node 1 is missing'
-        """
-        return f"waiting at most {format_duration(self.seconds)} more: {self.words}"
 
 
 class Look(NamedTuple):

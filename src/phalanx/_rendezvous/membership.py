@@ -38,11 +38,11 @@ from phalanx._rendezvous.records import (
     MOST_RESTARTS,
     End,
     Job,
+    Missing,
     Node,
     Refusal,
     Stop,
     Verdict,
-    Waiting,
     one_line,
     replace,
 )
@@ -267,7 +267,8 @@ def _form(
         last = job.ends[-1] if job.ends else None
         words, _ = candidates.call_roll((nodes[name].node for name in ready), job.min_nodes, job.max_nodes)
         missing = f"within {format_duration(rules.join_timeout)}, {words}"
-        return _over(job, "failed", missing, _stop_of(last) if last else None), math.inf
+        stop = last and Stop(last.generation, last.kind, last.node, last.host, last.error, last.rank, last.exitcode)
+        return _over(job, "failed", missing, stop), math.inf
     if notes.enough is None:
         notes.enough = now
     # More may come before the first generation alone: later ones are awaited by workers that could run.
@@ -311,10 +312,6 @@ def _over(job: Job, state: str, why: str, stop: Stop | None) -> Job:
     return replace(job, phase="over", verdict=verdict, delay=0.0)
 
 
-def _stop_of(end: End) -> Stop:
-    return Stop(end.generation, end.kind, end.node, end.host, end.error, end.rank, end.exitcode)
-
-
 def _ages(notes: Notes, now: float) -> tuple[float, ...]:
     return tuple(max(0.0, now - moment) for moment in notes.restarts)
 
@@ -354,7 +351,7 @@ class Leader:
         if job is not None and job.generation == self.asks:
             self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
-    def waiting(self, view: StoreView, now: float) -> tuple[Transaction, str] | None:
+    def missing(self, view: StoreView, now: float) -> tuple[Transaction, str] | None:
         """Return the write of who is missing in a generation that waits, and a text that changes when that does.
 
         As of the last `decide`. None: it waits for nobody, as far as is known. Raises DamagedError.
@@ -373,8 +370,8 @@ class Leader:
             return None
         words, ranks = candidates.call_roll((view.nodes[name].node for name in there), job.min_nodes, job.max_nodes)
         rank = ranks[0] if ranks else -1
-        waiting = Waiting(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
-        transaction = Transaction((Unchanged(records.STATE, modified),), (_put(records.WAITING, waiting),))
+        missing = Missing(job.generation, records.one_line(words), rank, max(0.0, until - now), is_enough)
+        transaction = Transaction((Unchanged(records.STATE, modified),), (_put(records.WAITING, missing),))
         return transaction, "\n".join((words, *there))  # who comes is to know how long it lasts
 
     def decide(
@@ -452,5 +449,5 @@ def _remove_job(mine: Created, modified: int, view: StoreView) -> Transaction:
     return Transaction((mine, Unchanged(records.STATE, modified)), tuple(Delete(key) for key in keys))
 
 
-def _put(key: str, record: Job | Stop | Refusal | Waiting) -> Put:
+def _put(key: str, record: Job | Stop | Refusal | Missing) -> Put:
     return Put(key, records.write(record), JOB)

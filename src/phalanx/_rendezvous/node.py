@@ -2,7 +2,7 @@
 
 Owns the node's part in each generation, and its waits, each of which is bounded. Any event may come at any time. What
 it knows and has to write stands in `store_view`, what it decides while it leads in `membership`, and where the ranks
-are, if somebody asks, in `stack_requests`.
+are, if somebody asks, in `stack_report`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx._rendezvous.life import Effect, Finish, Found, Heard
 from phalanx._rendezvous.membership import Leader
 from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
 from phalanx._rendezvous.settings import Rules
-from phalanx._rendezvous.stack_requests import StackRequests
+from phalanx._rendezvous.stack_report import StackRequests
 from phalanx._rendezvous.store_view import Kept, Liveness, OwnEntry, Stops, StoreView, Writes
 from phalanx._store import store
 from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
@@ -77,7 +77,7 @@ class Participant:
         self._kept = Kept()
         self._liveness = Liveness(rules.return_timeout)
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
-        self._waiting = 0, 0.0  # which `Waiting` was read last, and until when it lasts
+        self._waiting = 0, 0.0  # which `Missing` was read last, and until when it lasts
         self._looks = StackRequests(me.id)
         self._leader: Leader | None = None  # while this node leads
         self._knows_nodes = False  # whether the entries of the nodes are watched
@@ -131,10 +131,8 @@ class Participant:
             self._note_done(event)
         elif isinstance(event, store.Fetched):
             what = self._writes.end(event, now)
-            if what == "read":
-                self._read = event.entries  # None: it is tried again
-            elif what == "cause":
-                self._cause = event.entries
+            self._read = event.entries if what == "read" else self._read  # None: it is tried again
+            self._cause = event.entries if what == "cause" else self._cause
         elif isinstance(event, store.Away):
             self._was_away = True
             self._away = now if self._away is None else self._away
@@ -152,9 +150,9 @@ class Participant:
         what = self._writes.end(event, self._now)
         if what == "keep" and event.made is not None:  # False: the job has gone
             self._kept.written()
-        if event.made and what == "enter":
+        elif what == "enter" and event.made:
             self._entry.written(event.revision)
-        elif event.made and what == "decide" and self._leader is not None:
+        elif what == "decide" and event.made and self._leader is not None:
             self._leader.decided = event.revision
 
     def _see_back(self, event: store.Back) -> None:
@@ -168,7 +166,7 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._stops.say(stop)
+        self._stops.own = self._stops.own or stop
         self._see("FAILED")
         return self._settle(now)
 
@@ -179,7 +177,7 @@ class Participant:
         self._entry.node = replace(me, state="left" if self._leaves else "ready", generation=self.generation)
         self._entry.evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._stops.say(self._stop("failure", "its workers are gone"))
+            self._stops.own = self._stops.own or self._stop("failure", "its workers are gone")
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle(now)
 
@@ -203,7 +201,7 @@ class Participant:
             return self._settle(now)
         self._leaves, self._wants_leave = self._leaves or why, True
         if self.state == "RUNNING":
-            self._stops.say(self._stop("left", why))
+            self._stops.own = self._stops.own or self._stop("left", why)
         self._by = min(self._by, now + HURRY) if at_once else self._by
         if self.state == "DONE":  # its success is to stay known
             self._barrier = min(self._barrier, now - self._since)
@@ -279,7 +277,7 @@ class Participant:
                 assert job is not None
                 self._entry.start(job.generation)
                 self._cannot_start = ""
-                self._stops.forget()
+                self._stops.own = None
                 self._effects.append(life.Start(job, job.rank_of(self._id)))
             elif action == "STOP":
                 known = None if self._given_up is not None else self._view.known_stop(self.generation)
@@ -341,7 +339,7 @@ class Participant:
             self._entry.miss(-1)
             self._ended = -1
             self._liveness = Liveness(self._rules.return_timeout)
-            self._stops.forget()
+            self._stops.own = None
             self._since, self._by = self._now, math.inf
         else:
             self._lost_job = True
@@ -385,13 +383,8 @@ class Participant:
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)
-        if self._leader.asks >= 0 and not self._writes.is_open("cause") and self._is_due("cause"):
-            self._effects.append(life.Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
-
-    def _can_lead(self) -> bool:
-        """Whether nobody leads, and this node may."""
-        is_here = self._entry.entered is not None and self.state != "CLOSING" and not self._leaves
-        return is_here and not self._waits_until(self._liveness.conceded_until(self._view, hosts=self._hosts))
+        if self._leader.asks >= 0 and not self._writes.is_open("cause"):
+            self._fetch("cause", self._leader.asks)
 
     # --- the store
 
@@ -401,26 +394,24 @@ class Participant:
             return
         writes, view, own = self._writes, self._view, self._entry
         if self.state == "LEAVING" and self._read is None and not writes.is_open("read"):
-            self._read_left()
+            job = view.job()[0]
+            generation = -1 if job is None or self._lost_job else job.with_evidence
+            self._read = () if generation < 0 else None
+            if generation >= 0:
+                self._fetch("read", generation)
         if self._lost_job:
             return  # another job of this id may be there
         if own.is_due(view) and not writes.is_open("enter"):
             self._submit("enter", own.write())
-        if self._can_lead() and not writes.is_open("lead"):
+        may_lead = own.entered is not None and self.state != "CLOSING" and not self._leaves
+        conceded = self._liveness.conceded_until(view, hosts=self._hosts) if may_lead else math.inf
+        if may_lead and not self._waits_until(conceded) and not writes.is_open("lead"):  # if none does
             put = Put(records.LEADER, self._id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
         if not writes.is_open("stop") and (stop := self._stops.due(view, self._asked)):
             self._submit("stop", stop)
         if (left := self._left_to_keep()) and not writes.is_open("keep"):
             self._submit("keep", self._kept.write(left, view))
-
-    def _read_left(self) -> None:
-        """Read what the workers of all nodes have left, if there is anything to be read."""
-        job = self._view.job()[0]
-        generation = -1 if job is None or self._lost_job else job.with_evidence
-        self._read = () if generation < 0 else None
-        if generation >= 0 and self._is_due("read"):
-            self._effects.append(life.Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _left_to_keep(self) -> tuple[Put, ...]:
         """Return what is to be kept of the job, and is not yet."""
@@ -431,6 +422,10 @@ class Participant:
     def _submit(self, what: str, transaction: Transaction) -> None:
         if self._is_due(what):
             self._effects.append(life.Submit(self._writes.begin(what), transaction))
+
+    def _fetch(self, what: str, generation: int) -> None:
+        if self._is_due(what):
+            self._effects.append(life.Fetch(self._writes.begin(what), f"{records.EVIDENCE}{generation}/"))
 
     def _is_due(self, what: str) -> bool:
         """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
@@ -485,9 +480,7 @@ class Participant:
         if self._waits_until(away + self._away_timeout):
             return
         self._leaves = self._lost_why = f"its store has not answered for {format_duration(self._away_timeout)}"
-        if self.state == "RUNNING":
-            self._effects.append(Heard(self._stop("left", self._leaves)))
-        self._see("LEAVE")
+        self._leave_unheard(self._leaves)
 
     def _wait_for_others(self) -> None:
         """Leave if the workers of other nodes go on for too long: this node's entry says that its own are done."""
@@ -534,19 +527,18 @@ class Participant:
         if self._waits_until(since + candidates.ROLL_CALL_AFTER):
             return
         leader = None if self._writes.is_open("waiting") else self._leader
-        if leader is not None and (waits := leader.waiting(view, now)) is not None:
+        if leader is not None and (waits := leader.missing(view, now)) is not None:
             write, text = waits
             if self._writing_roll.call(text, since, now):
                 self._submit("waiting", write)
             self.wake = min(self.wake, self._writing_roll.wake)
-        waiting, told = view.waiting(job.generation)
-        if waiting is None or told < self._entry.revision:  # the latter: it was written before this node came
+        missing, told = view.missing(job.generation)
+        if missing is None or told < self._entry.revision:  # the latter: it was written before this node came
             return
         if told != self._waiting[0]:
-            self._waiting = told, now + waiting.seconds
-        if self._roll.call(waiting.words, since, now):
-            left = max(0.0, self._waiting[1] - now)
-            self._effects.append(life.Missing(waiting.words, waiting.rank, left, waiting.is_enough))
+            self._waiting = told, now + missing.seconds
+        if self._roll.call(missing.words, since, now):
+            self._effects.append(replace(missing, seconds=max(0.0, self._waiting[1] - now)))
         self.wake = min(self.wake, self._roll.wake)
 
     # --- the end
@@ -587,6 +579,10 @@ class Participant:
         if self._given_up is not None or self.state == "LEFT":
             return
         self._given_up = state, why
+        self._leave_unheard(why)
+
+    def _leave_unheard(self, why: str) -> None:
+        """Leave without the store: why is reported here alone."""
         if self.state == "RUNNING":
             self._effects.append(Heard(self._stop("left", why)))
         self._see("LEAVE")

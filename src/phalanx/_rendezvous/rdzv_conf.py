@@ -56,12 +56,8 @@ _OF_ETCD = ("ca", "cert", "key", "user", "password_file")
 def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
     """Return what the settings say, as `Machines` has it. Raises ValueError.
 
-    Settings of torch's backends that have no counterpart here are passed over.
-
-    Args:
-        conf: The settings.
-        environ: Where the password of ``user`` is, as `PASSWORD`, if no ``password_file`` is given.
-        is_hosted: Whether one of the job's agents has the store.
+    Settings of torch's backends that have no counterpart here are passed over. ``is_hosted``: whether one of the job's
+    agents has the store.
 
     >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, {}, is_hosted=True)
     {'join_timeout': 60.0, 'lease_ttl': 3}
@@ -80,7 +76,11 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
             raise ValueError(msg)
         found["lease_ttl"] = int(ttl)
     if "bind" in conf:
-        found["bind"] = _address("bind", conf["bind"])
+        try:
+            found["bind"] = split_endpoint(conf["bind"])
+        except ValueError as error:
+            msg = f"bind: {error}"
+            raise ValueError(msg) from None
     if "encrypt" in conf:
         found["encrypt"] = _encryption(conf["encrypt"])
     for name in ("ca", "cert", "key"):
@@ -129,13 +129,13 @@ def _check_tls(conf: Mapping[str, str]) -> None:
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:
-    """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError.
-
-    >>> agent_port({}, 29501), agent_port({"agent_port": "4000"}, 29501)
-    (29501, 4000)
-    """
+    """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError."""
     if "agent_port" in conf:
-        return _whole("agent_port", conf["agent_port"], 1, _MOST_PORT, "numbers")
+        text = conf["agent_port"]
+        if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) <= _MOST_PORT):
+            msg = f"agent_port: expected whole numbers, 1 to {_MOST_PORT}, got {text!r}"
+            raise ValueError(msg)
+        return int(text)
     if default > _MOST_PORT:
         msg = f"agent_port=PORT is needed: the port of the workers is {_MOST_PORT}, and there is none after it"
         raise ValueError(msg)
@@ -195,11 +195,7 @@ def secrets_of(conf: Mapping[str, str], environ: Mapping[str, str]) -> list[str]
 
 
 def seconds(name: str, text: str) -> float:
-    """Read a time. Raises ValueError.
-
-    >>> seconds("join_timeout", "2.5"), seconds("join_timeout", "10m")
-    (2.5, 600.0)
-    """
+    """Read a time. Raises ValueError."""
     try:
         number = parse_duration(text)
     except ValueError as error:
@@ -224,21 +220,6 @@ def _encryption(text: str) -> str:
     return text
 
 
-def _address(name: str, text: str) -> tuple[str, int]:
-    try:
-        return split_endpoint(text)
-    except ValueError as error:
-        msg = f"{name}: {error}"
-        raise ValueError(msg) from None
-
-
-def _whole(name: str, text: str, least: int, most: int, what: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
-        msg = f"{name}: expected whole {what}, {least} to {most}, got {text!r}"
-        raise ValueError(msg)
-    return int(text)
-
-
 def _text(name: str, path: str) -> str:
     return _read(name, path).decode("utf-8", "surrogateescape").rstrip("\r\n")
 
@@ -257,15 +238,9 @@ class Given(NamedTuple):
     """What a machine was given of its job.
 
     Attributes:
-        backend: One of those that are built in.
         nodes: The least number of machines, and the greatest.
         endpoints: Hosts and ports (0: the default), of which there is one where an agent has the store.
-        run_id: The id of the job; "": nobody has given one.
-        conf: The settings.
         rank: The rank of this machine; None: it is numbered as it comes.
-        address: By which the others reach this machine; "": see `entrance`.
-        insecure: Whether an agent may have the store without a secret.
-        keep: Whether what the job was is to be kept.
         words: What the backend is called, and how a file with the secret, and ``insecure``, are given: for errors.
         more: Further fields of `Machines`.
     """

@@ -6,7 +6,7 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/state               `Job`: the generation, who takes part in it, what came before   lease JOB
     job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
-    job/waiting             `Waiting`: who is missing, while too few nodes have come        lease JOB
+    job/waiting             `Missing`: who is missing, while too few nodes have come        lease JOB
     job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
     looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from phalanx._base.clock import format_duration
 from phalanx._base.text import name_ranks
 from phalanx._rendezvous.settings import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
 from phalanx._store.store import Entry
@@ -67,14 +68,7 @@ Kind = Literal["failure", "hang", "lost", "left", "grow", "signal"]
 
 
 class Member(Struct, frozen=True):
-    """A node as a generation has it.
-
-    Attributes:
-        id: Its agent.
-        host: The name of its machine.
-        nproc: How many workers it runs.
-        role: What they are called.
-    """
+    """A node as a generation has it: the id of its agent, its machine's name, how many workers it runs, their role."""
 
     id: _Id
     host: _Text
@@ -149,13 +143,11 @@ class Stop(Struct, frozen=True):
     """Why a generation ends.
 
     Attributes:
-        generation: Which.
         kind: "failure" of a worker; "hang": a timer has expired; "lost": a node is gone; "left": a node goes; "grow":
             nodes have come; "signal": somebody asked for it.
         node, host: The node that it is about, and its machine.
         error: What happened, in one line.
-        rank: The rank in the job of the worker that failed; None: it is about none.
-        exitcode: Its exit code, negative for a signal; None: not known.
+        rank, exitcode: Those of the worker that failed: in the job; negative for a signal. None: not known.
         signal: The number of the signal that somebody sent; 0: none.
     """
 
@@ -211,8 +203,8 @@ class Job(Struct, frozen=True):
         ends: How the generations before ended, the latest last: `MOST_ENDS` at most.
         restarts: Before how many seconds restarts were decided that count, as of the writing of this.
         delay: Seconds before the generation that is to come.
-        blamed: The machine whose workers were the root cause last, see `Node.machine`; "": none is known.
-        times: How many times in a row that was so.
+        blamed, times: The machine whose workers were the root cause last, see `Node.machine`, "": none; and
+            how many times in a row.
         excluded: Machines that are left out for it.
         verdict: How it ended; None: it has not.
         programs: What workers of which role run, see `Node.program`: those of the first nodes.
@@ -264,20 +256,22 @@ class Job(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """Why a node is not taken, in one line."""
+    """Why a node is not taken."""
 
     why: _Text
 
 
-class Waiting(Struct, frozen=True):
-    """Who has come to a generation that waits for nodes, as its leader has seen last.
+class Missing(Struct, frozen=True):
+    """Who has come to a generation that waits for nodes, as its leader knows.
 
     Attributes:
-        generation: Which.
         words: See `candidates.call_roll`.
         rank: The first node rank that is missing, if they were given; -1: they were not.
-        seconds: For how long that was going to last at most, when this was written.
+        seconds: For how long it goes on waiting, at most, from now on.
         is_enough: Whether the generation begins then: those that have come are enough.
+
+    >>> Missing(0, "1 of 2 nodes has come: 0 (h1); node 1 is missing", 1, 597.2).line
+    'waiting at most 9m57s more: 1 of 2 nodes has come: 0 (h1); node 1 is missing'
     """
 
     generation: _Generation
@@ -285,6 +279,11 @@ class Waiting(Struct, frozen=True):
     rank: Annotated[int, Meta(ge=-1, lt=MOST_NODES)] = -1
     seconds: _Seconds = 0.0
     is_enough: bool = False
+
+    @property
+    def line(self) -> str:
+        """What is printed of it."""
+        return f"waiting at most {format_duration(self.seconds)} more: {self.words}"
 
 
 class Look(Struct, frozen=True):
@@ -306,12 +305,12 @@ class _Versioned(Struct, frozen=True):
     version: _Version = VERSION
 
 
-Record = TypeVar("Record", Node, Job, Stop, Refusal, Waiting, Look)
+Record = TypeVar("Record", Node, Job, Stop, Refusal, Missing, Look)
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Waiting, Look, _Versioned)
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Missing, Look, _Versioned)
 }
 
 
@@ -362,26 +361,14 @@ def decode(decoder: msgspec.json.Decoder[T], entry: Entry) -> T:
 
 def read_job(entry: Entry) -> Job:
     """Return the job that a key holds. Raises DamagedError; OtherVersionError, whatever else the key holds then."""
-    try:
-        job = read(Job, entry)
-    except DamagedError:
-        version = version_of(entry)
-        if version == VERSION:
-            raise
-    else:
-        version = job.version
-        if version == VERSION:
-            _check(job, entry.key)
-            return job
-    msg = (
-        f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are of "
-        "another release of Phalanx"
-    )
-    raise OtherVersionError(msg)
-
-
-def _check(job: Job, key: str) -> None:
-    """See that the parts of a job fit together, as those do that leaders write. Raises DamagedError."""
+    if (version := version_of(entry)) != VERSION:
+        msg = (
+            f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are"
+            " of another release of Phalanx"
+        )
+        raise OtherVersionError(msg)
+    job = read(Job, entry)
+    # The parts of a job fit together, as leaders write them.
     wrong = {
         "min_nodes": job.min_nodes > job.max_nodes,
         "generation": job.generation < 0,
@@ -391,12 +378,13 @@ def _check(job: Job, key: str) -> None:
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
-            msg = f"{key}: `$.{name}` does not fit the rest"
+            msg = f"{entry.key}: `$.{name}` does not fit the rest"
             raise DamagedError(msg)
+    return job
 
 
 def version_of(entry: Entry) -> int:
-    """Return of which version what a key holds says that it is, if nothing else of it can be read; `VERSION`: nothing.
+    """Return the version that a key names, if nothing else of it can be read; `VERSION`, if it names none.
 
     >>> from phalanx._store.store import Entry
     >>> version_of(Entry("job/state", b'{"version": 7, "phase": ["new"]}', 1, 1)), version_of(Entry("x", b"?", 1, 1))
@@ -414,11 +402,7 @@ def evidence_of(node: Node, *, before: int = 0) -> str:
 
 
 def success_of(node: str) -> str:
-    """Return the key of what stays of a node whose workers have succeeded.
-
-    >>> success_of("a")
-    'nodes/a/done'
-    """
+    """Return the key of what stays of a node whose workers have succeeded."""
     return f"{NODES}{node}/done"
 
 
@@ -448,22 +432,19 @@ class JobRanks:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._hosts = [member.host for member in members]
-        self._ends = list(itertools.accumulate(member.nproc for member in members))
+        self._starts = list(itertools.accumulate((member.nproc for member in members), initial=0))
         self._places = {member.id: index for index, member in enumerate(members)}
-        size = self._ends[-1] if self._ends else 0
-        self.size = size if size <= _MOST else 0
+        self.size = self._starts[-1] if self._starts[-1] <= _MOST else 0
 
     def of_node(self, node: str) -> range:
         """Return the ranks of a node; none, if it takes no part."""
-        index = self._places.get(node, -1)
-        if index < 0 or not self.size:
-            return range(0)
-        return range(self._ends[index - 1] if index else 0, self._ends[index])
+        index = self._places.get(node)
+        return range(0) if index is None or not self.size else range(self._starts[index], self._starts[index + 1])
 
     def name(self, ranks: Iterable[int]) -> str:
         """Return what ranks are called, with their hosts."""
         known = list(ranks)
-        found = dict.fromkeys(self._hosts[bisect.bisect_right(self._ends, rank)] for rank in known)
+        found = dict.fromkeys(self._hosts[bisect.bisect_right(self._starts, rank) - 1] for rank in known)
         hosts = list(found)
         more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
         text = name_ranks(known)

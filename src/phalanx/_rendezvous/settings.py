@@ -1,10 +1,9 @@
-"""What a node is told of its job: how many nodes there are, where they meet, and the times that hold; and bounds.
-
-The bounds are of what a node is told, so that its records are read by the others: `records` holds to them.
-"""
+"""How a node meets the others of its job, the times that hold for the job, and the bounds of its records."""
 
 from __future__ import annotations
 
+import os
+import re
 from typing import NamedTuple
 
 TYPE_CHECKING = False
@@ -85,23 +84,21 @@ RANK_TIMEOUT = 30.0
 
 
 class Rules(NamedTuple):
-    """What a job is to hold to.
+    """The policy and the times (seconds) of a job.
 
     Attributes:
         policy: When a failure is followed by another generation.
-        join_timeout: Seconds that a generation may be waited for while there are too few nodes.
-        last_call: Seconds after the minimum is there in which more nodes may come, before the first generation.
-        rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
-        end_timeout: Seconds after which a node that has not ended its workers is not waited for.
+        join_timeout: How long a generation may be waited for while there are too few nodes.
+        last_call: How long more nodes may come, after the minimum is there, before the first generation.
+        rejoin_delay: From the coming of a node to the end of the generation that runs without it.
+        end_timeout: How long a node is waited for that has not ended its workers.
         exclude_after: After so many root causes in a row a machine is left out; 0: never.
-        rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
-            that may be the node's own entry of before.
-        lost_after: Seconds after which a node is lost whose entry is gone: etcd may have ended its lease by mistake,
-            and the node enters again then.
-        return_timeout: The same, where the store was away, from the moment on at which the leader has it again: the
-            others need some time to reach it, too.
-        lease: Seconds after which an agent is lost that is not heard of: for so long a store that one of them has stays
-            for those that are lost, which may come back.
+        rank_timeout: When a node is refused whose rank another one has: longer than a lease lasts, for that may be the
+            node's own entry of before.
+        lost_after: When a node is lost whose entry is gone: etcd may have ended its lease by mistake, and the node
+            enters again then.
+        return_timeout: The same, where the store was away, from the moment on at which the leader has it again.
+        lease: When an agent is lost that is not heard of. A store in an agent stays so long for those that are lost.
         keep: Whether what the job was is kept when it is over, see `records.KEPT`: of the agent that makes the job.
     """
 
@@ -119,21 +116,21 @@ class Rules(NamedTuple):
 
 
 class Machines(NamedTuple):
-    """What a node is told of its job.
+    """How a node meets the others of its job.
 
     Attributes:
         min_nodes, max_nodes: How many nodes there are.
-        backend: How they meet: one of `ETCD`, `C10D`, or `STATIC`.
-        endpoints: Where, as ``host:port``.
-        address: Where this machine is reached by the others; "": see `entrance`.
-        hosts: Whether this one has the store, unless another one of its machine has been quicker; None: where the
-            endpoint is tells, but its name was not known yet.
+        backend: One of `ETCD`, `C10D`, or `STATIC`.
+        endpoints: Where they meet, as ``host:port``.
+        address: Where the others reach this machine; "": see `entrance`.
+        hosts: Whether this one has the store, unless another one of its machine has been quicker; None: the machine of
+            the endpoint has, but its name was not known yet.
         bind: Where the store listens, if this one has it: an address, "" for all that there are, and a port, 0 for the
             endpoint's. None: see `addresses`.
-        secret: What the agents know each other by, where one of them has the store; empty: nothing.
-        encrypt: Whether what they say to each other is encrypted then, see `HubSettings`.
+        secret: What the agents prove to each other, where one of them has the store; empty: nothing.
+        encrypt: Whether messages are encrypted then, see `HubSettings`.
         node_rank: The rank of this node, if it is given; -1: it is not.
-        master: Where rank 0 of the workers listens, if that is given: its host and its port.
+        master: The host and the port of rank 0 of the workers, if they are given.
         lease_ttl: Seconds after which a node is lost that is not heard of.
         join_timeout, last_call, rejoin_delay, exclude_after, keep: See `Rules`.
         away_timeout: Seconds for which workers go on while the store is away, or their agent is stopped.
@@ -182,25 +179,16 @@ class Machines(NamedTuple):
         return f"Machines({self.min_nodes}:{self.max_nodes}, {self.backend!r}, {','.join(self.endpoints)})"
 
     def rules(self, policy: RestartPolicy, grace: float, notice: float, orphan_grace: float = 0.0) -> Rules:
-        """Return what the job holds to.
+        """Return the job's rules.
 
-        ``grace``, ``notice``: seconds that workers have to end; ``orphan_grace``: those that they have if their agent
-        is killed: no other takes their place while they run.
+        ``grace``, ``notice``: seconds that workers have to end; ``orphan_grace``: likewise, if their agent is killed.
         """
+        # A store in an agent has no other member that could end a lease by mistake.
+        by_mistake = 0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10)
         return Rules(
-            policy,
-            join_timeout=self.join_timeout,
-            last_call=self.last_call,
-            rejoin_delay=self.rejoin_delay,
-            end_timeout=grace + notice + 60.0,
-            exclude_after=self.exclude_after,
-            rank_timeout=30.0 + self.lease_ttl,
-            # The agent's own store has no other member that could end a lease by mistake.
-            lost_after=orphan_grace + (0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10)),
-            return_timeout=self.lease_ttl + RETURN,
-            lease=self.lease_ttl,
-            keep=self.keep,
-        )
+            policy, self.join_timeout, self.last_call, self.rejoin_delay, grace + notice + 60.0, self.exclude_after,
+            30.0 + self.lease_ttl, orphan_grace + by_mistake, self.lease_ttl + RETURN, self.lease_ttl, self.keep,
+        )  # fmt: skip
 
     def host_and_port(self) -> tuple[str, int]:
         """Return the first endpoint."""
@@ -214,15 +202,12 @@ def prefix_of(run_id: str) -> str:
     >>> prefix_of("42/a")
     '/phalanx/42%2Fa/'
     """
-    from urllib.parse import quote
+    from urllib.parse import quote  # costs a start milliseconds
 
     return f"/phalanx/{quote(run_id, safe='', errors='surrogateescape')}/"
 
 
 def agent_id(host: str) -> str:
     """Return an id for an agent on the machine of that name, which no other agent has, now or later."""
-    import os
-    import re
-
     name = re.sub(r"[^\w.-]", "_", host, flags=re.ASCII)[:64]
     return f"{name}-{os.getpid()}-{os.urandom(4).hex()}"

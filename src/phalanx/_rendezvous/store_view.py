@@ -14,7 +14,7 @@ import math
 
 from phalanx._rendezvous import records
 from phalanx._rendezvous.candidates import Seen
-from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop, Waiting, replace
+from phalanx._rendezvous.records import DamagedError, Job, Missing, Node, Refusal, Stop, replace
 from phalanx._store.store import (
     JOB,
     KEPT,
@@ -40,10 +40,12 @@ class StoreView:
         self._deleted: dict[str, int] = {}  # when keys were deleted
         self._told: dict[str, int] = {}  # up to which revision the keys below a prefix are known
         self._job: tuple[int, Job | None] = -1, None
-        self._made = 0  # when the job was made
+        self.made = 0
+        """The revision at which the job was made that was there first; 0: none was."""
         self._seen: dict[str, Seen] = {}  # by key: the entries of nodes, and those of their successes
         self._nodes: dict[str, Seen] | None = None  # the same, by node; None: they have changed
-        self._looks: dict[str, Entry] = {}
+        self.looks: dict[str, Entry] = {}
+        """The questions to all nodes, by their ids."""
 
     def take(self, event: Snapshot | Changed) -> None:
         """Take what the store has told."""
@@ -68,7 +70,7 @@ class StoreView:
                 if entry.key.startswith(records.NODES):
                     self._see_node(entry)
                 elif entry.key.startswith(records.LOOK):
-                    self._looks[entry.key.removeprefix(records.LOOK)] = entry
+                    self.looks[entry.key.removeprefix(records.LOOK)] = entry
 
     def _known(self, key: str) -> int:
         entry = self._entries.get(key)
@@ -90,7 +92,7 @@ class StoreView:
 
     def _drop(self, key: str) -> None:
         self._entries.pop(key, None)
-        self._looks.pop(key.removeprefix(records.LOOK), None)
+        self.looks.pop(key.removeprefix(records.LOOK), None)
         if self._seen.pop(key, None) is not None:
             self._nodes = None
 
@@ -122,11 +124,6 @@ class StoreView:
                     self._nodes[seen.node.id] = seen
         return self._nodes
 
-    @property
-    def looks(self) -> dict[str, Entry]:
-        """What is asked of all nodes, by its id."""
-        return self._looks
-
     def job(self) -> tuple[Job | None, int]:
         """Return the job and the revision of its key; None and 0: there is none yet. Raises DamagedError."""
         entry = self._entries.get(records.STATE)
@@ -137,7 +134,7 @@ class StoreView:
         return self._job[1], entry.modified
 
     def known_job(self) -> Job | None:
-        """Return the job; None: there is none yet, or what is there cannot be one."""
+        """Return the job; None: there is none yet, or it cannot be read."""
         try:
             return self.job()[0]
         except DamagedError:
@@ -156,15 +153,11 @@ class StoreView:
         stop = None if job is None else self.stop(job.generation)
         return job is not None and (job.phase == "over" or (stop is not None and stop.kind == "signal"))
 
-    def forget_job(self) -> None:
-        """Forget the job that was there: the one that is there now, if any, is the first."""
-        self._made = 0
-
     def is_job_gone(self) -> bool:
         """Whether nothing is left of the job that was there when this was asked first; there may be another one."""
         entry = self._entries.get(records.STATE)
-        self._made = self._made or (0 if entry is None else entry.created)
-        return self.told(records.JOB) > 0 and self._made != (0 if entry is None else entry.created)
+        self.made = self.made or (0 if entry is None else entry.created)
+        return self.told(records.JOB) > 0 and self.made != (0 if entry is None else entry.created)
 
     def stop(self, generation: int) -> Stop | None:
         """Return why a generation ends; None: nobody has said. Raises DamagedError."""
@@ -176,13 +169,10 @@ class StoreView:
         entry = self._entries.get(f"{records.REFUSED}{node}")
         return "" if entry is None else records.read(Refusal, entry).why
 
-    def waiting(self, generation: int) -> tuple[Waiting | None, int]:
-        """Return for whom a generation waits, and the revision of its key; None and 0: nobody has said.
-
-        Raises DamagedError.
-        """
+    def missing(self, generation: int) -> tuple[Missing | None, int]:
+        """Return for whom a generation waits, and the revision of its key; or None and 0. Raises DamagedError."""
         entry = self._entries.get(records.WAITING)
-        found = None if entry is None else records.read(Waiting, entry)
+        found = None if entry is None else records.read(Missing, entry)
         return (found, entry.modified) if entry and found and found.generation == generation else (None, 0)
 
     def is_alone(self, node: str) -> bool:
@@ -278,19 +268,11 @@ class Stops:
     """Why generations are to end, in a node's words.
 
     Attributes:
-        own: What this node says of the end of the generation whose workers it has, or had; None: nothing.
+        own: Why the generation is to end whose workers the node has, or had: its first reason; None: it has none.
     """
 
     def __init__(self) -> None:
         self.own: Stop | None = None
-
-    def say(self, stop: Stop) -> None:
-        """Have it said why a generation is to end: what is said first of it holds."""
-        self.own = self.own or stop
-
-    def forget(self) -> None:
-        """Another generation begins here."""
-        self.own = None
 
     def due(self, view: StoreView, asked: Stop | None) -> Transaction | None:
         """Return what is to be written: once, and nothing where another has said so first. Raises DamagedError.
@@ -393,16 +375,13 @@ CONCEDED = 1.0
 class Liveness:
     """What a node knows of whether the job is one that lives.
 
-    Args:
-        patience: Seconds after which a leader finds that nobody is left, see `Leader`.
-
     Attributes:
         is_new: Whether this node has found no job that goes on.
         has_lived: Whether it has found that somebody is left of that.
     """
 
     def __init__(self, patience: float) -> None:
-        self._patience = patience
+        self._patience = patience  # seconds after which a leader finds that nobody is left, see `Leader`
         self.is_new, self.has_lived = True, False
         self._is_late = False  # whether an earlier job was met
         self._led = 0, 0.0  # since which revision the leader leads, and since when this node knows
@@ -437,7 +416,7 @@ class Liveness:
         is_ending = is_over if self.has_lived else view.is_ending()
         self.is_new = self.is_new and (job is None or is_ending)
         if not self.has_lived and view.is_job_gone():  # nobody was left of it
-            view.forget_job()
+            view.made = 0
             self.is_new = job is None or is_ending
         is_first = self.is_new and job is not None and not self._is_late
         self._is_late = self._is_late or is_first

@@ -1,6 +1,6 @@
 """Where the ranks of a job are, for ``phalanx stack``: the socket of its agent, who asks there, the looks at a node.
 
-The socket is in the folder of the run. `_rendezvous.stack_requests` has what the agents of a job ask each other.
+The socket is in the folder of the run. `_rendezvous.stack_report` has what the agents of a job ask each other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from phalanx._engine import host_signals
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.records import DamagedError
-from phalanx._rendezvous.stack_report import MOST_BYTES, JobStacks
-from phalanx._rendezvous.stack_requests import PATIENCE
+from phalanx._rendezvous.stack_report import MOST_BYTES, PATIENCE, JobStacks
 from phalanx._stacks.dump import EXITED, NO_STACK
 
 TYPE_CHECKING = False

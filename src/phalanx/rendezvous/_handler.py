@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from phalanx._agent import master_port
 from phalanx._agent import master_port as master_ports
 from phalanx._agent.master_port import ReservedPort
 from phalanx._base.frozen import Value
@@ -92,20 +91,18 @@ class RendezvousStoreInfo(Value):
         if rank == 0:
             host = local_addr or os.uname().nodename
             with ExitStack() as held:  # it is not held beyond this: nobody says when it is not needed any more
-                chosen = RendezvousStoreInfo(host, server_port or held.enter_context(master_port.reserve()).number)
+                chosen = RendezvousStoreInfo(host, server_port or held.enter_context(master_ports.reserve()).number)
             if store is not None:
                 store.set(address, chosen.master_addr.encode())
                 store.set(port, str(chosen.master_port).encode())
             return chosen
+        values = (store.get(address), store.get(port))
         try:
-            return RendezvousStoreInfo(_text(store.get(address)), int(_text(store.get(port))))
+            host, number = (value if isinstance(value, str) else value.decode() for value in values)
+            return RendezvousStoreInfo(host, int(number))
         except ValueError as error:
             msg = f"the store holds no address at which workers meet: {error}"
             raise RendezvousStateError(msg) from error
-
-
-def _text(value: bytes | str) -> str:
-    return value if isinstance(value, str) else value.decode()
 
 
 class RendezvousInfo(Value):
@@ -211,11 +208,9 @@ class OneMachineRendezvous(RendezvousHandler):
             raise RendezvousClosedError(msg)
         port = self._port
         if not port:
-            if self._reserved is None:
-                self._reserved = master_ports.reserve()
+            self._reserved = self._reserved or master_ports.reserve()
             port = self._reserved.renew()
-        where = RendezvousStoreInfo(self._addr, port)
-        return RendezvousInfo(None, 0, 1, where)
+        return RendezvousInfo(None, 0, 1, RendezvousStoreInfo(self._addr, port))
 
     def give_back(self) -> None:
         """End the reservation of the port, until the next rendezvous: no worker is left."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._outcomes.result import RunProcsResult
-    from phalanx._rendezvous.life import Finish
     from phalanx._rendezvous.node_thread import NodeThread, Owner, Part
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
@@ -124,7 +123,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
             RuntimeError: Another thread is waiting in it; or no thread can be started.
         """
         node = self._node
-        self._check_process(node)
+        if node.is_elsewhere:
+            msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
+            raise RendezvousStateError(msg)
         if not self._one.acquire(blocking=False):
             msg = "another thread waits for the next rendezvous"
             raise RuntimeError(msg)
@@ -168,8 +169,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             Whether it went well: False: an error has ended this handler's part before. Takes less than a second, as a
             rule; and a minute at most, where the store does not answer.
         """
-        node = self._node
-        return True if node.is_elsewhere else node.leave("its agent has shut down")
+        return self._node.is_elsewhere or self._node.leave("its agent has shut down")
 
     # --- ours
 
@@ -240,9 +240,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
         most = settings.MOST_CODE - 1
         settings.check_number(rank or 0, 0, most, "rank")
         settings.check_number(exitcode or 0, -most, most, "exitcode")
-        node = self._node
-        if not node.is_elsewhere:
-            node.tell_failure(error, rank, exitcode, is_hang=is_hang)
+        if not self._node.is_elsewhere:
+            self._node.tell_failure(error, rank, exitcode, is_hang=is_hang)
 
     def tell_outcomes(self, result: RunProcsResult, *, log_dir: str = "", hangs: HangReporter | None = None) -> None:
         """Say what became of the workers here, none of which is left: the `report` of all machines has it.
@@ -254,11 +253,10 @@ class ManyMachinesRendezvous(RendezvousHandler):
             log_dir: Where their logs are on this machine; "": nowhere.
             hangs: What `phalanx.multiprocessing.PContext.hang_report` is of their group.
         """
-        node = self._node
-        if not node.is_elsewhere:
+        if not self._node.is_elsewhere:
             from phalanx._rendezvous.evidence import Left
 
-            node.tell_left(Left(result, log_dir, hangs))
+            self._node.tell_left(Left(result, log_dir, hangs))
 
     def report(self, name: str) -> ChildFailedError | None:
         """Make the report on the job: the same on all machines, whichever it was whose workers have failed.
@@ -270,12 +268,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
             None: the job has not failed, or its end is not known here; or no machine has told of a failure, see
             `tell_outcomes`.
         """
-        node = self._node
-        if node.is_elsewhere or node.finish is None or node.finish.state != "failed":
-            return None
-        finish = node.finish
-        job = finish.job
-        if job is None:
+        finish = None if self._node.is_elsewhere else self._node.finish
+        job = None if finish is None or finish.state != "failed" else finish.job
+        if finish is None or job is None:
             return None
         from phalanx._rendezvous.conclusion import earlier_attempts
         from phalanx._rendezvous.evidence import JobEvidence
@@ -348,57 +343,48 @@ class ManyMachinesRendezvous(RendezvousHandler):
         By any thread; it must not wait. It is called once for each generation that ends, and once more when this
         machine's part in the job has ended.
         """
-        node = self._node
-        if not node.is_elsewhere:
-            node.when_ended(call)
+        if not self._node.is_elsewhere:
+            self._node.when_ended(call)
 
     def _part(self) -> Part | None:
         return None if self._node.is_elsewhere else self._node.part
-
-    def _check_process(self, node: NodeThread) -> None:
-        if node.is_elsewhere:
-            msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
-            raise RendezvousStateError(msg)
 
     def _closed(self) -> str:
         return f"the rendezvous of run {self._run_id!r} is closed"
 
     def _failure(self, node: NodeThread) -> RendezvousError:
-        """Return what is to be raised where there is no other generation."""
-        backend, error = self._params.backend, node.error
+        """Return what is raised where there is no other generation."""
+        where, finish, error = node.machines.where, node.finish, node.error
         if error is not None:
             extra = f"; {INSTALL}" if isinstance(error, ImportError) else ""
-            kind = RendezvousConnectionError if isinstance(error, ImportError | OSError) else RendezvousStateError
-            made = kind(f"{backend}: {error}{extra}")
+            is_away = isinstance(error, ImportError | OSError)
+            made = (RendezvousConnectionError if is_away else RendezvousStateError)(
+                f"{self._params.backend}: {error}{extra}"
+            )
             made.__cause__ = error
             return made
-        finish = node.finish
         if finish is None:
             return RendezvousClosedError(self._closed())
-        return self._failing(node, finish)
-
-    def _failing(self, node: NodeThread, finish: Finish) -> RendezvousError:
-        where, state, why = node.machines.where, finish.state, finish.why
-        verdict = None if finish.job is None else finish.job.verdict
-        kind: type[RendezvousError] = RendezvousClosedError
-        told = f"the job is over: {', '.join(filter(None, (state, why, node.why(verdict))))}"
+        state, why, verdict = finish.state, finish.why, None if finish.job is None else finish.job.verdict
         if state == "unreachable" or (state == "unknown" and node.away):
-            kind, told = RendezvousConnectionError, f"{where} has not answered in time: {node.away}"
-        elif state == "unknown":
-            told = f"how the job ends is not known here: {why or 'it has ended without this machine'}"
-        elif state == "refused":
-            kind, told = RendezvousConnectionError, f"this machine is not taken: {why}"
-        elif state == "damaged":
-            kind, told = RendezvousStateError, f"what {where} holds of the job cannot be read: {why}"
-        elif state == "left":
-            told = f"{self._closed()}: this machine has left the job: {why}"
-        elif state == "timeout":
-            kind, told = RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"
-        elif state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
-            kind, told = RendezvousTimeoutError, f"too few machines have come: {why}"
-        elif state in ("succeeded", "stopped") and node.is_spare:
-            kind, told = RendezvousGracefulExitError, f"the job has {state} without this machine"
-        return kind(told)
+            return RendezvousConnectionError(f"{where} has not answered in time: {node.away}")
+        if state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
+            return RendezvousTimeoutError(f"too few machines have come: {why}")
+        if state in ("succeeded", "stopped") and node.is_spare:
+            return RendezvousGracefulExitError(f"the job has {state} without this machine")
+        known: dict[str, tuple[type[RendezvousError], str]] = {
+            "unknown": (
+                RendezvousClosedError,
+                f"how the job ends is not known here: {why or 'it has ended without this machine'}",
+            ),
+            "refused": (RendezvousConnectionError, f"this machine is not taken: {why}"),
+            "damaged": (RendezvousStateError, f"what {where} holds of the job cannot be read: {why}"),
+            "left": (RendezvousClosedError, f"{self._closed()}: this machine has left the job: {why}"),
+            "timeout": (RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"),
+        }
+        over = f"the job is over: {', '.join(filter(None, (state, why, node.why(verdict))))}"
+        kind, text = known.get(state, (RendezvousClosedError, over))
+        return kind(text)
 
 
 def _check(nproc: int, role: str) -> None:

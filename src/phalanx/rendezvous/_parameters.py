@@ -118,21 +118,14 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     for name, named in (("rejoin_delay", "rejoin_delay"), ("exit_barrier_timeout", "barrier")):
         if name in conf:
             more[named] = rdzv_conf.seconds(name, conf[name])
-    return rdzv_conf.machines_of(
-        rdzv_conf.Given(
-            params.backend,
-            (params.min_nodes, params.max_nodes),
-            tuple(_endpoint(part, params.backend) for part in params.endpoint.split(",") if part.strip()),
-            params.run_id,
-            conf,
-            params.get_as_int("rank") if params.backend == STATIC else None,
-            params.local_addr or "",
-            insecure=insecure or bool(params.get_as_bool("insecure")),
-            keep=bool(params.get_as_bool("keep")),
-            words=_WORDS,
-            more=more,
-        )
-    )
+    rank = params.get_as_int("rank") if params.backend == STATIC else None
+    endpoints = tuple(_endpoint(part, params.backend) for part in params.endpoint.split(",") if part.strip())
+    given = rdzv_conf.Given(
+        params.backend, (params.min_nodes, params.max_nodes), endpoints, params.run_id, conf, rank,
+        params.local_addr or "", insecure=insecure or bool(params.get_as_bool("insecure")),
+        keep=bool(params.get_as_bool("keep")), words=_WORDS, more=more,
+    )  # fmt: skip
+    return rdzv_conf.machines_of(given)
 
 
 def _endpoint(text: str, backend: str) -> tuple[str, int]:

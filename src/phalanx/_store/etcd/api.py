@@ -129,18 +129,9 @@ KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveRequest
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
 
 
-def unary(channel: aio.Channel, method: Method) -> Any:
-    """Return what calls a method that has one answer."""
-    return channel.unary_unary(
-        method.path,
-        request_serializer=messages[method.request].SerializeToString,
-        response_deserializer=messages[method.response].FromString,
-    )
-
-
-def stream(channel: aio.Channel, method: Method) -> Any:
-    """Return what calls a method with many messages in both directions."""
-    return channel.stream_stream(
+def call(kind: Any, method: Method) -> Any:
+    """Return what calls a method. ``kind``: the method of a channel for methods of its kind."""
+    return kind(
         method.path,
         request_serializer=messages[method.request].SerializeToString,
         response_deserializer=messages[method.response].FromString,

@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach, together
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.etcd.watches import History, Keys, Watched
 from phalanx._store.store import (
@@ -97,7 +97,7 @@ class EtcdStore(Store):
 
     def fetch(self, ticket: int, prefix: str) -> None:
         """See `Store`."""
-        self._call(lambda: self._begin_fetch(ticket, prefix))
+        self._call(lambda: self._hold(asyncio.ensure_future(self._fetch(ticket, prefix))))
 
     def close(self, seconds: float, *, ends_job: bool = False) -> None:
         """See `Store`."""
@@ -138,8 +138,7 @@ class EtcdStore(Store):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin_fetch(self, ticket: int, prefix: str) -> None:
-        task = asyncio.ensure_future(self._fetch(ticket, prefix))
+    def _hold(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -181,11 +180,9 @@ class EtcdStore(Store):
 
     async def _settle(self, session: Session, revision: int) -> None:
         """See that it is the etcd that it was, and see to the leases."""
-        if not self._lease:  # nothing has been told yet: the steps need not wait for each other
-            await together(self._see_to_own(session), self._see_to_job(session))
-            return
-        await self._history.check(session, revision)
-        await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
+        if self._lease:
+            await self._history.check(session, revision)
+            await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space
         await self._see_to_leases(session)
 
     async def _stay(self, session: Session) -> None:
@@ -262,8 +259,7 @@ class EtcdStore(Store):
             watched.follower.cancel()
             if self._session is not None:
                 self._session.followers.discard(watched.follower)
-                self._tasks.add(watched.follower)
-                watched.follower.add_done_callback(self._tasks.discard)
+                self._hold(watched.follower)
 
     def _follow(self, session: Session, watched: Watched) -> None:
         watched.follower = asyncio.ensure_future(watched.tell(session, self._keys, self._deliver))
@@ -303,9 +299,7 @@ class EtcdStore(Store):
         return Done(ticket, answer.succeeded, answer.header.revision)
 
     def _note_made(self, session: Session, transaction: Transaction, revision: int) -> None:
-        for write in transaction.writes:
-            if not isinstance(write, Put):
-                continue
+        for write in (write for write in transaction.writes if isinstance(write, Put)):
             key = self._prefix + write.key.encode()
             self._history.see(revision, key)
             if write.lease == OWN and not self._own:
@@ -328,12 +322,10 @@ class EtcdStore(Store):
 
     async def _leave(self) -> None:
         """Give the leases back, once what was submitted is made."""
-        session = self._session
-        if session is None:
+        if (session := self._session) is None:
             return
         with suppress(BROKEN):
             async with asyncio.timeout(max(0.1, self._until - clock.now())):
                 await self._queue.join()
-                for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):
-                    if lease:
-                        await session.revoke(lease)
+                for lease in filter(None, (self._lease, self._ends_job and self._settings.job_lease)):
+                    await session.revoke(lease)

@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
+from contextvars import Context
+from typing import TypeVarTuple
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextvars import Context
-    from typing import TypeVarTuple
-
-    _Ts = TypeVarTuple("_Ts")
+_Ts = TypeVarTuple("_Ts")
 
 
 class _Loop(asyncio.SelectorEventLoop):

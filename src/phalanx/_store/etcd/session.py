@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from phalanx._store.etcd import api
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
-    from typing import Any
-
-    from phalanx._store.etcd.settings import EtcdSettings
-
-    Asked = dict[asyncio.Future[int], "Session"]
-    Failed = list[tuple["Session", Exception]]
+from phalanx._store.etcd.settings import EtcdSettings
 
 MOST_BYTES = 64 << 20
 """Of an answer of etcd's that is taken."""
@@ -124,7 +118,7 @@ class Session:
         if self._channel is None:
             raise BrokenError(_ENDED)
         with _not_cancelled():
-            call = api.unary(self._channel, method)
+            call = api.call(self._channel.unary_unary, method)
             answer = await call(request, timeout=self._settings.timeout, metadata=metadata)
         self._has_answered = True
         return answer
@@ -173,7 +167,9 @@ class Session:
             if self._channel is None:
                 raise BrokenError(_ENDED)
             if self._keeper is None:
-                self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
+                self._keeper = api.call(self._channel.stream_stream, api.KEEP_ALIVE)(
+                    metadata=(*self._metadata, *_LEADER)
+                )
             with _not_cancelled():
                 with suppress(asyncio.InvalidStateError):  # the stream has ended: the read tells why
                     await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
@@ -237,7 +233,7 @@ class Session:
         for is_last in (not self._settings.user, True):
             if self._channel is None:
                 raise BrokenError(_ENDED)
-            call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
+            call = api.call(self._channel.stream_stream, api.WATCH)(metadata=(*self._metadata, *_LEADER))
             try:
                 await call.write(create)
                 while (response := await call.read()) is not api.aio.EOF:
@@ -286,6 +282,10 @@ LEAST = 3
 seconds after that, for TCP waits ever longer until it tries again; a new one is made at once."""
 
 
+def _has_failed_or_may_answer(endpoint: str, opened: Iterable[Session], asked: Collection[Session]) -> bool:
+    return any(each.endpoint == endpoint and (each.is_connected or each not in asked) for each in opened)
+
+
 async def reach(settings: EtcdSettings, first: int) -> tuple[Session, int, Exception | None]:
     """Return a session with the member that answers before the others, and its revision.
 
@@ -293,54 +293,37 @@ async def reach(settings: EtcdSettings, first: int) -> tuple[Session, int, Excep
     has not answered for `ALONE`; it may answer yet. Where none answers, what is wrong with the first of them is
     returned, too: rather with one that answers, and cannot be used. Raises RefusedError.
     """
-    count = len(settings.endpoints)
-    asked: Asked = {}
-    failed: Failed = []
+    endpoints = itertools.cycle((*settings.endpoints[first:], *settings.endpoints[:first]))
+    left = list(itertools.islice(endpoints, max(len(settings.endpoints), LEAST)))
+    asked: dict[asyncio.Future[int], Session] = {}
+    failed: list[tuple[Session, Exception]] = []
+    opened: list[Session] = []
     kept: Session | None = None
     try:
-        for number in range(max(count, LEAST)):
-            endpoint = settings.endpoints[(first + number) % count]
-            its = [session for session in asked.values() if session.endpoint == endpoint]
-            has_failed = any(session.endpoint == endpoint for session, _ in failed)
-            if not has_failed and not any(session.is_connected for session in its):
+        while left or asked:
+            if left:
+                endpoint, *left = left
+                if _has_failed_or_may_answer(endpoint, opened, asked.values()):
+                    continue
                 session = Session(settings, endpoint)
+                opened.append(session)
                 asked[asyncio.ensure_future(session.greet(settings.prefix.encode()))] = session
-                if found := await _look(asked, failed, min(ALONE, settings.ttl / 10)):
-                    kept, revision = found
-                    return kept, revision, None
-        while asked:
-            if found := await _look(asked, failed, None):
-                kept, revision = found
-                return kept, revision, None
-        kept, error = next((one for one in failed if isinstance(one[1], BrokenError)), failed[0])
-        return kept, 0, error
+            seconds = min(ALONE, settings.ttl / 10) if left else None
+            done, _ = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                session, error = asked.pop(task), task.exception()
+                if error is None:
+                    kept = session
+                    return kept, task.result(), None
+                if not isinstance(error, Exception) or isinstance(error, RefusedError):
+                    raise error
+                failed.append((session, error))
+        kept, wrong = next((one for one in failed if isinstance(one[1], BrokenError)), failed[0])
+        return kept, 0, wrong
     finally:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        for session in (*asked.values(), *(session for session, _ in failed)):
+        for session in opened:
             if session is not kept:
                 await session.close()
-
-
-async def _look(asked: Asked, failed: Failed, seconds: float | None) -> tuple[Session, int] | None:
-    """Wait until a request has ended, or for so many seconds. Returns the session with an answer, or None."""
-    done, _ = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        session, error = asked.pop(task), task.exception()
-        if error is None:
-            return session, task.result()
-        if not isinstance(error, Exception):
-            raise error
-        failed.append((session, error))
-        if isinstance(error, RefusedError):
-            raise error
-    return None
-
-
-async def together(*steps: Coroutine[Any, Any, object]) -> None:
-    """Take steps at once. Raises what one has raised, when all have ended: that etcd refuses us goes first."""
-    ended = await asyncio.gather(*steps, return_exceptions=True)
-    errors = [each for each in ended if isinstance(each, BaseException)]
-    for error in sorted(errors, key=lambda each: not isinstance(each, RefusedError)):
-        raise error

@@ -55,8 +55,6 @@ class EtcdSettings(NamedTuple):
     @property
     def tls(self) -> Files:
         """The files for TLS."""
-        from phalanx._store.etcd.settings import Files
-
         return Files(self.ca, self.cert, self.key)
 
 
@@ -176,7 +174,9 @@ def expired(pem: bytes, now: datetime | None = None) -> str:
         now: The present moment; None: that of the clock.
     """
     try:
-        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(_first(pem)))
+        end = "-----END CERTIFICATE-----"
+        _, begin, text = pem.decode("ascii", "replace").partition("-----BEGIN CERTIFICATE-----")
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(begin + text.partition(end)[0] + end))
         if found is None:
             return ""
         digits = found[2].decode()
@@ -186,10 +186,3 @@ def expired(pem: bytes, now: datetime | None = None) -> str:
     except ValueError:
         return ""
     return f"{until:%Y-%m-%d %H:%M:%S} UTC" if until < (now or datetime.now(UTC)) else ""
-
-
-def _first(pem: bytes) -> str:
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    text = pem.decode("ascii", "replace")
-    start = text.find(begin)
-    return text[start : text.find(end, start) + len(end)] if start >= 0 else ""

@@ -5,19 +5,14 @@ Owns the `History` by which an etcd is known again when it answers after a while
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 from phalanx._store.etcd import api
 from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError, Session
 from phalanx._store.store import Changed, Entry, Snapshot
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx._store.etcd.session import Session
 
 
 class History:

@@ -187,24 +187,6 @@ def describe_error(number: int) -> str:
     return text
 
 
-def describe_silence(seconds: float) -> str:
-    """Return that an address has not answered within so many seconds.
-
-    >>> describe_silence(3.0)
-    'no answer within 3 s: is the machine up, and does a firewall let this port through?'
-    """
-    return f"no answer within {seconds:g} s: is the machine up, and does a firewall let this port through?"
-
-
-def describe_unknown_name(text: str) -> str:
-    """Return that a name is not known here, as the resolver tells it.
-
-    >>> describe_unknown_name("Name or service not known")
-    'its name is not known here: Name or service not known'
-    """
-    return f"its name is not known here: {text}"
-
-
 def describe_foreign(data: bytes) -> str:
     """Return that what answers is no agent, by what it has said first.
 

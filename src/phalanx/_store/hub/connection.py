@@ -10,6 +10,7 @@ import errno
 import random
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from phalanx._base import clock
@@ -22,8 +23,6 @@ from phalanx._store.hub.addresses import (
     HubSettings,
     describe_error,
     describe_foreign,
-    describe_silence,
-    describe_unknown_name,
 )
 from phalanx._store.hub.handshake import AgentSide, RefusedError
 from phalanx._store.hub.link import Link
@@ -38,8 +37,7 @@ class Dialer:
         loop: What watches them.
         host, port: Where to.
         seconds: How long a name may take to be resolved, and an address to answer.
-        connected: Called with the connected socket, which is the callee's then.
-        failed: Called with why there is no connection.
+        connected, failed: Called with the connected socket, which is the callee's then; or with why there is none.
     """
 
     def __init__(
@@ -67,13 +65,12 @@ class Dialer:
     def dial(self) -> None:
         """Try to connect. `connected` or `failed` is called once, perhaps before this returns."""
         try:
-            found = socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )  # fmt: skip
+            numeric = socket.AI_NUMERICHOST
+            self._addresses = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=numeric)
         except (OSError, UnicodeError):  # a name
             self._resolve()
         else:
-            self._try_all(found)
+            self._try_next("it has no address")
 
     def cancel(self) -> None:
         """Stop trying: neither is called any more. Idempotent."""
@@ -88,13 +85,14 @@ class Dialer:
 
     def _resolve(self) -> None:
         self._is_waiting = True
-        self._deadline = self._loop.after(self._seconds, self._see_no_name)
+        self._deadline = self._loop.after(
+            self._seconds, partial(self._see_name, [], f"its name was not resolved within {self._seconds:g} s")
+        )
         if self._is_resolving:
             return  # the last call has not returned: its result will do
         self._is_resolving = True
         if not self._resolver.submit(self._look_up):
-            self._is_resolving = False
-            self._see_name([], "no thread can be started to resolve it")
+            self._see_resolved([], "no thread can be started to resolve it")
 
     def _look_up(self) -> None:
         """On the resolver's thread."""
@@ -102,27 +100,17 @@ class Dialer:
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            why = describe_unknown_name(getattr(error, "strerror", None) or str(error))
-        self._loop.call(lambda: self._see_name(found, why))
+            why = f"its name is not known here: {getattr(error, 'strerror', None) or error}"
+        self._loop.call(lambda: self._see_resolved(found, why))
+
+    def _see_resolved(self, found: list[Any], why: str) -> None:
+        self._is_resolving = False
+        self._see_name(found, why)
 
     def _see_name(self, found: list[Any], why: str) -> None:
-        self._is_resolving = False
-        if not self._is_waiting:
-            return
-        self._is_waiting = False
-        self._drop()
-        if found:
-            self._try_all(found)
-        else:
-            self._failed(why)
-
-    def _see_no_name(self) -> None:
-        self._is_waiting = False
-        self._failed(f"its name was not resolved within {self._seconds:g} s")
-
-    def _try_all(self, found: list[Any]) -> None:
-        self._addresses = list(found)
-        self._try_next("it has no address")
+        if self._is_waiting:
+            self._is_waiting, self._addresses = False, found
+            self._try_next(why)
 
     def _try_next(self, why: str) -> None:
         """Try the next address. ``why``: what became of the last one."""
@@ -134,16 +122,15 @@ class Dialer:
                 error = self._sock.connect_ex(address)
                 if error in (0, errno.EINPROGRESS):
                     self._loop.watch(self._sock.fileno(), self._ready, WRITE)
-                    self._deadline = self._loop.after(self._seconds, self._see_no_answer)
+                    why = f"no answer within {self._seconds:g} s: is the machine up, and does a firewall let this port"
+                    why += " through?"
+                    self._deadline = self._loop.after(self._seconds, partial(self._try_next, why))
                     return
                 why = describe_error(error)
             except OSError as raised:
                 why = describe_error(raised.errno) if raised.errno else str(raised)
             self._drop()
         self._failed(why)
-
-    def _see_no_answer(self) -> None:
-        self._try_next(describe_silence(self._seconds))
 
     def _ready(self, _events: int) -> None:
         sock = self._sock
@@ -271,7 +258,7 @@ class Connection:
         """Say who we are."""
         self._side = AgentSide(self._settings, self._session)
         try:
-            link = self._link = Link(self._loop, sock, self._take, self._see_lost, messages.MOST_HELLO)
+            link = self._link = Link(self._loop, sock, self._take, self._see_lost)
         except OSError as error:
             sock.close()
             self._see_broken(error.strerror or str(error))
@@ -349,11 +336,11 @@ class Connection:
     # --- whether the store answers
 
     def _plan_beat(self) -> None:
-        self._beat = self._loop.after(self._ttl / _BEATS, self._send_beat)
+        def send() -> None:
+            self._plan_beat()
+            self.ask(messages.write(Beat()))
 
-    def _send_beat(self) -> None:
-        self._plan_beat()
-        self.ask(messages.write(Beat()))
+        self._beat = self._loop.after(self._ttl / _BEATS, send)
 
     def beat_heard(self) -> None:
         """Note the answer to a beat: the connection has lasted for a while."""

@@ -5,6 +5,7 @@ See `wire` for what is said, and what it proves.
 
 from __future__ import annotations
 
+import hmac
 import os
 from typing import Literal
 
@@ -122,7 +123,7 @@ class StoreSide:
         if hello.version != VERSION:
             spoken = f"version {hello.version} of the store's protocol; the one here is {VERSION}"
             raise TurnedAwayError("version", f"it speaks {spoken}")
-        if not wire.equal(hello.run, self._run):
+        if not hmac.compare_digest(hello.run, self._run):
             raise TurnedAwayError("run", f"it is of the job {hello.name!r}; the one here is {self._name!r}")
         do = hello.encrypts and not self._lacks
         if self._wants and not do:

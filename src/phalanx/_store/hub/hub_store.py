@@ -16,7 +16,7 @@ from phalanx._base.loop import Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.addresses import HubSettings
 from phalanx._store.hub.connection import Connection
-from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Told, Unwatch, Watch
+from phalanx._store.hub.messages import Beat, Changes, Fetch, Leave, Made, Read, Submit, Unwatch, Watch
 from phalanx._store.hub.wire import NEEDS, can_encrypt
 from phalanx._store.store import (
     Away,
@@ -55,8 +55,7 @@ class HubStore(Store):
         self._is_leaving = False
         self._away = ""  # why the store does not answer, as was told last; "": it does
         self._watched: dict[str, None] = {}
-        self._awaited: dict[str, int] = {}  # how many snapshots of a prefix are to come
-        self._told: dict[str, list[Entry]] = {}  # what has come of them
+        self._awaited: dict[str, int] = {}  # the prefixes whose snapshots are to come: as the answer to which request
         self._number = 0
         self._requests: dict[int, tuple[type[Submit | Fetch], int]] = {}  # their tickets, by our numbers
         self._read: dict[int, list[Entry]] = {}  # what has come of what was asked for
@@ -155,25 +154,22 @@ class HubStore(Store):
             self._begin_watch(prefix)
 
     def _see_broken(self, why: str) -> None:
-        if self._is_leaving:
-            self._stop()
-            return
-        if why != self._away:
+        if why != self._away and not self._is_leaving:
             self._away = why
             self._tell(Away(why))
         self._fail_all()
 
     def _see_refused(self, why: str) -> None:
+        self._fail_all()
+        if not self._is_leaving:
+            self._tell(Refused(why))
+
+    def _fail_all(self) -> None:
+        """Forget what was to come, and tell so; end, if this agent leaves."""
         if self._is_leaving:
             self._stop()
             return
-        self._fail_all()
-        self._tell(Refused(why))
-
-    def _fail_all(self) -> None:
-        """Forget what was to come, and tell so."""
         self._awaited.clear()
-        self._told.clear()
         self._read.clear()
         requests, self._requests = self._requests, {}
         for kind, ticket in requests.values():
@@ -207,8 +203,9 @@ class HubStore(Store):
             self._begin_watch(prefix)
 
     def _begin_watch(self, prefix: str) -> None:
-        self._awaited[prefix] = self._awaited.get(prefix, 0) + 1
-        self._connection.ask(messages.write(Watch(prefix)))
+        self._number += 1
+        self._awaited[prefix] = self._number  # if it was unwatched and watched again, the last snapshot counts
+        self._connection.ask(messages.write(Watch(self._number, prefix)))
 
     def _unwatch(self, prefix: str) -> None:
         if prefix in self._watched:
@@ -237,21 +234,15 @@ class HubStore(Store):
             if news.prefix in self._watched and news.prefix not in self._awaited:
                 self._tell(Changed(news.prefix, news.revision, news.written, news.deleted))
         elif isinstance(news, Made):
-            self._hear_made(news)
-        elif isinstance(news, Told):
-            self._hear_told(news)
+            self._connection.settle()
+            if found := self._requests.pop(news.number, None):
+                self._tell(Done(found[1], news.made, news.revision))
         elif isinstance(news, Read):
             self._hear_read(news)
         elif isinstance(news, Beat):
             self._connection.beat_heard()
         elif self._is_leaving:  # it has noted that
             self._stop()
-
-    def _hear_made(self, news: Made) -> None:
-        self._connection.settle()
-        found = self._requests.pop(news.number, None)
-        if found is not None:
-            self._tell(Done(found[1], news.made, news.revision))
 
     def _hear_read(self, news: Read) -> None:
         entries = self._read.setdefault(news.number, [])
@@ -260,22 +251,12 @@ class HubStore(Store):
             return
         self._connection.settle()
         del self._read[news.number]
-        found = self._requests.pop(news.number, None)
-        if found is not None:
+        if found := self._requests.pop(news.number, None):
             self._tell(Fetched(found[1], tuple(entries)))
-
-    def _hear_told(self, news: Told) -> None:
-        entries = self._told.setdefault(news.prefix, [])
-        entries += news.items
-        if news.more:
-            return
-        self._connection.settle()
-        del self._told[news.prefix]
-        self._awaited[news.prefix] = self._awaited.get(news.prefix, 1) - 1
-        if self._awaited[news.prefix] <= 0:  # else it was unwatched and watched again: the last one counts
-            del self._awaited[news.prefix]
-            if news.prefix in self._watched:
-                self._tell(Snapshot(news.prefix, news.revision, tuple(entries)))
+        for prefix in [prefix for prefix, number in self._awaited.items() if number == news.number]:
+            del self._awaited[prefix]
+            if prefix in self._watched:
+                self._tell(Snapshot(prefix, news.revision, tuple(entries)))
 
     def abandon(self) -> None:
         """Close, in a fork, what belongs to the parent."""

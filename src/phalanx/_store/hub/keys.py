@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from phalanx._store.store import OWN, Absent, Created, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Created, Entry, Put, Transaction, Unchanged
 
-JOB_LEASE = b""
-"""The lease of the keys that go with the job. Those of agents are not empty."""
+JOB_LEASE, KEPT_LEASE = b"", b"kept"
+"""The leases of keys that go with the job, and of keys that are kept. Those of agents have 16 bytes."""
 
 LOOKS = 5
 """How many times within a ttl the leases are looked at."""
@@ -75,7 +75,7 @@ class Keys:
             if isinstance(write, Put):
                 created = revision if old is None else old.created
                 self._entries[write.key] = Entry(write.key, write.value, created, revision)
-                mine = lease if write.lease == OWN else JOB_LEASE
+                mine = {OWN: lease, JOB: JOB_LEASE}.get(write.lease, KEPT_LEASE)
                 self._lease_of[write.key] = mine
                 self._keys_of.setdefault(mine, {})[write.key] = None
         return True, self._note(before)
@@ -127,23 +127,18 @@ class Watches(Generic[W]):
         """Note that somebody watches a prefix."""
         self._watchers.setdefault(prefix, {})[watcher] = None
 
-    def remove(self, prefix: str, watcher: W) -> None:
-        """Note that somebody does not."""
-        watchers = self._watchers.get(prefix, {})
-        watchers.pop(watcher, None)
-        if not watchers:
-            self._watchers.pop(prefix, None)
-
-    def forget(self, watcher: W) -> None:
-        """Forget somebody."""
-        for prefix in list(self._watchers):
-            self.remove(prefix, watcher)
+    def remove(self, watcher: W, prefix: str | None = None) -> None:
+        """Note that somebody watches a prefix no more; None: none."""
+        for each in list(self._watchers) if prefix is None else (prefix,):
+            watchers = self._watchers.get(each, {})
+            watchers.pop(watcher, None)
+            if not watchers:
+                self._watchers.pop(each, None)
 
     def to_tell(self, change: Change) -> Iterator[tuple[str, Change, tuple[W, ...]]]:
-        """Yield who is to be told what: a prefix, what has changed below it, and who watches it."""
+        """Yield each watched prefix below which something has changed, what that is, and its watchers."""
         for prefix, watchers in list(self._watchers.items()):
-            part = change.below(prefix)
-            if part is not None:
+            if part := change.below(prefix):
                 yield prefix, part, tuple(watchers)
 
 

@@ -9,9 +9,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hmac import compare_digest
 
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._store.hub import wire
+from phalanx._store.hub.messages import MOST_HELLO
 from phalanx._store.hub.wire import PIECE, Cipher, CipherError
 
 MOST_QUEUED = 64 << 20
@@ -23,14 +25,12 @@ _SMALL = 64 << 10  # bytes that are taken at once, and are sent in one call
 
 
 class Link:
-    """A connection.
+    """A connection, on which messages of `MOST_HELLO` bytes are taken at first.
 
     Args:
         loop: What watches it.
         sock: The connected socket.
-        take: See the attributes, as for the next.
-        lost: As above.
-        most: Bytes of a message that is taken.
+        take, lost: See the attributes.
 
     Attributes:
         take: Called with each message, and whether it is sealed.
@@ -46,18 +46,13 @@ class Link:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        take: Callable[[bytes, bool], None],
-        lost: Callable[[str], None],
-        most: int,
+        self, loop: Loop, sock: socket.socket, take: Callable[[bytes, bool], None], lost: Callable[[str], None]
     ) -> None:
         self._loop = loop
         self._sock = sock
         self.take = take
         self.lost = lost
-        self._frames = wire.Frames(most)
+        self._frames = wire.Frames(MOST_HELLO)
         self._fd = sock.fileno()
         self._outbox: deque[tuple[bytes | Iterator[bytes], int]] = deque()  # and how much each counts
         self._chunk = memoryview(b"")  # what is being sent
@@ -145,11 +140,6 @@ class Link:
         """Close the socket, in a fork: the connection is the parent's."""
         self._sock.close()
 
-    @property
-    def has_sent_all(self) -> bool:
-        """Whether nothing is kept."""
-        return not (self._chunk or self._plain or self._outbox)
-
     # --- the loop's thread, from here on
 
     def _put(self, what: bytes | Iterator[bytes], size: int) -> None:
@@ -175,7 +165,7 @@ class Link:
                 return
             self._chunk = self._chunk[count:]
             sent += count
-        if self._finishes and self.has_sent_all:
+        if self._finishes and not (self._chunk or self._plain or self._outbox):
             self.close()
         elif self._writes != (bool(self._chunk) or self._can_fill):
             self._writes = not self._writes
@@ -268,8 +258,8 @@ class Link:
             self._lose(str(error))
 
     def _open(self, code: bytes, body: bytes) -> None:
-        is_sealed = self.opens is not None and wire.equal(code, self.opens(body))
-        if is_sealed or (self.may_be_plain and wire.equal(code, wire.checksum(body))):
+        is_sealed = self.opens is not None and compare_digest(code, self.opens(body))
+        if is_sealed or (self.may_be_plain and compare_digest(code, wire.checksum(body))):
             self.take(body, is_sealed)
         elif self.forged is not None:
             self.forged()

@@ -4,13 +4,13 @@ Anybody may have sent it who reaches the port, until the sender is known: what i
 bounds, and executed never. The values are written as MessagePack. The protocol, a message a line:
 
     to the store    Hello, Enter, Watch, Unwatch, Submit, Fetch, Beat, Leave
-    to an agent     Challenge or Refusal, Welcome, Told, Changes, Made, Read, Beat, Left
+    to an agent     Challenge or Refusal, Welcome, Read, Changes, Made, Beat, Left
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -110,8 +110,9 @@ class Beat(_Message, frozen=True):
 
 
 class Watch(_Message, frozen=True):
-    """See `Store.watch`. `Told` is the answer; then come `Changes`."""
+    """See `Store.watch`. `Read` is the answer; then come `Changes`. ``number``: the agent counts its requests."""
 
+    number: _Number
     prefix: Key
 
 
@@ -122,7 +123,7 @@ class Unwatch(_Message, frozen=True):
 
 
 class Submit(_Message, frozen=True):
-    """A transaction; `Made` is the answer. ``number``: the agent counts its requests."""
+    """A transaction; `Made` is the answer."""
 
     number: _Number
     transaction: Transaction
@@ -147,17 +148,9 @@ _Items = Annotated[tuple[Entry, ...], Meta(max_length=1 << 20)]
 
 
 class Read(_Message, frozen=True):
-    """Keys that were asked for. ``more``: others follow in another message."""
+    """The keys below a prefix at a revision. ``more``: others follow in another message."""
 
     number: _Number
-    items: _Items
-    more: bool
-
-
-class Told(_Message, frozen=True):
-    """Keys below a watched prefix. ``more``: others follow in another message."""
-
-    prefix: Key
     revision: Revision
     items: _Items
     more: bool
@@ -190,14 +183,6 @@ class DamagedError(ValueError):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_hello = msgspec.msgpack.Decoder(Hello)
-_answer: msgspec.msgpack.Decoder[Challenge | Refusal] = msgspec.msgpack.Decoder(Challenge | Refusal)
-_enter = msgspec.msgpack.Decoder(Enter)
-_welcome = msgspec.msgpack.Decoder(Welcome)
-_Request = Watch | Unwatch | Submit | Fetch | Beat | Leave
-_request: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
-_News = Told | Changes | Made | Read | Beat | Left
-_news: msgspec.msgpack.Decoder[_News] = msgspec.msgpack.Decoder(_News)
 
 
 def write(message: Struct) -> bytes:
@@ -205,39 +190,33 @@ def write(message: Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def read_hello(body: bytes) -> Hello:
-    """Return the first message of an agent. This and the following raise DamagedError.
+class Reader(Generic[T]):
+    """Reads messages of a type. Raises DamagedError.
 
     >>> read_hello(write(Beat()))
     Traceback (most recent call last):
     phalanx._store.hub.messages.DamagedError: Expected `array` of at least length 5, got 1
     """
-    return _read(_hello, body)
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, body: bytes) -> T:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise DamagedError(str(error)) from None
 
 
-def read_answer(body: bytes) -> Challenge | Refusal:
-    """Return the first message of the store; or another refusal."""
-    return _read(_answer, body)
-
-
-def read_enter(body: bytes) -> Enter:
-    """Return the second message of an agent."""
-    return _read(_enter, body)
-
-
-def read_welcome(body: bytes) -> Welcome:
-    """Return the second message of the store."""
-    return _read(_welcome, body)
-
-
-def read_request(body: bytes) -> _Request:
-    """Return a message of an agent that has entered."""
-    return _read(_request, body)
-
-
-def read_news(body: bytes) -> _News:
-    """Return a message of the store to an agent that has entered."""
-    return _read(_news, body)
+# Of an agent: its first two messages, and those that follow once it has entered; likewise of the store.
+read_hello: Reader[Hello] = Reader(Hello)
+read_enter: Reader[Enter] = Reader(Enter)
+read_request: Reader[Watch | Unwatch | Submit | Fetch | Beat | Leave] = Reader(
+    Watch | Unwatch | Submit | Fetch | Beat | Leave
+)
+read_answer: Reader[Challenge | Refusal] = Reader(Challenge | Refusal)
+read_welcome: Reader[Welcome] = Reader(Welcome)
+read_news: Reader[Read | Changes | Made | Beat | Left] = Reader(Read | Changes | Made | Beat | Left)
 
 
 def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Entry, ...], bool]]:
@@ -257,11 +236,3 @@ def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Entry, ...], bool]
         some.append(entry)
         size += len(entry.key) + len(entry.value)
     yield tuple(some), False
-
-
-def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    try:
-        found: T = decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise DamagedError(str(error)) from None
-    return found

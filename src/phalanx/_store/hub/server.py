@@ -16,7 +16,7 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Self
@@ -41,13 +41,11 @@ from phalanx._store.hub.messages import (
     Made,
     Read,
     Submit,
-    Told,
     Unwatch,
     Watch,
     Welcome,
 )
 from phalanx._store.hub.wire import Cipher, ConnectionKeys
-from phalanx._store.store import Entry
 
 _PATIENCE = 1.0
 
@@ -96,8 +94,8 @@ class HubServer:
             self._port = int(listeners[0].getsockname()[1])
             loop = self._loop = Loop()
             opened.callback(loop.close)
-            self._acceptor = Acceptor(loop, listeners, self._side, self._admit, self._tell)
             self._service = Service(loop, self._ttl)
+            self._acceptor = Acceptor(loop, listeners, self._side, self._service.admit, self._tell)
             thread = unpatched.thread(target=self._serve, args=(loop,), name="phalanx-hub")
             _running.add(self)
             opened.callback(_running.discard, self)
@@ -142,9 +140,6 @@ class HubServer:
             self._acceptor.close()
             self._service.end()
             loop.close()
-
-    def _admit(self, link: Link, session: bytes) -> None:
-        self._service.admit(link, session)
 
     def _tell(self, line: str) -> None:
         with suppress(Exception):  # the caller's: the agents are not to feel it
@@ -248,22 +243,21 @@ class Service:
             made, change = self._keys.make(session, request.transaction)
             self._tell(change)
             link.send(messages.write(Made(request.number, made, self._keys.revision)))
-        elif isinstance(request, Fetch):
-            entries = self._keys.below(request.prefix)
-            link.stream(_read(request.number, entries), _size(entries))
-        elif isinstance(request, Watch):
-            entries = self._keys.below(request.prefix)
-            self._watches.add(request.prefix, link)
-            link.stream(_told(request.prefix, self._keys.revision, entries), _size(entries))
+        elif isinstance(request, Fetch | Watch):
+            if isinstance(request, Watch):
+                self._watches.add(request.prefix, link)
+            number, revision, entries = request.number, self._keys.revision, self._keys.below(request.prefix)
+            parts = (messages.write(Read(number, revision, *part)) for part in messages.parts(entries))
+            link.stream(parts, len(entries) * _ENTRY)
         elif isinstance(request, Unwatch):
-            self._watches.remove(request.prefix, link)
+            self._watches.remove(link, request.prefix)
         elif isinstance(request, Leave):
             self._leave(link, session, request)
         else:
             link.send(messages.write(Beat()))
 
     def _leave(self, link: Link, session: bytes, request: Leave) -> None:
-        self._watches.forget(link)
+        self._watches.remove(link)
         del self._links[session]
         self._end_lease(session)
         if request.ends_job:
@@ -281,12 +275,12 @@ class Service:
 
     def _lose(self, link: Link, session: bytes) -> None:
         """Note that a connection has ended. The lease goes on."""
-        self._watches.forget(link)
+        self._watches.remove(link)
         if self._links.get(session) is link:
             del self._links[session]
 
     def _drop(self, link: Link) -> None:
-        self._watches.forget(link)
+        self._watches.remove(link)
         link.close()
 
     # --- leases
@@ -328,18 +322,6 @@ class Service:
             self._closing()
 
 
-def _size(entries: tuple[Entry, ...]) -> int:
-    return len(entries) * _ENTRY
-
-
-def _told(prefix: str, revision: int, entries: tuple[Entry, ...]) -> Iterator[bytes]:
-    return (messages.write(Told(prefix, revision, items, more)) for items, more in messages.parts(entries))
-
-
-def _read(number: int, entries: tuple[Entry, ...]) -> Iterator[bytes]:
-    return (messages.write(Read(number, items, more)) for items, more in messages.parts(entries))
-
-
 WITHIN = 5.0
 """Seconds within which an agent is to have entered."""
 MOST_NEWCOMERS = 256
@@ -373,10 +355,10 @@ class Acceptor:
         admit: Callable[[Link, bytes], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._loop = loop
+        self.loop = loop
+        self.side = side
+        self.admit = admit
         self._listeners = listeners
-        self._side = side
-        self._admit = admit
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
         self._newcomers: dict[_Newcomer, None] = {}  # the oldest first
@@ -391,7 +373,7 @@ class Acceptor:
         """Let nobody in any more, and close the connections of those who are not known. Idempotent."""
         for listener in self._listeners:
             if listener.fileno() >= 0:
-                self._loop.forget(listener.fileno())
+                self.loop.forget(listener.fileno())
                 listener.close()
         if self._resumes is not None:
             self._resumes.cancel()
@@ -414,8 +396,8 @@ class Acceptor:
             except OSError as error:
                 if error.errno in _SCARCE:  # it would be told again at once, and for ever
                     for each in self._listeners:
-                        self._loop.forget(each.fileno())
-                    self._resumes = self._loop.after(_PAUSE, self._resume)
+                        self.loop.forget(each.fileno())
+                    self._resumes = self.loop.after(_PAUSE, self._resume)
                     return
                 continue  # the connection has ended before it was accepted: accept(2)
             try:
@@ -433,33 +415,18 @@ class Acceptor:
 
     def _resume(self) -> None:
         for listener in self._listeners:
-            self._loop.watch(listener.fileno(), partial(self._accept, listener))
+            self.loop.watch(listener.fileno(), partial(self._accept, listener))
 
     # --- for a newcomer
-
-    @property
-    def loop(self) -> Loop:
-        """What watches the connections."""
-        return self._loop
-
-    @property
-    def side(self) -> StoreSide:
-        """What decides who is let in."""
-        return self._side
 
     def forget(self, newcomer: _Newcomer) -> None:
         """Forget somebody who has gone, or has entered."""
         self._newcomers.pop(newcomer, None)
 
-    def admit(self, newcomer: _Newcomer, session: bytes) -> None:
-        """Let somebody in."""
-        self.forget(newcomer)
-        self._admit(newcomer.link, session)
-
     def refuse(self, newcomer: _Newcomer, error: TurnedAwayError) -> None:
         """Refuse somebody, and warn of it."""
         if not self.is_quiet:
-            newcomer.link.send(self._side.refusal(error))
+            newcomer.link.send(self.side.refusal(error))
             newcomer.link.finish()
             peer = newcomer.link.peer
             self._warn_once((peer, error.why), f"the agent at {peer} is refused: {error.words}")
@@ -495,7 +462,7 @@ class _Newcomer:
         self._keys: ConnectionKeys | None = None  # once it has been greeted
         self._encrypts = False
         self._is_refused = False
-        self.link = Link(acceptor.loop, sock, self._take, self._lost, messages.MOST_HELLO)
+        self.link = Link(acceptor.loop, sock, self._take, self._lost)
         self._deadline = acceptor.loop.after(WITHIN, self.close)
 
     def close(self) -> None:
@@ -535,7 +502,8 @@ class _Newcomer:
         self._deadline.cancel()
         assert self._keys is not None  # it has been greeted
         self.link.forged, self.link.seals = None, self._keys.store
-        self._acceptor.admit(self, enter.session or b"")
+        self._acceptor.forget(self)
+        self._acceptor.admit(self.link, enter.session or b"")
         if self._encrypts:
             self.link.encrypt(Cipher(self._keys.cipher, is_store=True))
 

@@ -59,11 +59,6 @@ def checksum(body: bytes) -> bytes:
     return hashlib.sha256(_PROTOCOL + body).digest()
 
 
-def equal(code: bytes, other: bytes) -> bool:
-    """Whether two codes are the same, in a time that does not depend on what they are."""
-    return hmac.compare_digest(code, other)
-
-
 def run_hash(run_id: str) -> bytes:
     """Return what a run id is told from others by."""
     return hashlib.sha256(run_id.encode("utf-8", "surrogatepass")).digest()
