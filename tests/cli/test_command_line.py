@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from phalanx.cli._commands import cli, meant
 from phalanx.cli._declare import sections
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
 from tests.cli.test_run import RUN, Done, Launcher, Place, refused
 
@@ -161,7 +161,7 @@ def test_help_is_in_sections() -> None:
     assert headings[:2] == ["Workers", "Restarts"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is
-    in_sections = [name for _, names in sections(RunConfig) for name in names]
+    in_sections = [name for _, names in sections(RunOptions) for name in names]
     in_sections += ["--job-file", "--print-config", "--dry-run", "--print-completion"]
     assert len(set(in_sections)) == len(in_sections)
     visible = {

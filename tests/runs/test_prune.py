@@ -20,7 +20,6 @@ from phalanx._runs import prune as pruning
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
 from phalanx._runs.recorder import Recorder
-from phalanx.cli import _options
 from phalanx.cli import runs as runs_module
 from tests.cli.test_log_options import sh
 from tests.cli.test_run import Done, Launcher, refused
@@ -400,7 +399,7 @@ def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys
 def test_much_is_hinted_at_on_a_terminal_alone(place: Place) -> None:
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _options; _options.MANY = 0\n")
+    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 0\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     put(place, "a")
     hint = "; phalanx runs prune removes old ones\n"
@@ -447,10 +446,10 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
 
 @pytest.mark.long
 def test_many_are_hinted_at(place: Place) -> None:
-    assert (_options.MANY, runs_module._LARGE) == (1000, 10 << 30)
+    assert runs_module._LARGE == 10 << 30
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _options; _options.MANY = 3\n")
+    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 3\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     for name in "ab":
         (place.logs / name).mkdir(parents=True)
@@ -464,7 +463,7 @@ def test_many_are_hinted_at(place: Place) -> None:
 
 def test_files_are_no_runs(place: Place) -> None:
     place.logs.mkdir()
-    for number in range(_options.MANY + 1):
+    for number in range(1001):
         (place.logs / f"run_{number}").touch()
     assert "phalanx runs prune" not in sh(place, "echo x").err
 
