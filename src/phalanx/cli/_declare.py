@@ -57,8 +57,7 @@ class Option:
         kind: What click makes of the text, and completes it with; None: a string.
         metavar: What stands for the value in the help.
         variables: Environment variables that are read where neither ``PHALANX_NAME`` nor ``PET_NAME`` is set.
-        torchrun: Its name in torchrun; "": torchrun has none.
-        written: The types that a value can have in a job file.
+        written: The types that a value can have in a job file; None: lists where ``metavar`` is one, else texts.
         shows_default: Whether the help names the default, if there is one.
         paths: Of what is a path in it, the names of settings (``ca=FILE``); "": the value itself is one. A job file can
             have ``~`` and variables there.
@@ -76,8 +75,7 @@ class Option:
         kind: click.ParamType[Any] | None = None,
         metavar: str | None = None,
         variables: Sequence[str] = (),
-        torchrun: str = "",
-        written: tuple[type, ...] = TEXT,
+        written: tuple[type, ...] | None = None,
         shows_default: bool = True,
         paths: Collection[str] = (),
     ) -> None:
@@ -89,8 +87,7 @@ class Option:
         self.kind = kind
         self.metavar = metavar
         self.further = variables
-        self.torchrun = torchrun
-        self.written = written
+        self.written = written or (LIST if (metavar or "").endswith(",...") else TEXT)
         self.shows_default = shows_default and bool(default)
         self.paths = paths
 
@@ -106,6 +103,13 @@ class Option:
     def longs(self) -> list[str]:
         """All its long names."""
         return [self.long, *(name for name in self.names if name.startswith("--"))]
+
+    @property
+    def torchrun(self) -> str:
+        """Its name in torchrun; "": torchrun has none."""
+        from phalanx.cli.torchrun_shim import NAMES
+
+        return next((name for name in self.longs if name.removeprefix("--").replace("-", "_") in NAMES), "")
 
     @property
     def variables(self) -> list[str]:

@@ -196,11 +196,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         metavar="REGEX",
         sentence="Show only lines in which this regular expression (or another --grep's) is found.",
     )
-    exclude = Many(
-        lambda text: [text],
-        metavar="REGEX",
-        sentence="Hide lines in which this is found. Can be repeated.",
-    )
+    exclude = Many(lambda text: [text], metavar="REGEX", sentence="Hide lines in which this is found. Can be repeated.")
     ignore_case = Flag("-i", sentence="Ignore case in --grep and --exclude.")
     after_context = Count(
         "-A", least=0, sentence="Show N lines of the same rank and stream after each that --grep finds."
@@ -217,10 +213,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         sentence="json: one JSON object a line, with time, rank, stream and text.",
     )
     log_line_prefix_template = Maybe(
-        str,
-        metavar="TEXT",
-        torchrun="--log-line-prefix-template",
-        sentence="Prefix of each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
+        str, metavar="TEXT", sentence="Prefix of each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}."
     )
     color = Option(
         str,

@@ -10,7 +10,7 @@ import click
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import parse_duration
-from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
+from phalanx.cli._declare import NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Count, time_of
 
 TYPE_CHECKING = False
@@ -147,7 +147,6 @@ class RestartOptions(Declared, section=RESTARTS):
         default="0",
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
-        torchrun="--max-restarts",
         sentence="Restart all workers when one fails, at most N times: 3; 5/1h: within any hour.",
     )
     backoff = Option(
@@ -171,27 +170,21 @@ class RestartOptions(Declared, section=RESTARTS):
         sentence="Give up when TIMES attempts in a row (3) have failed within TIME of their start.",
     )
     max_no_progress = Count(
-        least=1,
-        sentence="Give up after N failures in a row without progress (phalanx.timer.progress()).",
+        least=1, sentence="Give up after N failures in a row without progress (phalanx.timer.progress())."
     )
     never_restart_on = Maybe(
         read_codes,
         metavar="CODE,...",
-        written=LIST,
         sentence="Do not restart after these exit codes and signals of the root cause: 2,SIGILL.",
     )
     always_restart_on = Maybe(
-        read_codes,
-        metavar="CODE,...",
-        written=LIST,
-        sentence="Always restart after these, uncounted by --max-restarts: 75.",
+        read_codes, metavar="CODE,...", sentence="Always restart after these, uncounted by --max-restarts: 75."
     )
     monitor_interval = Maybe(
         time_of(),
         section="",
         metavar="TIME",
         written=TEXT + NUMBER,
-        torchrun="--monitor-interval",
         sentence="Accepted without effect: Phalanx does not poll.",
     )
 

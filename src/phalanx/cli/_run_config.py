@@ -21,7 +21,6 @@ from phalanx._timers.specs import read_steps
 from phalanx.cli._declare import (
     CONSOLE,
     END,
-    LIST,
     LOGS,
     MACHINES,
     NUMBER,
@@ -196,32 +195,22 @@ class WorkerOptions(Declared, section=WORKERS):
     """What is started, how often, and what it is called."""
 
     nproc_per_node = Option(
-        devices.count,
-        default="1",
-        metavar="N|auto|cpu|gpu",
-        written=TEXT + WHOLE,
-        torchrun="--nproc-per-node",
-        sentence="Workers on this machine.",
+        devices.count, default="1", metavar="N|auto|cpu|gpu", written=TEXT + WHOLE, sentence="Workers on this machine."
     )
-    module = Flag("-m", torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
-    no_python = Flag(torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
-    run_path = Flag(
-        torchrun="--run-path",
-        sentence="Run SCRIPT by runpy.run_path, in workers started by --start-method.",
-    )
+    module = Flag("-m", sentence="SCRIPT is a module, as for python -m.")
+    no_python = Flag(sentence="SCRIPT is a binary, started as it is.")
+    run_path = Flag(sentence="Run SCRIPT by runpy.run_path, in workers started by --start-method.")
     run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="Name of the run. Default: the date and time.")
-    role = Option(text_of(MOST_LINE), default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
+    role = Option(text_of(MOST_LINE), default="default", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
         read_strings,
         metavar="MODULE,...",
-        written=LIST,
         sentence="Import these modules once: the workers start as forks that have them.",
     )
     start_method = Option(
         str,
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
-        torchrun="--start-method",
         sentence="Start method of --run-path. Other scripts, and binaries, are executed afresh.",
     )
     stdin = Maybe(
@@ -240,7 +229,6 @@ class LogOptions(Declared, section=LOGS):
         "-r",
         metavar="STREAMS",
         written=TEXT + WHOLE,
-        torchrun="--redirects",
         sentence="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:2.",
     )
     tee = Maybe(
@@ -248,7 +236,6 @@ class LogOptions(Declared, section=LOGS):
         "-t",
         metavar="STREAMS",
         written=TEXT + WHOLE,
-        torchrun="--tee",
         sentence="Streams that go to files and to the console. Default: 3.",
     )
     log_dir = Maybe(
@@ -256,14 +243,10 @@ class LogOptions(Declared, section=LOGS):
         kind=LogDir(),
         paths=("",),
         metavar="FOLDER",
-        torchrun="--log-dir",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
     )
     logs_specs = Maybe(
-        str,
-        metavar="NAME",
-        torchrun="--logs-specs",
-        sentence="Plugin that chooses the log files: an entry point of torchrun.logs_specs.",
+        str, metavar="NAME", sentence="Plugin that chooses the log files: an entry point of torchrun.logs_specs."
     )
     log_max_size = Maybe(
         read_size,
@@ -277,7 +260,6 @@ class LogOptions(Declared, section=LOGS):
         str,
         default="null",
         metavar="NAME",
-        torchrun="--event-log-handler",
         sentence="Destination of the agent's events: console, or an entry point of phalanx.event_handlers.",
     )
     log_mode = Maybe(
@@ -287,25 +269,15 @@ class LogOptions(Declared, section=LOGS):
         least=LEAST_ATTEMPTS,
         sentence="Keep the folders of the first attempt and of the last N (5 or more). Default: 100.",
     )
-    keep_runs = Count(
-        least=1,
-        sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.",
-    )
+    keep_runs = Count(least=1, sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.")
     duplicate_stdout_filters = Many(
         read_strings,
         metavar="TEXT,...",
-        torchrun="--duplicate-stdout-filters",
         sentence="Write lines that hold one of these also to filtered_stdout.log, for all ranks.",
     )
-    duplicate_stderr_filters = Many(
-        read_strings, metavar="TEXT,...", torchrun="--duplicate-stderr-filters", sentence="The same for stderr."
-    )
+    duplicate_stderr_filters = Many(read_strings, metavar="TEXT,...", sentence="The same for stderr.")
     local_ranks_filter = Many(
-        read_ranks,
-        section=CONSOLE,
-        metavar="RANK,...",
-        torchrun="--local-ranks-filter",
-        sentence="Local ranks whose output the console shows.",
+        read_ranks, section=CONSOLE, metavar="RANK,...", sentence="Local ranks whose output the console shows."
     )
 
 
@@ -324,23 +296,19 @@ class EndOptions(Declared, section=END):
         section=TIMERS,
         default="kill",
         metavar="STEP[:TIME],...",
-        written=LIST,
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
     grace = Time(
         "--shutdown-timeout",
         default="30",
         variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-        torchrun="--shutdown-timeout",
         sentence="Time between SIGTERM and SIGKILL.",
     )
     settle = Time(
-        default="0.03",
-        sentence="Time between the first failure and the stop of the others, for evidence of their own.",
+        default="0.03", sentence="Time between the first failure and the stop of the others, for evidence of their own."
     )
     linger = Time(
-        default="10",
-        sentence="How long processes left behind (an upload) may run after all workers succeeded.",
+        default="10", sentence="How long processes left behind (an upload) may run after all workers succeeded."
     )
     notice = Maybe(
         read_notice,
@@ -358,16 +326,13 @@ class EndOptions(Declared, section=END):
         read_handled,
         default=host_signals.DEFAULT,
         metavar="NAME,...",
-        written=LIST,
         variables=(host_signals.SIGNALS_ENV,),
-        torchrun="--signals-to-handle",
         sentence="Signals to phalanx run that stop the run; none: none does.",
     )
     signals_forward = Option(
         read_signals,
         default=",".join(number.name.removeprefix("SIG") for number in DEFAULT_FORWARDED),
         metavar="NAME,...",
-        written=LIST,
         sentence="Signals to phalanx run that are passed on to the workers; none: none are.",
     )
 
@@ -384,7 +349,6 @@ class PlacementOptions(Declared, section=PLACEMENT):
     numa_binding = Maybe(
         str,
         kind=click.Choice(topology.NEAR_GPUS),
-        torchrun="--numa-binding",
         sentence="CPUs of each worker near the GPU of its local rank: of its node, its socket, a part of the node.",
     )
     nice = Option(
@@ -397,20 +361,15 @@ class PlacementOptions(Declared, section=PLACEMENT):
         sentence="Add this to the nice value of the workers.",
     )
     rlimit = Maybe(
-        read_limits,
-        metavar="NAME=VALUE,...",
-        written=LIST,
-        sentence="Resource limits of each worker, like nofile=4096,as=8GiB.",
+        read_limits, metavar="NAME=VALUE,...", sentence="Resource limits of each worker, like nofile=4096,as=8GiB."
     )
-    virtual_local_rank = Flag(
-        torchrun="--virtual-local-rank", sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0."
-    )
+    virtual_local_rank = Flag(sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0.")
 
 
 class MachineOptions(Declared, section=MACHINES):
     """Where workers meet, and what torchrun's users say of machines."""
 
-    master_addr = Option(str, default=MASTER_ADDR, torchrun="--master-addr", sentence="MASTER_ADDR of the workers.")
+    master_addr = Option(str, default=MASTER_ADDR, sentence="MASTER_ADDR of the workers.")
     master_port = Option(
         int,
         kind=Whole(0, 65535),
@@ -418,36 +377,23 @@ class MachineOptions(Declared, section=MACHINES):
         metavar="PORT",
         written=WHOLE,
         shows_default=False,
-        torchrun="--master-port",
         sentence="MASTER_PORT of the workers. Default: a port that is reserved for the run.",
     )
     local_addr = Maybe(
-        read_address,
-        metavar="HOST",
-        torchrun="--local-addr",
-        sentence="An address of this machine: MASTER_ADDR, unless that is given.",
+        read_address, metavar="HOST", sentence="An address of this machine: MASTER_ADDR, unless that is given."
     )
-    rdzv_id = Maybe(
-        text_of(MOST_RUN_ID),
-        metavar="NAME",
-        torchrun="--rdzv-id",
-        written=TEXT + WHOLE,
-        sentence="Another name of --run-id.",
-    )
+    rdzv_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", written=TEXT + WHOLE, sentence="Another name of --run-id.")
     rdzv_backend = Option(
         str,
         kind=click.Choice(BACKENDS),
         default=STATIC,
         metavar="NAME",
-        torchrun="--rdzv-backend",
         sentence="How machines meet. static: with --node-rank; c10d: at one of them; etcd: at an etcd of yours.",
     )
     rdzv_endpoint = Option(
         read_endpoints,
         default="",
         metavar="HOST[:PORT],...",
-        written=LIST,
-        torchrun="--rdzv-endpoint",
         sentence="Address of the etcd, or of the machine that has the store. For one machine: localhost:0.",
     )
     insecure = Flag(sentence="Serve the store without a secret, to everybody who reaches its port.")
@@ -456,8 +402,6 @@ class MachineOptions(Declared, section=MACHINES):
         default="",
         paths=FILES,
         metavar="KEY=VALUE,...",
-        written=LIST,
-        torchrun="--rdzv-conf",
         sentence="Settings of the rendezvous: join_timeout=600,last_call_timeout=30,lease_ttl=5, and files of TLS.",
     )
     rejoin_delay = Time(endless=False, default="30", sentence="Delay of the restart that takes in a new machine.")
@@ -480,16 +424,11 @@ class MachineOptions(Declared, section=MACHINES):
         default="300", sentence="How long a machine whose workers have ended waits for those of the others."
     )
     keep = Flag(sentence="Keep the job's end in the etcd, until the next job of this id.")
-    standalone = Flag(
-        section="",
-        torchrun="--standalone",
-        sentence="Run on this machine alone, without a store; ignore what a scheduler sets.",
-    )
+    standalone = Flag(section="", sentence="Run on this machine alone, without a store; ignore what a scheduler sets.")
     nnodes = Maybe(
         read_nodes,
         metavar="N|MIN:MAX",
         written=TEXT + WHOLE,
-        torchrun="--nnodes",
         sentence="Number of machines. Default: that of a scheduler, or 1.",
     )
     node_rank = Maybe(
@@ -497,7 +436,6 @@ class MachineOptions(Declared, section=MACHINES):
         kind=Whole(min=0),
         metavar="N",
         written=TEXT + WHOLE,
-        torchrun="--node-rank",
         sentence="With static: this machine's rank. Default: that of a scheduler, or 0.",
     )
 

@@ -66,6 +66,9 @@ _TEXTS = {
 _NUMBERS = {"max_restarts": 0, "node_rank": 0, "master_port": None, "shutdown_timeout": None}
 _FLAGS = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
 _LISTS = ("duplicate_stdout_filters", "duplicate_stderr_filters")
+NAMES = {*_TEXTS, *_NUMBERS, "monitor_interval", *_FLAGS, *_LISTS}
+"""Torchrun's options."""
+
 _SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
 
 
