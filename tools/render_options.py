@@ -51,7 +51,9 @@ def _row(declared: Option) -> str:
     metavar = "" if bool in declared.written else f" {_escaped(declared.metavar or _choices(declared))}"
     kinds = " or ".join(KINDS[kind] for kind in KINDS if kind in declared.written).replace("integer or float", "number")
     default = "" if not declared.default else f"`{_escaped(declared.default)}`"
-    torchrun = f"`{declared.torchrun}`" if declared.torchrun else ""
+    from phalanx.cli.torchrun_shim import torchrun_name
+
+    torchrun = f"`{name}`" if (name := torchrun_name(declared.longs)) else ""
     further = f" Also {', '.join(f'`{name}`' for name in declared.further)}." if declared.further else ""
     return f"| {spelled}{metavar} | {kinds} | {default} | {torchrun} | {_escaped(declared.sentence)}{further} |"
 

@@ -14,6 +14,7 @@ from phalanx._group.arguments import GRACE, SETTLE
 from phalanx.cli._declare import SECTIONS, Declared, Flag, Maybe, Option, click_options, declarations, sections
 from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
+from phalanx.cli.torchrun_shim import torchrun_name
 from phalanx.launcher import LaunchConfig
 from tests.support.torch_names import torch_version
 
@@ -127,7 +128,7 @@ def test_each_option_of_torchrun_is_declared() -> None:
     del there[""], there["--help"]
     assert ("--print-completion" in there) == (torch_version() >= (2, 14))
     there.pop("--print-completion", None)  # not declared, for it is none of a job: see `phalanx run`
-    declared = {each.torchrun: each for each in EVERY.values() if each.torchrun}
+    declared = {torchrun_name(each.longs): each for each in EVERY.values() if torchrun_name(each.longs)}
     if torch_version() < (2, 14):
         del declared["--log-line-prefix-template"]
     assert declared.keys() == there.keys()

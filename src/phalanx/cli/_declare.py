@@ -105,13 +105,6 @@ class Option:
         return [self.long, *(name for name in self.names if name.startswith("--"))]
 
     @property
-    def torchrun(self) -> str:
-        """Its name in torchrun; "": torchrun has none."""
-        from phalanx.cli.torchrun_shim import NAMES
-
-        return next((name for name in self.longs if name.removeprefix("--").replace("-", "_") in NAMES), "")
-
-    @property
     def variables(self) -> list[str]:
         """The environment variables that set it: one that stands before another is heeded first."""
         upper = self.name.upper()
