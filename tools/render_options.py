@@ -4,7 +4,7 @@
     python tools/render_options.py            # bring the page up to date
     python tools/render_options.py --check    # exit code 1 if it is not
 
-The table is made from the declarations that the command line and job files are made from (`RunConfig`), so the page
+The table is made from the declarations that the command line and job files are made from (`RunOptions`), so the page
 cannot tell another story. It needs click; the source tree is found beside this folder.
 """
 
@@ -18,8 +18,6 @@ import marks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from phalanx.cli._declare import Option
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,10 +31,10 @@ KINDS = {bool: "boolean", str: "string", list: "array", int: "integer", float: "
 def render() -> str:
     """Return the options as Markdown: a table for each section of the help."""
     from phalanx.cli._declare import SECTIONS, declarations
-    from phalanx.cli._run_config import RunConfig
+    from phalanx.cli._run_config import RunOptions
 
     lines = []
-    every = declarations(RunConfig)
+    every = declarations(RunOptions)
     for heading in (*SECTIONS, ""):
         found = [declared for declared in every if declared.section == heading]
         if not found:
@@ -47,18 +45,20 @@ def render() -> str:
     return "\n".join(lines)
 
 
-def _row(declared: Option[Any]) -> str:
+def _row(declared: Option) -> str:
     letters = [name for name in declared.names if not name.startswith("--")]
     spelled = ", ".join(f"`{name}`" for name in (*letters, *declared.longs))
     metavar = "" if bool in declared.written else f" {_escaped(declared.metavar or _choices(declared))}"
     kinds = " or ".join(KINDS[kind] for kind in KINDS if kind in declared.written).replace("integer or float", "number")
     default = "" if not declared.default else f"`{_escaped(declared.default)}`"
-    torchrun = f"`{declared.torchrun}`" if declared.torchrun else ""
+    from phalanx.cli.torchrun_shim import torchrun_name
+
+    torchrun = f"`{name}`" if (name := torchrun_name(declared.longs)) else ""
     further = f" Also {', '.join(f'`{name}`' for name in declared.further)}." if declared.further else ""
     return f"| {spelled}{metavar} | {kinds} | {default} | {torchrun} | {_escaped(declared.sentence)}{further} |"
 
 
-def _choices(declared: Option[Any]) -> str:
+def _choices(declared: Option) -> str:
     return "|".join(getattr(declared.kind, "choices", ())) or "TEXT"
 
 

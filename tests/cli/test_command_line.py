@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from phalanx.cli._commands import cli
 from phalanx.cli._declare import SECTIONS, sections
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
 from tests.support.command import RUN, Done, Launcher, Place
 
@@ -81,7 +81,7 @@ def test_help_is_in_sections() -> None:
     assert headings[:2] == ["Workers", "Restarts"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is
-    in_sections = [name for _, names in sections(RunConfig) for name in names]
+    in_sections = [name for _, names in sections(RunOptions) for name in names]
     in_sections += ["--job-file", "--print-config", "--dry-run", "--print-completion"]
     assert len(set(in_sections)) == len(in_sections)
     visible = {

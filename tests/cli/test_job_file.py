@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.cli._commands import cli
 from phalanx.cli._job_file import MOST_BYTES, statements
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
 from tests.cli.test_run import FLAGS, SETTINGS
 from tests.support.command import Place, refused
@@ -103,7 +103,7 @@ def test_a_flag_that_is_gone_may_be_false(job: Path) -> None:
 def test_an_option_of_a_file(name: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line goes before the file, and the file before the environment."""
     setting = SETTINGS[name]
-    declared = getattr(RunConfig, name)
+    declared = getattr(RunOptions, name)
     written = f'"{setting.text}"' if str in declared.written else setting.text
     for key in (name, name.replace("_", "-")):
         job.write_text(f"{key} = {written}")

@@ -12,21 +12,26 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from phalanx._run.config import RunConfig
 from phalanx.cli._commands import cli
-from phalanx.cli._declare import declarations
-from phalanx.cli._run_config import RunConfig, as_job_file
+from phalanx.cli._declare import as_job_file, declarations
 from phalanx.cli.run import run
 from tests.cli.test_run import FLAGS, SETTINGS
 from tests.support.command import Place, refused
 
-NAMES = [declared.name for declared in declarations(RunConfig)]
+NAMES = [declared.name for declared in declarations(RunOptions)]
 
 
 def printed(*argv: object) -> tuple[str, dict[str, Any]]:
     """What is printed for a command line, and the values of the options."""
     ctx = run.make_context("phalanx run", [*map(str, argv), "x.py"])
     values = {name: ctx.params[name] for name in NAMES}
-    return as_job_file(ctx, RunConfig("x.py", ("a", 'b"\n\\ \x7fü'), {}, **values)), values
+    return as_job_file(ctx, RunOptions, RunConfig(script="x.py", args=("a", 'b"\n\\ \x7fü'), env={}, **values)), values
+
+
+def test_each_option_has_a_typed_value() -> None:
+    typed = {name for kind in RunConfig.__mro__ for name in vars(kind).get("__annotations__", {})}
+    assert typed == {*NAMES, "script", "args", "env"}
 
 
 def said(text: str, key: str) -> str:

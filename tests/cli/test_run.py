@@ -21,7 +21,7 @@ import pytest
 
 import phalanx
 from phalanx._placement import devices
-from phalanx.cli._stdin import NONE
+from phalanx._run.stdin import NONE
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError

@@ -9,17 +9,20 @@ import copy
 import json
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
 from phalanx._base import procfs
 from phalanx._placement import devices, topology
 from phalanx._placement import placement as placing
 from phalanx._placement.topology import Topology, divide, quota_of, read, threads
+from phalanx.cli.run import run
 from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
 from tests.support import workers
 from tests.support.command import Place, refused
@@ -556,15 +559,18 @@ def test_a_virtual_local_rank(place: Place) -> None:
     refused(done, "--virtual-local-rank: rank 2 has no device: CUDA_VISIBLE_DEVICES=7,5 names 2 for 3 ranks")
 
 
-def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.cli._placement import PlacementOptions, place
+def rehearsed(*options: object) -> tuple[str, str]:
+    """What `phalanx run --dry-run` prints, on stdout and on stderr."""
+    done = CliRunner().invoke(run, ["--dry-run", *map(str, options), "--no-python", "true"])
+    return done.stdout, done.stderr
 
+
+def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "count_gpus", lambda: 2)
-    options = PlacementOptions(cpu_bind="none", numa_binding=None, nice=0, rlimit=None, virtual_local_rank=True)
-    assert place(options, 2, {})[0] == Placement(virtual_local_rank=True)
-    with pytest.raises(Exception, match="--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks"):
-        place(options, 3, {})
+    assert "CUDA_VISIBLE_DEVICES=1" in rehearsed("--virtual-local-rank", "--nproc-per-node", 2)[0]
+    err = rehearsed("--virtual-local-rank", "--nproc-per-node", 3)[1]
+    assert "--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks" in err
 
 
 @pytest.mark.parametrize(
@@ -606,23 +612,21 @@ def test_the_number_of_threads(place: Place) -> None:
 
 
 def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.cli import _placement as cli
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    options: dict[str, Any] = {"numa_binding": None, "nice": 0, "rlimit": None, "virtual_local_rank": False}
 
     def found(bind: str, nprocs: int, quota: float | None = None) -> tuple[list[str], str]:
         monkeypatch.setattr(topology, "quota", lambda: quota)
-        placement, envs, lines = cli.place(cli.PlacementOptions(cpu_bind=bind, **options), nprocs, {})
-        assert (placement.cpu_bind == "none") == (bind == "none")
-        return [env["OMP_NUM_THREADS"] for env in envs.values()], lines[-1]
+        out, err = rehearsed("--cpu-bind", bind, "--nproc-per-node", nprocs)
+        return re.findall(r"OMP_NUM_THREADS=(\d+)\n", out), err
 
     said = "OMP_NUM_THREADS=2 for each of 4 workers (8 CPUs); set it to choose otherwise"
-    assert found("none", 4) == (["2"] * 4, said)
+    alike, err = found("none", 4)
+    assert alike == ["2"]
+    assert said in err
     assert found("0-2;3", 2)[0] == ["3", "1"]
     assert "OMP_NUM_THREADS=1 to 3 for each of 2 workers (4 CPUs)" in found("0-2;3", 2)[1]
-    assert found("none", 2, 5.5)[0] == ["2", "2"]
+    assert found("none", 2, 5.5)[0] == ["2"]
     assert "(8 CPUs, of which the cgroup grants 5.5)" in found("none", 2, 5.5)[1]
     assert "(8 CPUs)" in found("none", 2, 12.0)[1]
 

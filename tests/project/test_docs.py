@@ -22,7 +22,7 @@ import pytest
 from phalanx._base import clock
 from phalanx._logs.dedup import Dedup
 from phalanx.cli._job_file import JobFile
-from phalanx.cli._run_config import RunConfig
+from phalanx.cli._run_config import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -112,7 +112,7 @@ def test_bash_scripts_can_be_read(page: Path) -> None:
 def test_manifests_set_variables_of_options(page: Path) -> None:
     texts = [page.read_text("utf-8")] if page.suffix == ".yaml" else [source for _, source in blocks(page, "yaml")]
     names = {name for source in texts for name in re.findall(r"PHALANX_(\w+)", source)}
-    assert all(hasattr(RunConfig, name.lower()) for name in names - {"JOB_SECRET"})
+    assert all(hasattr(RunOptions, name.lower()) for name in names - {"JOB_SECRET"})
 
 
 KINDS = {"python", "pycon", "console", "sh", "bash", "json", "toml", "yaml", ""}
@@ -201,7 +201,7 @@ def test_the_manual_page_is_what_the_help_says() -> None:
 def test_blocks_of_toml_are_job_files(page: Path) -> None:
     for _, source in blocks(page, "toml"):
         name = source.split("\n")[0].removeprefix("# ")
-        JobFile(name, source, RunConfig, {})
+        JobFile(name, source, RunOptions, {})
 
 
 def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "devices.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
-    "_options.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
+    "config.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
     "torchrun_shim.py: variable": set[str](),  # those of options, by torchrun's names
     "_declare.py: name": set[str](),  # those of options
     "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below

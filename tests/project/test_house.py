@@ -75,7 +75,7 @@ KEPT_APART = {
                 for name in ("candidates", "conclusion", "entrance", "job_run", "life", "membership")
             ),
             *(f"_rendezvous/{name}" for name in ("node", "node_thread", "store_view")),
-            *("_run/job_stacks", "_run/node_team", "cli/_run_node"),
+            *("_run/job_stacks", "_run/node_team", "_run/job_node"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
             "agent/_node",
             *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "link")),

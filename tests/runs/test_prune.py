@@ -19,7 +19,6 @@ from phalanx._runs import catalog
 from phalanx._runs import prune as pruning
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
-from phalanx.cli import _options
 from phalanx.cli import runs as runs_module
 from tests.engine.test_lost_helpers import until
 from tests.runs.test_other_users import acting_as
@@ -398,7 +397,7 @@ def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys
 def test_much_is_hinted_at_on_a_terminal_alone(place: Place) -> None:
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _options; _options.MANY = 0\n")
+    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 0\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     put(place, "a")
     hint = "; phalanx runs prune removes old ones\n"
@@ -433,10 +432,10 @@ def test_so_many_are_kept(place: Place) -> None:
 
 @pytest.mark.long
 def test_many_are_hinted_at(place: Place) -> None:
-    assert (_options.MANY, runs_module._LARGE) == (1000, 10 << 30)
+    assert runs_module._LARGE == 10 << 30
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _options; _options.MANY = 3\n")
+    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 3\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     for name in "ab":
         (place.logs / name).mkdir(parents=True)
@@ -450,7 +449,7 @@ def test_many_are_hinted_at(place: Place) -> None:
 
 def test_files_are_no_runs(place: Place) -> None:
     place.logs.mkdir()
-    for number in range(_options.MANY + 1):
+    for number in range(1001):
         (place.logs / f"run_{number}").touch()
     assert "phalanx runs prune" not in sh(place, "echo x").err
 

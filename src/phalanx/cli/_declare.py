@@ -1,14 +1,15 @@
 """How an option is declared: once, with all that is to be known of it.
 
-A class of options (a `Declared`) has a declaration for each. Of the class, the attribute is the declaration; of an
-instance, the typed value. The command line is made from it here (`click_options`); the help's sections, job files and
-the tables of the documentation are made from it elsewhere.
+A class of options (a `Declared`) has a declaration for each as an attribute. Here the command line (`click_options`)
+and a job file of the options that hold (`as_job_file`) are made from it; elsewhere what reads job files, and the tables
+of the documentation.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Generic, TypeVar, overload
+import re
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -16,7 +17,9 @@ from click.core import ParameterSource
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from typing import Any, Protocol, Self
+    from typing import Protocol
+
+    from phalanx._run.config import RunConfig
 
     class Job(Protocol):
         """A job file that was read: see `phalanx.cli._job_file`."""
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
         def where(self, *path: str) -> str: ...
 
 
-T = TypeVar("T")
-
 WORKERS, RESTARTS, LOGS, CONSOLE = "Workers", "Restarts", "Log files", "What the console shows"
 TIMERS, END, PLACEMENT, MACHINES = "Timers", "The end", "Placement", "Machines"
 SECTIONS = (WORKERS, RESTARTS, LOGS, CONSOLE, TIMERS, END, PLACEMENT, MACHINES)
@@ -44,7 +45,7 @@ TEXT, WHOLE, NUMBER, LIST = (str,), (int,), (int, float), (list, str, int)
 _JOB, _GIVEN, _ALONE = "phalanx.cli.job", "phalanx.cli.given", "phalanx.cli.alone"
 
 
-class Option(Generic[T]):
+class Option:
     """The declaration of an option with a value. Its long name is that of the attribute, with dashes.
 
     Args:
@@ -56,8 +57,7 @@ class Option(Generic[T]):
         kind: What click makes of the text, and completes it with; None: a string.
         metavar: What stands for the value in the help.
         variables: Environment variables that are read where neither ``PHALANX_NAME`` nor ``PET_NAME`` is set.
-        torchrun: Its name in torchrun; "": torchrun has none.
-        written: The types that a value can have in a job file.
+        written: The types that a value can have in a job file; None: lists where ``metavar`` is one, else texts.
         shows_default: Whether the help names the default, if there is one.
         paths: Of what is a path in it, the names of settings (``ca=FILE``); "": the value itself is one. A job file can
             have ``~`` and variables there.
@@ -67,7 +67,7 @@ class Option(Generic[T]):
 
     def __init__(
         self,
-        read: Callable[[Any], T],
+        read: Callable[[Any], Any],
         *names: str,
         sentence: str,
         default: str | None,
@@ -75,8 +75,7 @@ class Option(Generic[T]):
         kind: click.ParamType[Any] | None = None,
         metavar: str | None = None,
         variables: Sequence[str] = (),
-        torchrun: str = "",
-        written: tuple[type, ...] = TEXT,
+        written: tuple[type, ...] | None = None,
         shows_default: bool = True,
         paths: Collection[str] = (),
     ) -> None:
@@ -88,23 +87,12 @@ class Option(Generic[T]):
         self.kind = kind
         self.metavar = metavar
         self.further = variables
-        self.torchrun = torchrun
-        self.written = written
+        self.written = written or (LIST if (metavar or "").endswith(",...") else TEXT)
         self.shows_default = shows_default and bool(default)
         self.paths = paths
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object | None, owner: type) -> Self | T:
-        """Return the declaration. The value is in the instance, where Python finds it first."""
-        if instance is None:
-            return self
-        raise AttributeError(self.name)
 
     @property
     def long(self) -> str:
@@ -142,14 +130,14 @@ class Option(Generic[T]):
         return {"default": self.default, "show_default": self.shows_default, "type": self.kind or click.STRING}
 
 
-class Maybe(Option[T | None]):
+class Maybe(Option):
     """The declaration of an option without a default: its value can be None."""
 
-    def __init__(self, read: Callable[[Any], T], *names: str, sentence: str, **settings: Any) -> None:
+    def __init__(self, read: Callable[[Any], Any], *names: str, sentence: str, **settings: Any) -> None:
         super().__init__(read, *names, sentence=sentence, default=None, **settings)
 
 
-class Flag(Option[bool]):
+class Flag(Option):
     """The declaration of an option without a value."""
 
     def __init__(self, *names: str, sentence: str, **settings: Any) -> None:
@@ -168,19 +156,19 @@ class Flag(Option[bool]):
         return {"is_flag": True}
 
 
-class Many(Option[list[T] | None]):
+class Many(Option):
     """The declaration of an option that can be given again, and adds to what was selected before.
 
     ``read`` returns what one text selects; the value is a list of all of it, each once.
     """
 
-    def __init__(self, read: Callable[[str], Iterable[T]], *names: str, sentence: str, **settings: Any) -> None:
+    def __init__(self, read: Callable[[str], Iterable[Any]], *names: str, sentence: str, **settings: Any) -> None:
         self._read_one = read
         super().__init__(
             self._read_all, *names, sentence=sentence, default=None, kind=_Each(), written=LIST, **settings
         )
 
-    def _read_all(self, texts: Sequence[str]) -> list[T] | None:
+    def _read_all(self, texts: Sequence[str]) -> list[Any] | None:
         found = [self._read_one(text) for text in texts]
         return [*dict.fromkeys(item for items in found for item in items)] if found else None
 
@@ -202,7 +190,7 @@ class _Each(click.types.StringParamType):
 
 
 class Declared:
-    """The base of classes of options. An instance is frozen, and has a value for each option.
+    """The base of classes of options.
 
     Args of a class:
         section: The heading below which the help has those of its options that name none.
@@ -213,25 +201,8 @@ class Declared:
             if isinstance(declared, Option) and declared.section is None:
                 declared.section = section
 
-    def __init__(self, **values: object) -> None:
-        names = [declared.name for declared in declarations(type(self))]
-        if sorted(values) != sorted(names):
-            raise TypeError(f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}")
-        vars(self).update((name, values[name]) for name in names)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be set")
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]  # values can be lists
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-
-def declarations(kind: type[Declared]) -> list[Option[Any]]:
+def declarations(kind: type[Declared]) -> list[Option]:
     """List the declarations of a class, those of its bases first, as the bases stand in its header."""
     bases = (base for base in kind.__bases__ if issubclass(base, Declared))
     found = {declared.name: declared for base in bases for declared in declarations(base)}
@@ -322,7 +293,7 @@ def job_of(ctx: click.Context) -> Job | None:
     return found
 
 
-def given(ctx: click.Context, declared: Option[Any]) -> Any:
+def given(ctx: click.Context, declared: Option) -> Any:
     """Return what click had of an option before it was read: a text, a flag's bool, or a tuple of texts."""
     if ctx.get_parameter_source(declared.name) is ParameterSource.DEFAULT:
         return declared.default
@@ -345,3 +316,121 @@ def origin(ctx: click.Context, param: click.Parameter) -> str:
         return ""
     names: Iterator[str] = (name for name in param.envvar or () if os.environ.get(name))
     return f"{next(names)} in the environment"
+
+
+LEFT_OUT = "# left out, a secret: "
+"""What stands before the name of a variable in a job file that was made without its value."""
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+_WIDTH = 40
+_LINE = "command line"
+_SECRET = re.compile(
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|_(?:PWD|PASS|PAT)$",
+    re.IGNORECASE,
+)
+_NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
+_PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:[^/?#\s@]+@")
+
+
+def quoted_path(path: str) -> str:
+    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
+
+    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
+    ('./~/a$$b', 'worker_${local_rank}.py')
+    """
+    text = path.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
+    return f"./{text}" if text.startswith("~") else text
+
+
+def is_secret(name: str, text: str = "") -> bool:
+    """Whether a variable's value is a secret, by its name; or has one, as a URL with a password.
+
+    >>> [name for name in ("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY") if not is_secret(name)]
+    []
+    >>> [name for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "TLS_KEY_FILE") if is_secret(name)]
+    []
+    >>> is_secret("STORE", "redis://:hunter2@store:6379/0"), is_secret("STORE", "http://store:80/a@b")
+    (True, False)
+    """
+    is_named = _SECRET.search(name) and not _NO_SECRET.search(name)
+    return bool(is_named or _PASSWORD_IN_URL.search(text))
+
+
+def as_job_file(
+    ctx: click.Context, kind: type[Declared], config: RunConfig, secrets: Iterable[str] | None = None
+) -> str:
+    """Return a job file that says what the options say, and in comments who has said it. Raises UsageError.
+
+    ``secrets``: None: all is there. Else variables of ``[env]`` that are secrets are left out, and a comment names each
+    of them, and these. So it does in any case with those that the job file itself has left out.
+    """
+    lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
+    job = job_of(ctx)
+    typed = job is None or ctx.params["script"] is not None
+    for key, said in (("script", _string(quoted_path(config.script))), ("args", _list(config.args))):
+        lines.append(_commented(f"{key} = {said}", _LINE if typed or job is None else job.where(key)))
+    for heading in (*SECTIONS, ""):
+        every = [declared for declared in declarations(kind) if declared.section == heading]
+        lines += ["", f"# {heading or 'Accepted, without effect'}"]
+        unset = []
+        for declared in every:
+            if (text := _text(ctx, declared)) is None:
+                unset.append(declared.long[2:])
+            else:
+                lines.append(_commented(f"{declared.long[2:]} = {text}", _said(ctx, declared)))
+        lines += [f"# not set: {', '.join(unset)}"] if unset else []
+    hidden = [] if secrets is None else [name for name, text in config.env.items() if is_secret(name, text)]
+    shown = {name: text for name, text in config.env.items() if name not in hidden}
+    before = [] if job is None else job.left_out
+    if left := dict.fromkeys([*(secrets or []), *hidden, *before]):
+        lines += ["", *(f"{LEFT_OUT}{name}" for name in left)]
+    if shown and job is not None:
+        lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
+                                 for name, text in shown.items())]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _said(ctx: click.Context, declared: Option) -> str:
+    """Who has said it."""
+    if ctx.get_parameter_source(declared.name) is ParameterSource.COMMANDLINE:
+        return _LINE
+    param = next(param for param in ctx.command.params if param.name == declared.name)
+    return origin(ctx, param).removeprefix("in ").removesuffix(" in the environment") or "default"
+
+
+def _text(ctx: click.Context, declared: Option) -> str | None:
+    """Return the value as a job file has it; None: there is none."""
+    if isinstance(declared, Flag):
+        return str(bool(ctx.params[declared.name])).lower()
+    value = given(ctx, declared)
+    if value is None or ctx.params[declared.name] is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return _list(value)
+    if int in declared.written and (declared.written == WHOLE or re.fullmatch(r"0|-?[1-9]\d{0,17}", value)):
+        return str(int(value))
+    if float in declared.written and (str not in declared.written or re.fullmatch(r"\d{1,9}\.\d{1,9}", value)):
+        return repr(float(value))
+    return _string(declared.with_paths(value, quoted_path))
+
+
+def _list(values: Iterable[str]) -> str:
+    return f"[{', '.join(map(_string, values))}]"
+
+
+def _string(text: str) -> str:
+    """Write a string of TOML. Raises UsageError for one that no job file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        msg = f"--print-config: {text!r} is not UTF-8, and no job file can hold it"
+        raise click.UsageError(msg) from None
+    escaped = "".join(
+        _ESCAPES.get(char) or (char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}") for char in text
+    )
+    return f'"{escaped}"'
+
+
+def _commented(text: str, said: str) -> str:
+    printed = "".join(char if char.isprintable() else "?" for char in said)  # a path can have any characters
+    return f"{text:<{_WIDTH}} # {printed}"

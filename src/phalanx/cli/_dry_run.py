@@ -8,8 +8,6 @@ import os
 import shlex
 from contextlib import ExitStack
 
-import click
-
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
@@ -18,19 +16,20 @@ from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._logs.layout import SYS_STREAM
 from phalanx._placement import topology
+from phalanx._run.config import RunError
+from phalanx._run.plan import in_our_words, reserve_port
 from phalanx._run.services import ENABLE_FILE_TIMER_ENV, PORT_ENV, TIMER_FILE_ENV
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx.cli._commands import put
-from phalanx.cli._run_plan import in_our_words, reserve_port
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._logs.layout import LogsDest
-    from phalanx.cli._run_plan import RunPlan
+    from phalanx._run.plan import RunPlan
 
 _AGREED = (
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
@@ -42,12 +41,12 @@ _AGREED = (
 def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
     """Return what each rank would be given. Everything that a start would refuse by itself is refused here, too.
 
-    Nothing is started, and no folder is made; the port is given back. Raises click.ClickException.
+    Nothing is started, and no folder is made; the port is given back. Raises RunError.
     """
     config, folder = plan.config, plan.specs.root_log_dir
     if folder is not None and plan.specs.is_kept and not can_be_made(os.path.abspath(folder)):
         msg = f"--log-dir: {PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)}"
-        raise click.ClickException(msg)
+        raise RunError(msg)
     with ExitStack() as until_end:
         port = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
         groups = plan.groups(port, {PORT_ENV: ""} if plan.health_address else {})
@@ -56,9 +55,9 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         try:
             previewed = group.preview()
         except OSError as error:
-            raise click.ClickException(in_our_words(error, group)) from None
+            raise RunError(in_our_words(error, group)) from None
         except ValueError as error:
-            raise click.UsageError(in_our_words(error, group)) from None
+            raise ValueError(in_our_words(error, group)) from None
     logs = plan.specs.preview(group.envs)
     later = {
         *("PHALANX_GROUP", TIMERS_ENV),
@@ -100,7 +99,7 @@ def _streams(logs: LogsDest, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def show(plan: RunPlan) -> None:
-    """Print what each rank would be given; of many machines, what is at the endpoint. Raises click.ClickException."""
+    """Print what each rank would be given; of many machines, what is at the endpoint. Raises RunError."""
     ranks = rehearse(plan)
     if plan.meeting.machines is not None:
         from phalanx._rendezvous.entrance import probe
@@ -109,7 +108,7 @@ def show(plan: RunPlan) -> None:
             say(probe(plan.meeting.machines, plan.run_id))
         except ImportError as error:
             msg = f"--rdzv-backend {plan.meeting.machines.backend}: {error}; {INSTALL}"
-            raise click.ClickException(msg) from None
+            raise RunError(msg) from None
     if plan.config.log_format == "json":
         put("".join(f"{json.dumps(facts)}\n" for facts in ranks.values()))
         return

@@ -20,8 +20,7 @@ import click
 from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
 from phalanx.cli._commands import meant
-from phalanx.cli._declare import Declared, Option, declarations
-from phalanx.cli._run_config import LEFT_OUT
+from phalanx.cli._declare import LEFT_OUT, Declared, Option, declarations
 
 MOST_BYTES = 1 << 20
 """The size that a job file may have."""
@@ -105,7 +104,7 @@ class JobFile:
         elif value is not False or f"--{name}" not in self._absent:  # the files of older runs have every flag
             self._refuse_key(key, value)
 
-    def _take_option(self, key: str, declared: Option[Any], value: Any) -> None:
+    def _take_option(self, key: str, declared: Option, value: Any) -> None:
         if declared.name in self._keys:
             first = self._keys[declared.name]
             self._fail((key,), f"it is {first} ({self._at(first)}) again; leave one of them out")

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from phalanx._base.text import parse_duration, parse_size
-from phalanx._base.tty import use_colour
-from phalanx._logs.console import ConsoleSpecs
-from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
 from phalanx._logs.specs import checked_mode
 from phalanx._rendezvous import settings
+from phalanx._run.config import GONE, is_here_gone
 from phalanx._runs import paths
 from phalanx.cli._declare import CONSOLE, NUMBER, TEXT, WHOLE, Declared, Flag, Many, Maybe, Option
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._runs.catalog import RunDir
-
-MANY = 1000
-"""Runs in a folder of which a person is told."""
 
 _MOST_RANKS = 1 << 20
 
@@ -38,19 +33,6 @@ class Whole(click.IntRange):
         except click.BadParameter:
             right = f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
             self.fail(f"{value!r}: expected a whole number, {right}", param, ctx)
-
-
-GONE = "the current folder has been removed, and there is nothing at a relative path"
-"""Why what is relative is refused, if `is_here_gone`."""
-
-
-def is_here_gone() -> bool:
-    """Whether the current folder has been removed."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 class Folder(click.Path):
@@ -73,14 +55,14 @@ def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float
     return functools.partial(parse_duration, zero=zero, endless=endless)
 
 
-class Time(Option[float]):
+class Time(Option):
     """The declaration of an option that is a time in seconds, with a default."""
 
     def __init__(self, *names: str, zero: bool = True, endless: bool = True, **settings: Any) -> None:
         super().__init__(time_of(zero=zero, endless=endless), *names, metavar="TIME", written=TEXT + NUMBER, **settings)
 
 
-class Count(Maybe[int]):
+class Count(Maybe):
     """The declaration of an option that is a whole number, ``least`` or more, without a default."""
 
     def __init__(self, *names: str, least: int, metavar: str = "N", **settings: Any) -> None:
@@ -214,11 +196,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         metavar="REGEX",
         sentence="Show only lines in which this regular expression (or another --grep's) is found.",
     )
-    exclude = Many(
-        lambda text: [text],
-        metavar="REGEX",
-        sentence="Hide lines in which this is found. Can be repeated.",
-    )
+    exclude = Many(lambda text: [text], metavar="REGEX", sentence="Hide lines in which this is found. Can be repeated.")
     ignore_case = Flag("-i", sentence="Ignore case in --grep and --exclude.")
     after_context = Count(
         "-A", least=0, sentence="Show N lines of the same rank and stream after each that --grep finds."
@@ -235,10 +213,7 @@ class ConsoleOptions(Declared, section=CONSOLE):
         sentence="json: one JSON object a line, with time, rank, stream and text.",
     )
     log_line_prefix_template = Maybe(
-        str,
-        metavar="TEXT",
-        torchrun="--log-line-prefix-template",
-        sentence="Prefix of each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}.",
+        str, metavar="TEXT", sentence="Prefix of each line: ${role_name} ${rank} ${local_rank} ${hostname} ${time}."
     )
     color = Option(
         str,
@@ -247,44 +222,3 @@ class ConsoleOptions(Declared, section=CONSOLE):
         sentence="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal.",
     )
     raw = Flag(sentence="Send control sequences to the terminal instead of printing them as text.")
-
-
-def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[str, str]:
-    """Return what has workers, which write to files, use colours: nothing unless the console has them for all lines.
-
-    ``env`` are variables that all workers get; one that the user has set, there or for us, stays as it is.
-    """
-    chosen = (os.environ.get(name) or env.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"))
-    if any(chosen) or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
-        return {}
-    # rich takes FORCE_COLOR for a terminal, on which it draws its bars again and again, unless the other says no.
-    return {"FORCE_COLOR": "1", "TTY_INTERACTIVE": os.environ.get("TTY_INTERACTIVE", "0")}
-
-
-def console_specs(chosen: ConsoleOptions, **more: Any) -> ConsoleSpecs:
-    """What the console options say. Raises UsageError."""
-    if chosen.timestamps and chosen.elapsed:
-        raise click.UsageError("--timestamps and --elapsed exclude each other")
-    try:
-        template = chosen.log_line_prefix_template
-        return ConsoleSpecs(
-            ranks=chosen.ranks, grep=chosen.grep, exclude=chosen.exclude, ignore_case=chosen.ignore_case,
-            before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
-            after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
-            fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
-            format=chosen.log_format, template=template_of_environment() if template is None else template,
-            raw=chosen.raw, color=chosen.color, **more,
-        )  # fmt: skip
-    except ValueError as error:
-        named = {
-            "format:": "--log-format:",
-            "template:": "--log-line-prefix-template:",
-            "fold, format:": "--fold:",
-            "before:": "--before-context:" if chosen.before_context else "--context:",
-            "after:": "--after-context:" if chosen.after_context else "--context:",
-            "ignore_case:": "--ignore-case:",
-        }
-        text = str(error)
-        head = next((name for name in named if text.startswith(name)), "")
-        text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"
-        raise click.UsageError(text) from None

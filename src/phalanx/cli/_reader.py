@@ -40,11 +40,7 @@ _GOES_ON = ("running", "unreadable", "unknown")
 starting, it comes."""
 
 _READ_INTERVAL = 1.0
-"""Seconds between two looks at a folder of another machine, or where there is no inotify to be had (inotify(7))."""
-
-_NONE_LEFT = (errno.ENOSPC, errno.ENOMEM)
-_APPEARS = linux.IN_CREATE | linux.IN_MOVED_TO
-_GOES = linux.IN_DELETE | linux.IN_MOVED_FROM  # told of by the folder above: one that is open somewhere tells late
+"""Seconds between two looks at a folder."""
 
 
 def attempt_folders(run_dir: str) -> dict[int, str]:
@@ -227,13 +223,10 @@ class Reader:
             nonlocal ended
             ended = True
 
-        def appeared(found: RunDir) -> list[str]:
-            attempts: dict[int, str] = {}
+        def appeared(found: RunDir) -> None:
             with contextlib.suppress(OSError):  # the folder is gone
-                attempts = self._attempts(found)
-            for stream in self._new(found, attempts):
-                pump.add(stream)
-            return list(attempts.values())
+                for stream in self._new(found):
+                    pump.add(stream)
 
         following = Following(self._loop, self._found, appeared, pump.look, lambda: pump.finish(end))
         held.callback(following.close)
@@ -257,17 +250,11 @@ class Reader:
             source = Source(number, name, self._prefixes.of(rank, colour=self._colour))
             yield 2 * rank + STREAMS.index(name), Follower(path, rotates=True), source
 
-    def _attempts(self, found: RunDir) -> dict[int, str]:
-        """The folders of those attempts that are followed: the one that was chosen, or all from the latest on."""
-        return {
-            number: folder
-            for number, folder in attempt_folders(found.path).items()
-            if (number == self._attempt if self._chosen else number >= self._attempt)
-        }
-
-    def _new(self, found: RunDir, attempts: dict[int, str]) -> Iterator[Stream]:
-        """The files of ranks that have appeared."""
-        for number, folder in sorted(attempts.items()):
+    def _new(self, found: RunDir) -> Iterator[Stream]:
+        """The files of ranks that have appeared, in the attempt that was chosen, or in all from the latest on."""
+        for number, folder in sorted(attempt_folders(found.path).items()):
+            if number < self._attempt or (self._chosen and number != self._attempt):
+                continue
             with contextlib.suppress(OSError):  # removed, or not for us to read
                 envs = _envs(found, number, folder)
                 for rank in envs:
@@ -307,25 +294,20 @@ def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]
 
 
 class Following:
-    """Watches a run's folder. All calls come on the loop.
+    """Looks at a run's folder every second, and at the end of a launcher of this machine at once; on the loop.
 
     Args:
         loop: What waits.
         found: The run.
-        appeared: Is called with the run as it is now, first at once and then whenever something may have appeared in
-            it. Returns the folders in which more may appear.
-        again: Is called where files have to be looked at, for nobody says that they have grown.
+        appeared: Is called with the run as it is now, at once and then each time.
+        again: Is called each time, for files that may have grown unnoticed.
         over: Is called once the run is over: its record says so, its launcher is gone, or its folder.
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        found: RunDir,
-        appeared: Callable[[RunDir], list[str]],
-        again: Callable[[], None],
+        self, loop: Loop, found: RunDir, appeared: Callable[[RunDir], None], again: Callable[[], None],
         over: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.gone = False
         """Whether it is over because its folder is gone."""
         self._loop = loop
@@ -333,21 +315,11 @@ class Following:
         self._appeared = appeared
         self._again = again
         self._over = over
-        self._ended = self._blind = False
-        self._notify = self._launcher = -1
+        self._ended = False
+        self._launcher = -1
 
     def open(self) -> None:
         """Begin."""
-        try:
-            self._notify = linux.inotify()
-        except OSError:
-            self._look_on()
-        else:
-            self._loop.watch(self._notify, self._on_change)
-        real = os.path.realpath(self._path)  # of a link, either can go
-        for above in dict.fromkeys((os.path.dirname(self._path), os.path.dirname(real))):
-            self._watch(above, _GOES)
-        self._watch(self._path, _APPEARS)
         found = self._look()
         elsewhere = found.run is None or found.run.host != os.uname().nodename
         if elsewhere and not self._ended and linux.is_network_filesystem(self._path):
@@ -355,35 +327,15 @@ class Following:
                 "phalanx: the logs are on a network file system, which does not tell what other machines write: "
                 f"they are looked at every {_READ_INTERVAL:g} s"
             )
-            self._look_on()
+        self._loop.after(_READ_INTERVAL, self._look_again)
 
     def close(self) -> None:
-        """Give every descriptor back. Idempotent."""
+        """Give the descriptor back. Idempotent."""
         self._ended = True
-        for fd in (self._notify, self._launcher):
-            if fd >= 0:
-                self._loop.forget(fd)
-                os.close(fd)
-        self._notify = self._launcher = -1
-
-    def _watch(self, path: str, mask: int) -> None:
-        if self._notify >= 0:
-            try:
-                linux.inotify_add(self._notify, path, mask)
-            except OSError as error:
-                if error.errno in _NONE_LEFT:  # else it is gone, which the next look sees
-                    self._look_on()
-
-    def _on_change(self, _events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._notify, 65536)
-        self._look()
-
-    def _look_on(self) -> None:
-        """Look again and again: nobody tells us of all that happens."""
-        if not self._blind:
-            self._blind = True
-            self._loop.after(_READ_INTERVAL, self._look_again)
+        if self._launcher >= 0:
+            self._loop.forget(self._launcher)
+            os.close(self._launcher)
+            self._launcher = -1
 
     def _look_again(self) -> None:
         if not self._ended:
@@ -394,21 +346,16 @@ class Following:
     def _look(self) -> RunDir:
         found = look(self._path)
         if self._launcher < 0 and found.run is not None and found.state == "running":
-            self._watch_launcher(found.run.pid)
+            with contextlib.suppress(OSError, OverflowError):  # of another machine, or gone; or no pid at all
+                self._launcher = linux.pidfd_open(found.run.pid)
+                self._loop.watch(self._launcher, self._on_launcher)
             found = look(self._path)  # its end before that, or its pid another's, shows by now
-        for folder in self._appeared(found):
-            self._watch(folder, _APPEARS)
-        self._appeared(found)  # what has appeared in them just before they were watched
+        self._appeared(found)
         self.gone = self.gone or not os.path.isdir(self._path)
         if not self._ended and (self.gone or found.state not in _GOES_ON):
             self._ended = True
             self._over()
         return found
-
-    def _watch_launcher(self, pid: int) -> None:
-        with contextlib.suppress(OSError, OverflowError):  # of another machine, or gone; or no pid at all
-            self._launcher = linux.pidfd_open(pid)
-            self._loop.watch(self._launcher, self._on_launcher)
 
     def _on_launcher(self, _events: int) -> None:
         self._loop.forget(self._launcher)

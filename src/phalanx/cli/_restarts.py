@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 import click
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import parse_duration
-from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
+from phalanx.cli._declare import NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Count, time_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._run.config import RunConfig
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
@@ -26,18 +29,11 @@ _UNHANDLED = {
 _MOST = 1 << 63  # of what a job file can hold
 
 
-class Budget(NamedTuple):
-    """How many restarts there may be; and within how many seconds, None: in all."""
-
-    restarts: int
-    window: float | None
-
-
-def read_budget(text: str) -> Budget:
-    """Read ``--max-restarts``. Raises ValueError.
+def read_budget(text: str) -> tuple[int, float | None]:
+    """Read ``--max-restarts``: how many, and within how many seconds; None: in all. Raises ValueError.
 
     >>> read_budget("3"), read_budget("5/1h")
-    (Budget(restarts=3, window=None), Budget(restarts=5, window=3600.0))
+    ((3, None), (5, 3600.0))
     """
     count, slash, within = text.partition("/")
     window = None
@@ -49,7 +45,7 @@ def read_budget(text: str) -> Budget:
     if not right:
         msg = f"{text!r}: expected a number of restarts, like 3, or so many within a time, like 5/1h"
         raise ValueError(msg)
-    return Budget(int(count), window)
+    return int(count), window
 
 
 def read_pair(text: str) -> tuple[float, float | None]:
@@ -151,7 +147,6 @@ class RestartOptions(Declared, section=RESTARTS):
         default="0",
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
-        torchrun="--max-restarts",
         sentence="Restart all workers when one fails, at most N times: 3; 5/1h: within any hour.",
     )
     backoff = Option(
@@ -175,41 +170,35 @@ class RestartOptions(Declared, section=RESTARTS):
         sentence="Give up when TIMES attempts in a row (3) have failed within TIME of their start.",
     )
     max_no_progress = Count(
-        least=1,
-        sentence="Give up after N failures in a row without progress (phalanx.timer.progress()).",
+        least=1, sentence="Give up after N failures in a row without progress (phalanx.timer.progress())."
     )
     never_restart_on = Maybe(
         read_codes,
         metavar="CODE,...",
-        written=LIST,
         sentence="Do not restart after these exit codes and signals of the root cause: 2,SIGILL.",
     )
     always_restart_on = Maybe(
-        read_codes,
-        metavar="CODE,...",
-        written=LIST,
-        sentence="Always restart after these, uncounted by --max-restarts: 75.",
+        read_codes, metavar="CODE,...", sentence="Always restart after these, uncounted by --max-restarts: 75."
     )
     monitor_interval = Maybe(
         time_of(),
         section="",
         metavar="TIME",
         written=TEXT + NUMBER,
-        torchrun="--monitor-interval",
         sentence="Accepted without effect: Phalanx does not poll.",
     )
 
 
-def restart_policy(chosen: RestartOptions) -> RestartPolicy:
+def restart_policy(chosen: RunConfig) -> RestartPolicy:
     """What the options say. Raises UsageError."""
     least, times = chosen.min_uptime or (0.0, 3)
-    first, most = chosen.backoff
+    (restarts, window), (first, most) = chosen.max_restarts, chosen.backoff
     if most is not None and most < first:
         msg = f"--backoff: {first:g}:{most:g}: the second time is the longest, and cannot be below the first"
         raise click.UsageError(msg)
     try:
         return RestartPolicy(
-            chosen.max_restarts.restarts, window=chosen.max_restarts.window, backoff=first,
+            restarts, window=window, backoff=first,
             backoff_cap=300.0 if most is None else most, jitter=chosen.backoff_jitter, min_uptime=least,
             failing_starts=times, never_on=chosen.never_restart_on or (), always_on=chosen.always_restart_on or (),
             without_progress=chosen.max_no_progress,
@@ -225,7 +214,7 @@ _OF_RESTARTS = (
 )  # fmt: skip
 
 
-def check_heeded(chosen: RestartOptions, policy: RestartPolicy, typed: Collection[str]) -> list[str]:
+def check_heeded(chosen: RunConfig, policy: RestartPolicy, typed: Collection[str]) -> list[str]:
     """Return what is to be said of options about restarts where there are none. Raises UsageError: one was typed.
 
     Job files and the environment may hold for several runs, of which some have no restarts.

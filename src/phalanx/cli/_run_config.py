@@ -1,34 +1,30 @@
-"""The options of `phalanx run`: each is declared here, or in one of the classes that `RunConfig` has as bases.
-
-Owns also what is printed of options and variables that are none of them (those of other launchers, and misspelled
-ones), and the options that hold, as a job file: for ``--print-config``, and for `job.toml` in a run's folder.
-"""
+"""The options of `phalanx run`: each is declared here, or in one of the classes that `RunOptions` has as bases."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._base.text import parse_duration
 from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
-from phalanx._placement import devices
-from phalanx._rendezvous.settings import MOST_LINE, MOST_RUN_ID
+from phalanx._placement import devices, topology
+from phalanx._rendezvous.rdzv_conf import FILES
+from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_LINE, MOST_NODES, MOST_RUN_ID, STATIC
+from phalanx._run.meeting import MASTER_ADDR
+from phalanx._run.stdin import NONE
 from phalanx._timers.specs import read_steps
-from phalanx.cli._commands import meant
 from phalanx.cli._declare import (
     CONSOLE,
     END,
-    LIST,
     LOGS,
+    MACHINES,
     NUMBER,
-    SECTIONS,
+    PLACEMENT,
     TEXT,
     TIMERS,
     WHOLE,
@@ -38,17 +34,13 @@ from phalanx.cli._declare import (
     Many,
     Maybe,
     Option,
-    declarations,
-    given,
-    job_of,
-    origin,
-)  # fmt: skip
-from phalanx.cli._meet import MachineOptions
+)
 from phalanx.cli._options import (
     ConsoleOptions,
     Count,
     Folder,
     Time,
+    Whole,
     read_mode,
     read_ranks,
     read_size,
@@ -56,10 +48,8 @@ from phalanx.cli._options import (
     text_of,
     time_of,
 )
-from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals, signal_of
-from phalanx.cli._stdin import read_rank
-from phalanx.multiprocessing import Std
+from phalanx.multiprocessing import Placement, Std
 
 ELSEWHERE = {
     "--name": "it is --run-id here",
@@ -76,25 +66,6 @@ ELSEWHERE = {
     ),
 }
 """Options of other launchers and of earlier versions, and what they are here."""
-
-_OF_LAUNCHERS = ("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone", "--no-python", "--rdzv-")
-"""Options, or how their names begin, that scripts do not have, as they may have ``--log-dir`` or ``--master-port``."""
-
-_OUR = "PHALANX_"
-_OURS = {
-    *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL", "PHALANX_SHIM_PYTHON"),
-    # A worker has them.
-    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
-    *("PHALANX_TRACEBACKS", "PHALANX_DEBUGGER"),
-}
-"""Variables of ours that set no option."""
-
-_OF_TESTS = (
-    *("PHALANX_TEST_", "PHALANX_CUTS", "PHALANX_ROUNDS", "PHALANX_INJECTOR"),
-    *("PHALANX_BENCHMARK", "PHALANX_PEER_"),
-)
-_OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
-"""What Kubernetes calls variables for a service, of which one may be called phalanx."""
 
 
 class LogDir(Folder):
@@ -129,36 +100,117 @@ def read_notice(text: str) -> tuple[int, float]:
     return notice
 
 
+def read_rank(text: str) -> int:
+    """Read ``--stdin``. Raises ValueError.
+
+    >>> read_rank("3"), read_rank("none")
+    (3, -1)
+    """
+    word = text.strip().lower()
+    if word == "none":
+        return NONE
+    if not (word.isascii() and word.isdecimal()):
+        raise ValueError(f"{text!r}: expected a global rank, like 0, or none")
+    return int(word)
+
+
+def read_limits(text: str) -> dict[str, str | tuple[str, str]]:
+    """Read resource limits. Raises ValueError.
+
+    >>> read_limits("nofile=1024:4096,as=8GiB")
+    {'nofile': ('1024', '4096'), 'as': '8GiB'}
+    """
+    limits: dict[str, str | tuple[str, str]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name in limits:
+            msg = f"{text!r}: expected limits, each once, like nofile=4096,as=8GiB; the trouble is with {part!r}"
+            raise ValueError(msg)
+        soft, colon, hard = value.partition(":")
+        limits[name] = (soft, hard) if colon else value
+    try:
+        Placement(rlimits=limits)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("rlimits: ")) from None
+    return limits
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Read ``--nnodes``: a number of machines, or the least and the most. Raises ValueError.
+
+    >>> read_nodes("2"), read_nodes("1:4")
+    ((2, 2), (1, 4))
+    """
+    least, colon, most = (part.strip() for part in text.partition(":"))
+    numbers = [least, most] if colon else [least, least]
+    if not all(number.isascii() and number.isdecimal() and len(number) <= len(str(MOST_NODES)) for number in numbers):
+        msg = f"{text!r}: expected how many machines there are, like 2; or the least and the most, like 2:4"
+        raise ValueError(msg)
+    first, last = map(int, numbers)
+    if not 1 <= first <= last <= MOST_NODES:
+        raise ValueError(f"{text!r}: expected 1 to {MOST_NODES} machines, and no more at least than at most")
+    return first, last
+
+
+def read_endpoints(text: str) -> list[tuple[str, int]]:
+    """Read ``--rdzv-endpoint``: hosts and ports, of any machines; there may be several of an etcd. Raises ValueError.
+
+    >>> read_endpoints("localhost:0"), read_endpoints("a:1,b"), read_endpoints("")
+    ([('localhost', 0)], [('a', 1), ('b', 0)], [])
+    """
+    found = [split_endpoint(part) for part in text.split(",") if text.strip()]
+    if any(set(host) & set(" \t/@") or not (host or len(found) == 1) for host, _ in found):
+        msg = f"expected the name or the address of a machine and a port, like localhost:29500, got {text!r}"
+        raise ValueError(msg)
+    return found
+
+
+def read_conf(text: str) -> dict[str, str]:
+    """Read ``--rdzv-conf``. Raises ValueError.
+
+    >>> read_conf("timeout=60")
+    {'timeout': '60'}
+    """
+    settings = read_settings(text)
+    if "password" in settings:
+        msg = "password: it would be seen by all users of this machine; password_file=PATH names a file that holds it"
+        raise ValueError(msg)
+    return settings
+
+
+def read_address(text: str) -> str:
+    """Read ``--local-addr``: an address of this machine. Raises ValueError.
+
+    >>> read_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    text = text.strip()
+    if not text or len(text) > MOST_ADDRESS or not is_here(text):
+        msg = f"{text!r}: expected the name or an address of this machine; --master-addr takes any"
+        raise ValueError(msg)
+    return text
+
+
 class WorkerOptions(Declared, section=WORKERS):
     """What is started, how often, and what it is called."""
 
     nproc_per_node = Option(
-        devices.count,
-        default="1",
-        metavar="N|auto|cpu|gpu",
-        written=TEXT + WHOLE,
-        torchrun="--nproc-per-node",
-        sentence="Workers on this machine.",
+        devices.count, default="1", metavar="N|auto|cpu|gpu", written=TEXT + WHOLE, sentence="Workers on this machine."
     )
-    module = Flag("-m", torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
-    no_python = Flag(torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
-    run_path = Flag(
-        torchrun="--run-path",
-        sentence="Run SCRIPT by runpy.run_path, in workers started by --start-method.",
-    )
+    module = Flag("-m", sentence="SCRIPT is a module, as for python -m.")
+    no_python = Flag(sentence="SCRIPT is a binary, started as it is.")
+    run_path = Flag(sentence="Run SCRIPT by runpy.run_path, in workers started by --start-method.")
     run_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", sentence="Name of the run. Default: the date and time.")
-    role = Option(text_of(MOST_LINE), default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
+    role = Option(text_of(MOST_LINE), default="default", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
         read_strings,
         metavar="MODULE,...",
-        written=LIST,
         sentence="Import these modules once: the workers start as forks that have them.",
     )
     start_method = Option(
         str,
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
-        torchrun="--start-method",
         sentence="Start method of --run-path. Other scripts, and binaries, are executed afresh.",
     )
     stdin = Maybe(
@@ -177,7 +229,6 @@ class LogOptions(Declared, section=LOGS):
         "-r",
         metavar="STREAMS",
         written=TEXT + WHOLE,
-        torchrun="--redirects",
         sentence="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:2.",
     )
     tee = Maybe(
@@ -185,7 +236,6 @@ class LogOptions(Declared, section=LOGS):
         "-t",
         metavar="STREAMS",
         written=TEXT + WHOLE,
-        torchrun="--tee",
         sentence="Streams that go to files and to the console. Default: 3.",
     )
     log_dir = Maybe(
@@ -193,14 +243,10 @@ class LogOptions(Declared, section=LOGS):
         kind=LogDir(),
         paths=("",),
         metavar="FOLDER",
-        torchrun="--log-dir",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
     )
     logs_specs = Maybe(
-        str,
-        metavar="NAME",
-        torchrun="--logs-specs",
-        sentence="Plugin that chooses the log files: an entry point of torchrun.logs_specs.",
+        str, metavar="NAME", sentence="Plugin that chooses the log files: an entry point of torchrun.logs_specs."
     )
     log_max_size = Maybe(
         read_size,
@@ -214,7 +260,6 @@ class LogOptions(Declared, section=LOGS):
         str,
         default="null",
         metavar="NAME",
-        torchrun="--event-log-handler",
         sentence="Destination of the agent's events: console, or an entry point of phalanx.event_handlers.",
     )
     log_mode = Maybe(
@@ -224,25 +269,15 @@ class LogOptions(Declared, section=LOGS):
         least=LEAST_ATTEMPTS,
         sentence="Keep the folders of the first attempt and of the last N (5 or more). Default: 100.",
     )
-    keep_runs = Count(
-        least=1,
-        sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.",
-    )
+    keep_runs = Count(least=1, sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.")
     duplicate_stdout_filters = Many(
         read_strings,
         metavar="TEXT,...",
-        torchrun="--duplicate-stdout-filters",
         sentence="Write lines that hold one of these also to filtered_stdout.log, for all ranks.",
     )
-    duplicate_stderr_filters = Many(
-        read_strings, metavar="TEXT,...", torchrun="--duplicate-stderr-filters", sentence="The same for stderr."
-    )
+    duplicate_stderr_filters = Many(read_strings, metavar="TEXT,...", sentence="The same for stderr.")
     local_ranks_filter = Many(
-        read_ranks,
-        section=CONSOLE,
-        metavar="RANK,...",
-        torchrun="--local-ranks-filter",
-        sentence="Local ranks whose output the console shows.",
+        read_ranks, section=CONSOLE, metavar="RANK,...", sentence="Local ranks whose output the console shows."
     )
 
 
@@ -261,23 +296,19 @@ class EndOptions(Declared, section=END):
         section=TIMERS,
         default="kill",
         metavar="STEP[:TIME],...",
-        written=LIST,
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
     grace = Time(
         "--shutdown-timeout",
         default="30",
         variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-        torchrun="--shutdown-timeout",
         sentence="Time between SIGTERM and SIGKILL.",
     )
     settle = Time(
-        default="0.03",
-        sentence="Time between the first failure and the stop of the others, for evidence of their own.",
+        default="0.03", sentence="Time between the first failure and the stop of the others, for evidence of their own."
     )
     linger = Time(
-        default="10",
-        sentence="How long processes left behind (an upload) may run after all workers succeeded.",
+        default="10", sentence="How long processes left behind (an upload) may run after all workers succeeded."
     )
     notice = Maybe(
         read_notice,
@@ -295,182 +326,121 @@ class EndOptions(Declared, section=END):
         read_handled,
         default=host_signals.DEFAULT,
         metavar="NAME,...",
-        written=LIST,
         variables=(host_signals.SIGNALS_ENV,),
-        torchrun="--signals-to-handle",
         sentence="Signals to phalanx run that stop the run; none: none does.",
     )
     signals_forward = Option(
         read_signals,
         default=",".join(number.name.removeprefix("SIG") for number in DEFAULT_FORWARDED),
         metavar="NAME,...",
-        written=LIST,
         sentence="Signals to phalanx run that are passed on to the workers; none: none are.",
     )
 
 
-class RunConfig(
+class PlacementOptions(Declared, section=PLACEMENT):
+    """Where workers run, and within which bounds."""
+
+    cpu_bind = Option(
+        str,
+        default="none",
+        metavar="none|core|numa|LIST",
+        sentence="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7.",
+    )
+    numa_binding = Maybe(
+        str,
+        kind=click.Choice(topology.NEAR_GPUS),
+        sentence="CPUs of each worker near the GPU of its local rank: of its node, its socket, a part of the node.",
+    )
+    nice = Option(
+        int,
+        kind=Whole(-20, 19),
+        default="0",
+        metavar="N",
+        written=WHOLE,
+        shows_default=False,
+        sentence="Add this to the nice value of the workers.",
+    )
+    rlimit = Maybe(
+        read_limits, metavar="NAME=VALUE,...", sentence="Resource limits of each worker, like nofile=4096,as=8GiB."
+    )
+    virtual_local_rank = Flag(sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0.")
+
+
+class MachineOptions(Declared, section=MACHINES):
+    """Where workers meet, and what torchrun's users say of machines."""
+
+    master_addr = Option(str, default=MASTER_ADDR, sentence="MASTER_ADDR of the workers.")
+    master_port = Option(
+        int,
+        kind=Whole(0, 65535),
+        default="0",
+        metavar="PORT",
+        written=WHOLE,
+        shows_default=False,
+        sentence="MASTER_PORT of the workers. Default: a port that is reserved for the run.",
+    )
+    local_addr = Maybe(
+        read_address, metavar="HOST", sentence="An address of this machine: MASTER_ADDR, unless that is given."
+    )
+    rdzv_id = Maybe(text_of(MOST_RUN_ID), metavar="NAME", written=TEXT + WHOLE, sentence="Another name of --run-id.")
+    rdzv_backend = Option(
+        str,
+        kind=click.Choice(BACKENDS),
+        default=STATIC,
+        metavar="NAME",
+        sentence="How machines meet. static: with --node-rank; c10d: at one of them; etcd: at an etcd of yours.",
+    )
+    rdzv_endpoint = Option(
+        read_endpoints,
+        default="",
+        metavar="HOST[:PORT],...",
+        sentence="Address of the etcd, or of the machine that has the store. For one machine: localhost:0.",
+    )
+    insecure = Flag(sentence="Serve the store without a secret, to everybody who reaches its port.")
+    rdzv_conf = Option(
+        read_conf,
+        default="",
+        paths=FILES,
+        metavar="KEY=VALUE,...",
+        sentence="Settings of the rendezvous: join_timeout=600,last_call_timeout=30,lease_ttl=5, and files of TLS.",
+    )
+    rejoin_delay = Time(endless=False, default="30", sentence="Delay of the restart that takes in a new machine.")
+    on_sigterm = Maybe(
+        str,
+        kind=click.Choice(["leave", "stop"]),
+        sentence="Effect of SIGTERM: this machine leaves, or all stop. Default: leave, with MIN:MAX or as a spare.",
+    )
+    exclude_after = Count(
+        least=1,
+        metavar="K",
+        sentence="Exclude a machine whose workers were the root cause K times in a row. Default: never.",
+    )
+    node_check = Maybe(
+        str,
+        metavar="COMMAND",
+        sentence="Command before each attempt: no worker starts on the machine unless it exits with 0.",
+    )
+    exit_barrier_timeout = Time(
+        default="300", sentence="How long a machine whose workers have ended waits for those of the others."
+    )
+    keep = Flag(sentence="Keep the job's end in the etcd, until the next job of this id.")
+    standalone = Flag(section="", sentence="Run on this machine alone, without a store; ignore what a scheduler sets.")
+    nnodes = Maybe(
+        read_nodes,
+        metavar="N|MIN:MAX",
+        written=TEXT + WHOLE,
+        sentence="Number of machines. Default: that of a scheduler, or 1.",
+    )
+    node_rank = Maybe(
+        int,
+        kind=Whole(min=0),
+        metavar="N",
+        written=TEXT + WHOLE,
+        sentence="With static: this machine's rank. Default: that of a scheduler, or 0.",
+    )
+
+
+class RunOptions(
     WorkerOptions, RestartOptions, LogOptions, ConsoleOptions, EndOptions, PlacementOptions, MachineOptions
 ):
-    """What `phalanx run` was asked for, whoever said it: the command line, a job file, the environment, or nobody.
-
-    Args:
-        script: The script, the module or the binary.
-        args: Its arguments.
-        env: Variables for all workers, beside those that they get anyway.
-        options: The values of all options.
-    """
-
-    script: str
-    args: tuple[str, ...]
-    env: dict[str, str]
-
-    def __init__(self, script: str, args: tuple[str, ...], env: Mapping[str, str], **options: Any) -> None:
-        super().__init__(**options)
-        vars(self).update(script=script, args=args, env=dict(env))
-
-
-def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[str]:
-    """Return a line on options of a launcher that stand after the script, and that nobody has given before it."""
-    unset = {
-        name for param in ctx.command.params for name in param.opts
-        if name.startswith(_OF_LAUNCHERS) and ctx.get_parameter_source(param.name or "") is ParameterSource.DEFAULT
-    }  # fmt: skip
-    typed = [arg.partition("=")[0] for arg in args[: args.index("--") if "--" in args else None]]
-    found = [name for name in dict.fromkeys(typed) if name.replace("_", "-") in unset]
-    if not found:
-        return []
-    them = "it goes" if len(found) == 1 else "they go"
-    return [f"{', '.join(found)} after SCRIPT: {them} to {script}; options of phalanx run stand before SCRIPT"]
-
-
-def notes_on_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Return a line on variables that are called as those of options are, and are none. ``PET_`` is not ours alone.
-
-    Nothing in a worker: its launcher has said it.
-    """
-    if "PHALANX_GROUP" in environ:
-        return []
-    real, found = {name for name in (*known, *_OURS) if name.startswith(_OUR)}, []
-    for name in sorted(environ.keys() - real):
-        if not name.startswith(_OUR) or not environ[name] or name.startswith(_OF_TESTS) or _OF_SERVICES.fullmatch(name):
-            continue
-        near = re.search(r"'(\w+)'", meant(name.removeprefix(_OUR), [each.removeprefix(_OUR) for each in sorted(real)]))
-        found.append(f"{name} (did you mean {_OUR}{near[1]}?)" if near else name)
-    return [f"set in the environment, and unknown: {', '.join(found)}"] if found else []
-
-
-LEFT_OUT = "# left out, a secret: "
-"""What stands before the name of a variable in a job file that was made without its value."""
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-_WIDTH = 40
-_LINE = "command line"
-_SECRET = re.compile(
-    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|_(?:PWD|PASS|PAT)$",
-    re.IGNORECASE,
-)
-_NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
-_PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:[^/?#\s@]+@")
-
-
-def quoted_path(path: str) -> str:
-    """Return a path as a job file has it, where ``~`` and ``$`` have a meaning.
-
-    >>> quoted_path("~/a$b"), quoted_path("worker_${local_rank}.py")
-    ('./~/a$$b', 'worker_${local_rank}.py')
-    """
-    text = path.replace("$", "$$").replace("$${local_rank}", "${local_rank}")
-    return f"./{text}" if text.startswith("~") else text
-
-
-def is_secret(name: str, text: str = "") -> bool:
-    """Whether a variable's value is a secret, by its name; or has one, as a URL with a password.
-
-    >>> [name for name in ("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY") if not is_secret(name)]
-    []
-    >>> [name for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "TLS_KEY_FILE") if is_secret(name)]
-    []
-    >>> is_secret("STORE", "redis://:hunter2@store:6379/0"), is_secret("STORE", "http://store:80/a@b")
-    (True, False)
-    """
-    is_named = _SECRET.search(name) and not _NO_SECRET.search(name)
-    return bool(is_named or _PASSWORD_IN_URL.search(text))
-
-
-def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | None = None) -> str:
-    """Return a job file that says what the options say, and in comments who has said it. Raises UsageError.
-
-    ``secrets``: None: all is there. Else variables of ``[env]`` that are secrets are left out, and a comment names each
-    of them, and these. So it does in any case with those that the job file itself has left out.
-    """
-    lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
-    job = job_of(ctx)
-    typed = job is None or ctx.params["script"] is not None
-    for key, said in (("script", _string(quoted_path(config.script))), ("args", _list(config.args))):
-        lines.append(_commented(f"{key} = {said}", _LINE if typed or job is None else job.where(key)))
-    for heading in (*SECTIONS, ""):
-        every = [declared for declared in declarations(RunConfig) if declared.section == heading]
-        lines += ["", f"# {heading or 'Accepted, without effect'}"]
-        unset = []
-        for declared in every:
-            if (text := _text(ctx, declared)) is None:
-                unset.append(declared.long[2:])
-            else:
-                lines.append(_commented(f"{declared.long[2:]} = {text}", _said(ctx, declared)))
-        lines += [f"# not set: {', '.join(unset)}"] if unset else []
-    hidden = [] if secrets is None else [name for name, text in config.env.items() if is_secret(name, text)]
-    shown = {name: text for name, text in config.env.items() if name not in hidden}
-    before = [] if job is None else job.left_out
-    if left := dict.fromkeys([*(secrets or []), *hidden, *before]):
-        lines += ["", *(f"{LEFT_OUT}{name}" for name in left)]
-    if shown and job is not None:
-        lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
-                                 for name, text in shown.items())]  # fmt: skip
-    return "\n".join(lines) + "\n"
-
-
-def _said(ctx: click.Context, declared: Option[Any]) -> str:
-    """Who has said it."""
-    if ctx.get_parameter_source(declared.name) is ParameterSource.COMMANDLINE:
-        return _LINE
-    param = next(param for param in ctx.command.params if param.name == declared.name)
-    return origin(ctx, param).removeprefix("in ").removesuffix(" in the environment") or "default"
-
-
-def _text(ctx: click.Context, declared: Option[Any]) -> str | None:
-    """Return the value as a job file has it; None: there is none."""
-    if isinstance(declared, Flag):
-        return str(bool(ctx.params[declared.name])).lower()
-    value = given(ctx, declared)
-    if value is None or ctx.params[declared.name] is None:
-        return None
-    if isinstance(value, (tuple, list)):
-        return _list(value)
-    if int in declared.written and (declared.written == WHOLE or re.fullmatch(r"0|-?[1-9]\d{0,17}", value)):
-        return str(int(value))
-    if float in declared.written and (str not in declared.written or re.fullmatch(r"\d{1,9}\.\d{1,9}", value)):
-        return repr(float(value))
-    return _string(declared.with_paths(value, quoted_path))
-
-
-def _list(values: Iterable[str]) -> str:
-    return f"[{', '.join(map(_string, values))}]"
-
-
-def _string(text: str) -> str:
-    """Write a string of TOML. Raises UsageError for one that no job file can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        msg = f"--print-config: {text!r} is not UTF-8, and no job file can hold it"
-        raise click.UsageError(msg) from None
-    escaped = "".join(
-        _ESCAPES.get(char) or (char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}") for char in text
-    )
-    return f'"{escaped}"'
-
-
-def _commented(text: str, said: str) -> str:
-    printed = "".join(char if char.isprintable() else "?" for char in said)  # a path can have any characters
-    return f"{text:<{_WIDTH}} # {printed}"
+    """All options of `phalanx run`, whose values `phalanx._run.config.RunConfig` has."""

@@ -19,9 +19,10 @@ from typing import Any, Self
 import click
 
 from phalanx._base.text import parse_duration
+from phalanx._run.config import ConsoleConfig, console_specs
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._options import ConsoleOptions, Whole, console_specs, refusal, resolved, run_argument
+from phalanx.cli._options import ConsoleOptions, Whole, refusal, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
@@ -78,7 +79,10 @@ def logs(
 
     RUN is the name of a run's folder, the beginning of one, a run id, or the path of a folder; phalanx runs lists them.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    console = console_specs(ConsoleOptions(**shown))
+    try:
+        console = console_specs(ConsoleConfig(**shown))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     if follow and until is not None:
         raise click.UsageError("--follow and --until exclude each other: what comes is later")
     if since is not None and until is not None and since >= until:

@@ -1,7 +1,7 @@
-"""The report on a run: at its end, by `phalanx run`; at any time, by ``phalanx report``.
+"""``phalanx report``: the report on a run, at any time.
 
-Owns also the lines on the run itself. ``phalanx report`` prints what the run has left in its folder; where it has left
-none, the report is made of the record, the events and the error files (`_runs.run_report`).
+Owns also the lines on the run itself. It prints what the run has left in its folder; where it has left none, the report
+is made of the record, the events and the error files (`_runs.run_report`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import click
 
 from phalanx._base import files
 from phalanx._base.clock import format_duration
-from phalanx._base.stderr import tell
 from phalanx._base.text import name_ranks, one_line
 from phalanx._base.tty import printable
 from phalanx.cli._commands import SETTINGS, Command, put
@@ -28,65 +27,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
-    from phalanx._outcomes.result import RunProcsResult
     from phalanx._runs.catalog import RunDir
     from phalanx._runs.record import Run
-    from phalanx.cli._run_logs import RunLogs
-    from phalanx.errors import ChildFailedError
 
 _MOST = 16 << 20  # bytes of a report that are shown
 _MOST_EVENTS = 64 << 20  # of each file of events
 _LATEST = 1 << 37  # seconds of Unix time: a moment that `time.localtime` takes
-
-
-def child_failed(
-    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, log_dir: str = "",
-    lost: tuple[str, str] | None = None,
-) -> ChildFailedError:  # fmt: skip
-    """Return the report on a run that has failed, as an exception.
-
-    ``earlier``: lines on the attempts before. ``why``: why no other followed. ``log_dir``: the folder of the logs;
-    default: the run's. ``lost``: see `format_report`.
-    """
-    log_dir, failures = log_dir or logs.run_log_dir or "", result.failures
-    from phalanx._outcomes.failure import NOT_AVAILABLE
-    from phalanx.errors import ChildFailedError, record
-
-    if not logs.is_kept:  # the error files have gone with the group
-        failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
-
-    @record  # a launcher that is itself a worker passes the root cause on to its own error file
-    def fail() -> None:
-        raise ChildFailedError(
-            name, failures, outcomes=result.outcomes, log_dir=log_dir, lost=lost, earlier=earlier, gave_up=why
-        )
-
-    try:
-        fail()
-    except ChildFailedError as error:
-        return error
-    raise AssertionError
-
-
-def show_report(error: ChildFailedError, *, colour: bool) -> None:
-    """Show a report."""
-    from phalanx.errors import format_report
-
-    tell(format_report(
-        error.name, error.failures, outcomes=error.outcomes, log_dir=error.log_dir, lost=error.lost,
-        earlier=error.earlier, gave_up=error.gave_up, style=style if colour else None,
-    ))  # fmt: skip
-
-
-def style(kind: str, line: str) -> str:
-    """Give a line of the report its looks."""
-    looks: dict[str, dict[str, Any]] = {
-        "rule": {"dim": True},
-        "title": {"fg": "red", "bold": True},
-        "heading": {"bold": True},
-        "error": {"fg": "red"},
-    }
-    return click.style(line, **looks.get(kind, {}))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)

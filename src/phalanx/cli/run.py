@@ -1,39 +1,39 @@
 """``phalanx run``: a script, a module or a binary as a group of workers, or as this machine's part of a job of many.
 
-Owns the options, the workers' environment and the exit code. Knows nothing of how a group is kept together.
+Owns what a person reads of a run, and the exit code. What a run does is `phalanx._run`'s business.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from contextlib import ExitStack
 
 import click
+from click.core import ParameterSource
 
-from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_attempts
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.runner import NoAttemptError
-from phalanx._base.clock import format_duration
-from phalanx._base.stderr import mention, say
+from phalanx._base.stderr import mention, say, tell
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
 from phalanx._outcomes.failure import signal_name
-from phalanx._outcomes.result import verdict
+from phalanx._run.config import GONE, RunConfig, RunError, is_here_gone
+from phalanx._run.ends import RunEnd, conclude_run
+from phalanx._run.plan import RunPlan, in_our_words, reserve_port
 from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
-from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
-from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
-from phalanx.cli._options import GONE, is_here_gone
-from phalanx.cli._run_config import ELSEWHERE, RunConfig, notes_on_args, notes_on_variables
-from phalanx.cli._run_plan import RunPlan, in_our_words, reserve_port
-from phalanx.cli.report import child_failed, show_report
-from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, RunProcsResult, SignalException
+from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, meant, put
+from phalanx.cli._declare import as_job_file, click_options, job_of, sections, set_job, typed
+from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
+from phalanx.cli._run_config import ELSEWHERE, RunOptions
+from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from click.shell_completion import CompletionItem
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.settings import Machines
     from phalanx._run.run_events import Asked
     from phalanx._run.services import Services
-    from phalanx.cli._run_logs import RunLogs
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -49,6 +48,25 @@ _ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
 _SHELL = ("The shell", ["--print-completion"])
 _SHELLS = ("bash", "zsh", "fish")
 _GONE = "the workers have ended by such a signal, too"
+_OF_LAUNCHERS = ("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone", "--no-python", "--rdzv-")
+"""Options, or how their names begin, that scripts do not have, as they may have ``--log-dir`` or ``--master-port``."""
+
+_OUR = "PHALANX_"
+_OURS = {
+    *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL", "PHALANX_SHIM_PYTHON"),
+    # A worker has them.
+    *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
+    *("PHALANX_TRACEBACKS", "PHALANX_DEBUGGER"),
+}
+"""Variables of ours that set no option."""
+
+_OF_TESTS = (
+    *("PHALANX_TEST_", "PHALANX_CUTS", "PHALANX_ROUNDS", "PHALANX_INJECTOR"),
+    *("PHALANX_BENCHMARK", "PHALANX_PEER_"),
+)
+_OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+"""What Kubernetes calls variables for a service, of which one may be called phalanx."""
+
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
@@ -61,7 +79,7 @@ def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...
         raise click.BadParameter(f"{paths[0]!r}: {GONE}; give an absolute path")
     from phalanx.cli import _job_file
 
-    set_job(ctx, _job_file.read(paths[0], RunConfig, ELSEWHERE))
+    set_job(ctx, _job_file.read(paths[0], RunOptions, ELSEWHERE))
 
 
 def _complete_file(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -82,9 +100,9 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
 
 
 @click.command(
-    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING, _SHELL], absent=ELSEWHERE
+    cls=Command, context_settings=_SETTINGS, sections=[*sections(RunOptions), _ASKING, _SHELL], absent=ELSEWHERE
 )
-@click_options(RunConfig)
+@click_options(RunOptions)
 @click.option("-f", "--job-file", type=click.Path(readable=False), multiple=True, is_eager=True, expose_value=False,
               callback=_read_job, metavar="FILE",
               help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.")  # fmt: skip
@@ -124,12 +142,18 @@ def run(
         raise click.UsageError("--print-config and --dry-run exclude each other")
     args = _without_separator(ctx, script, args)
     config = _config(ctx, script, args, options)
+    notes = _notes(ctx, script, args)
     try:
         with ExitStack() as until_end:
-            plan = RunPlan(config, makes_folder=not (print_config or dry_run), typed=typed(ctx))
-            plan.specs.notes = [*_notes(ctx, script, args), *plan.specs.notes]
+            policy, chosen = restart_policy(config), forwarded(config.signals_forward, config.signals_to_handle)
+            unheeded = check_heeded(config, policy, typed(ctx))
+            plan = RunPlan(config, policy, chosen, unheeded, makes_folder=not (print_config or dry_run))
+            plan.specs.notes = [*notes, *plan.specs.notes]
             if print_config:
-                _print_config(ctx, plan)
+                from phalanx.cli._dry_run import rehearse
+
+                rehearse(plan)
+                put(as_job_file(ctx, RunOptions, config))
             elif dry_run:
                 from phalanx.cli._dry_run import show
 
@@ -137,6 +161,10 @@ def run(
             else:
                 until_end.callback(_say_unread, plan)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    except RunError as error:
+        raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
@@ -157,89 +185,88 @@ class _WorkersFailed(SystemExit):
 
 
 def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
-    services = _services(plan, until_end)
+    services = plan.services(until_end)
     if plan.meeting.machines is not None:
         return _run_node(plan, plan.meeting.machines, services, until_end, asked)
     reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
-    config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
+    config = plan.config
     team = RunTeam(
-        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-        observers=plan.observers(services),
+        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=plan.observers(services),
         signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
-    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
-        code = see_through(
-            team,
-            lambda: _run_all(team, config.grace),
-            lambda ending, stopped: _conclude(ending, stopped, team, plan.specs, colour=colour),
-        )
-    if team.error is not None:
-        raise _WorkersFailed(code, team.error)
-    return code
-
-
-def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
-    """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
-
-    Signals raise SignalException from then on, until ``team`` is released. Raises ClickException; and SystemExit where
-    what could not be started has been reported.
-    """
 
     def stop(death: signal.Signals) -> None:
-        seconds = 0.0 if death == signal.SIGKILL else grace
+        seconds = 0.0 if death == signal.SIGKILL else config.grace
         if death == signal.SIGKILL:
             host_signals.ignore()  # beyond, there is nothing to be asked for, and a worker may send them without end
         _say_stop(attempts, team, death, seconds)
         attempts.ask_stop(death, seconds)
 
-    try:
-        with Attempts(team, team.policy, events=team.record.stream) as attempts:
-            first = attempts.carry_to_end(stop, team)
-            return attempts.run(), None if first is None else first.sigval
-    except (PreloadError, NoAttemptError, KeeperLostError) as error:
-        say(f"Error: {error}")
-        team.record_end("failed", 1, str(error))
-        raise SystemExit(1) from error
-    except OSError as error:
-        team.record_end("failed", 1, text := in_our_words(error, team.group))
-        raise click.ClickException(text) from None
-    except ValueError as error:
-        team.record_end("failed", 2, text := in_our_words(error, team.group))
-        raise click.UsageError(text) from None
+    attempts = Attempts(team, team.policy, events=team.record.stream)
+    return _see_through(plan, team, attempts, stop, conclude_run)
 
 
-def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, specs: RunLogs, *, colour: bool) -> int:
-    """Record how the run ended, and report what went wrong. Returns the exit code."""
-    result = team.result or RunProcsResult()
-    last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
-    attempt = f"attempt {last.number}"
-    error = None
-    if result.failures:
-        error = child_failed(team.name, result, specs, describe_attempts(ending.ends[:-1]), ending.why)
-    report = "" if error is None else error.format_msg()
-    if stopped is not None and ending.state == "stopped":
-        code = 128 + stopped
-        cause = f"{stopped.name}, after {attempt}: {last.describe()}" if last.failed else stopped.name
-        team.record_end("stopped", code, cause, report)
-        _report_stop(error, ending, cause, colour=colour)
-        return code
-    team.error = error
-    code, cause = verdict(result)
-    if team.lost is not None:
-        say(f"Error: {team.lost}")
-        code, cause = code or 1, str(team.lost)
-    elif last.state == "not started":
-        why = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
-        say(f"Error: {why}")
-        code, cause = 1, last.error
-    if len(ending.ends) > 1:
-        cause = cause and f"{attempt}: {cause}"
-        if not code:
-            say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
-    team.record_end("failed" if code else "succeeded", code, cause, report)
-    _report(error, result, ending, colour=colour)
+def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
+    """Run this machine's part of a job of many."""
+    from phalanx._run.job_node import JobNode, conclude_node
+
+    node = JobNode(plan, machines, services, until_end, asked)
+    return _see_through(plan, node.team, node.run, node.stop, conclude_node, node.end_store)
+
+
+def _see_through(
+    plan: RunPlan, team: Any, run: Any, stop: Callable[[signal.Signals], None], conclude: Callable[..., RunEnd],
+    at_end: Callable[[], object] = lambda: None,
+) -> int:  # fmt: skip
+    """Carry a run out, from its record's beginning to its end, and print how it has ended. Returns the exit code.
+
+    Signals raise SignalException from then on, until ``team`` is released.
+
+    Args:
+        plan: What is done.
+        team: The workers.
+        run: Carries all attempts out: an `Attempts`, or a `JobRun`.
+        stop: Called with the first signal; then with SIGKILL.
+        conclude: Returns how the run has ended, of what ``run`` returns and the signal that stopped it, or None.
+        at_end: Called when no worker is left, whatever has happened.
+    """
+    is_job = plan.meeting.machines is not None
+    failed = None
+
+    def carry() -> tuple[Any, signal.Signals | None]:
+        try:
+            with run:
+                first = run.carry_to_end(stop, team)
+                return run.run(), None if first is None else first.sigval
+        except (PreloadError, NoAttemptError, KeeperLostError) as error:
+            say(f"Error: {error}")
+            team.record_end("failed", 1, str(error))
+            raise SystemExit(1) from error
+        except (OSError, ValueError) as error:
+            text = str(error) if is_job else in_our_words(error, team.group)
+            is_usage = isinstance(error, ValueError) and not is_job
+            team.record_end("failed", 2 if is_usage else 1, text)
+            raise (ValueError if is_usage else RunError)(text) from None
+
+    def report(ending: Any, stopped: signal.Signals | None) -> int:
+        nonlocal failed
+        end = conclude(ending, stopped, team, plan.specs)
+        team.record_end(end.state, end.code, end.cause, end.report)
+        for part in end.printed:
+            if isinstance(part, str):
+                say(part)
+            else:
+                _show_report(part, colour=use_colour(sys.stderr, plan.console.color))
+        failed = end.error
+        return end.code
+
+    signals = plan.config.signals_to_handle
+    with choosing(signals), forwarding(plan.forwarded, team), plan.stdin.job_control():
+        code = see_through(team, carry, report, at_end)
+    if failed is not None:
+        raise _WorkersFailed(code, failed)
     return code
 
 
@@ -268,75 +295,37 @@ def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
 
 
-def _report_stop(error: ChildFailedError | None, ending: Ending, cause: str, *, colour: bool) -> None:
-    """Say which attempts had failed before the run was stopped: the latest in full, if no other had begun after it."""
-    failed = [end for end in ending.ends if end.failed]
-    if not failed:
-        return
-    if error is not None and failed[-1] is ending.ends[-1]:
-        show_report(error, colour=colour)
-    else:
-        for line in describe_attempts(failed):
-            say(line)
-    say(f"stopped by {cause}")
+def _show_report(error: ChildFailedError, *, colour: bool) -> None:
+    from phalanx.errors import format_report
+
+    tell(format_report(
+        error.name, error.failures, outcomes=error.outcomes, log_dir=error.log_dir, lost=error.lost,
+        earlier=error.earlier, gave_up=error.gave_up, style=_style if colour else None,
+    ))  # fmt: skip
 
 
-def _report(error: ChildFailedError | None, result: RunProcsResult, ending: Ending, *, colour: bool) -> None:
-    """Say what went wrong, if anything did."""
-    if error is not None:
-        show_report(error, colour=colour)
-        return
-    for rank, outcome in result.outcomes.items():
-        if outcome.state != "succeeded" or outcome.early:
-            say(f"rank {rank}: {outcome.describe()}")
-    if ending.state == "failed":
-        for line in describe_attempts(ending.ends[:-1]):
-            say(line)
-
-
-def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
-    """Run this machine's part of a job of many."""
-    from phalanx.cli._run_node import run_node
-
-    code, error = run_node(plan, machines, services, until_end, asked)
-    if error is not None:
-        raise _WorkersFailed(code, error)
-    return code
-
-
-def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
-    """Start what the environment asks for beside the workers; None: nothing, and what makes it is not loaded."""
-    if os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "LOGLEVEL"}):
-        return None
-    from phalanx._run.services import Services, log_shown
-
-    until_end.enter_context(log_shown())
-    try:
-        return until_end.enter_context(Services(plan.health_address, plan.run_id, plan.policy.max_restarts))
-    except OSError as error:
-        raise click.ClickException(error.strerror or str(error)) from None
+def _style(kind: str, line: str) -> str:
+    """Give a line of the report its looks."""
+    looks: dict[str, dict[str, Any]] = {
+        "rule": {"dim": True},
+        "title": {"fg": "red", "bold": True},
+        "heading": {"bold": True},
+        "error": {"fg": "red"},
+    }
+    return click.style(line, **looks.get(kind, {}))
 
 
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
     """Return what is kept in the run's folder of what was asked for."""
     from phalanx._rendezvous.rdzv_conf import secrets_of
     from phalanx._run.run_events import Asked
-    from phalanx.cli._run_config import as_job_file
 
     secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)
     try:
-        config = as_job_file(ctx, plan.config, secrets)
+        config = as_job_file(ctx, RunOptions, plan.config, secrets)
     except click.UsageError:  # an argument is not UTF-8, and no job file can hold it
         config = ""
     return Asked(argv_of(ctx), config)
-
-
-def _print_config(ctx: click.Context, plan: RunPlan) -> None:
-    from phalanx.cli._dry_run import rehearse
-    from phalanx.cli._run_config import as_job_file
-
-    rehearse(plan)
-    put(as_job_file(ctx, plan.config))
 
 
 def _without_separator(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> tuple[str, ...]:
@@ -357,13 +346,43 @@ def _config(ctx: click.Context, script: str | None, args: tuple[str, ...], optio
     if script is None:
         param = next(param for param in ctx.command.params if param.name == "script")
         raise click.MissingParameter(ctx=ctx, param=param)
-    return RunConfig(script, args, job.env if job is not None else {}, **options)
+    return RunConfig(script=script, args=args, env=dict(job.env) if job is not None else {}, **options)
+
+
+def _notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[str]:
+    """Return a line on options of a launcher that stand after the script, and that nobody has given before it."""
+    unset = {
+        name for param in ctx.command.params for name in param.opts
+        if name.startswith(_OF_LAUNCHERS) and ctx.get_parameter_source(param.name or "") is ParameterSource.DEFAULT
+    }  # fmt: skip
+    typed = [arg.partition("=")[0] for arg in args[: args.index("--") if "--" in args else None]]
+    found = [name for name in dict.fromkeys(typed) if name.replace("_", "-") in unset]
+    if not found:
+        return []
+    them = "it goes" if len(found) == 1 else "they go"
+    return [f"{', '.join(found)} after SCRIPT: {them} to {script}; options of phalanx run stand before SCRIPT"]
+
+
+def _notes_on_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Return a line on variables that are called as those of options are, and are none. ``PET_`` is not ours alone.
+
+    Nothing in a worker: its launcher has said it.
+    """
+    if "PHALANX_GROUP" in environ:
+        return []
+    real, found = {name for name in (*known, *_OURS) if name.startswith(_OUR)}, []
+    for name in sorted(environ.keys() - real):
+        if not name.startswith(_OUR) or not environ[name] or name.startswith(_OF_TESTS) or _OF_SERVICES.fullmatch(name):
+            continue
+        near = re.search(r"'(\w+)'", meant(name.removeprefix(_OUR), [each.removeprefix(_OUR) for each in sorted(real)]))
+        found.append(f"{name} (did you mean {_OUR}{near[1]}?)" if near else name)
+    return [f"set in the environment, and unknown: {', '.join(found)}"] if found else []
 
 
 def _notes(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> list[str]:
     """Return lines on what somebody has said, and is not heard."""
     known = [name for param in ctx.command.params for name in param.envvar or ()]
-    return [*notes_on_variables(os.environ, known), *(notes_on_args(ctx, script, args) if script is not None else [])]
+    return [*_notes_on_variables(os.environ, known), *(_notes_on_args(ctx, script, args) if script is not None else [])]
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -21,10 +21,11 @@ from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
 from phalanx._base.text import format_size, how_many, parse_duration, parse_size
 from phalanx._base.tty import escape_json, printable, use_colour
+from phalanx._run.config import MANY
 from phalanx._runs.record import CONFIG
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import ignore_environment, reading
-from phalanx.cli._options import LOG_DIR, MANY, Whole, places, refusal, resolved, run_argument
+from phalanx.cli._options import LOG_DIR, Whole, places, refusal, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from phalanx.cli._commands import SETTINGS, Command
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable
 
 
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_shim")
@@ -67,6 +68,12 @@ _NUMBERS = {"max_restarts": 0, "node_rank": 0, "master_port": None, "shutdown_ti
 _FLAGS = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
 _LISTS = ("duplicate_stdout_filters", "duplicate_stderr_filters")
 _SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
+
+
+def torchrun_name(longs: Iterable[str]) -> str:
+    """Return which of the names of an option is torchrun's; "": none is."""
+    known = {*_TEXTS, *_NUMBERS, "monitor_interval", *_FLAGS, *_LISTS}
+    return next((name for name in longs if name.removeprefix("--").replace("-", "_") in known), "")
 
 
 def get_args_parser() -> argparse.ArgumentParser:

@@ -11,24 +11,26 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
-
 from phalanx._base import disk, procfs
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many
 from phalanx._logs.layout import checked_dest
+from phalanx._run.config import MANY, RunError
 from phalanx._runs.paths import folder_for_new_runs, temporary_folder
-from phalanx.cli._options import MANY
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._run.config import RunConfig
 
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""
 
-BOUNDS = {
-    "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
-    "keep_attempts": "--keep-attempts", "keep_runs": "--keep-runs",
+_BOUNDS = {
+    "max_size": "log_max_size", "keep": "log_keep", "compress": "log_compress", "mode": "log_mode",
+    "keep_attempts": "keep_attempts",
 }  # fmt: skip
-"""What is said of log files, and the options that say it."""
+"""The parameters of `DefaultLogsSpecs` that bound what is kept, and the options that are called otherwise."""
 
 _INODES, _INODES_EACH = 8, 6  # files and folders of a run with one attempt, and of each of its ranks
 
@@ -71,7 +73,7 @@ class RunLogs(DefaultLogsSpecs):
         try:
             logs = self.name_files(envs)
         except OSError as error:
-            raise click.ClickException(f"--log-dir: {error}") from None
+            raise RunError(f"--log-dir: {error}") from None
         if self._said:
             return logs
         self._said = True
@@ -94,28 +96,37 @@ def _count_in(folder: str) -> int:
         return 0
 
 
-def run_logs(
-    log_dir: str | None,
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
-    ranks: set[int] | None,
-    bounds: Mapping[str, Any],
-    *,
+def bounds_given(config: RunConfig) -> list[str]:
+    """Return the options that bound what is kept, of those that were given."""
+    names = (*_BOUNDS.values(), "keep_runs")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
+
+
+def make_logs(
+    config: RunConfig, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], ranks: set[int] | None, *,
     makes_folder: bool,
-) -> RunLogs:
-    """Logs in ``log_dir``, or in the default place."""
-    moved = ""
-    if log_dir != os.devnull and bounds["keep_attempts"] is None:
-        bounds = {**bounds, "keep_attempts": KEPT_ATTEMPTS}
+) -> RunLogs:  # fmt: skip
+    """Return the logs in ``--log-dir``, in the default place, or where a plugin has them. Raises ValueError."""
+    for name, is_given in (("--log-keep", config.log_keep is not None), ("--log-compress", config.log_compress)):
+        if is_given and config.log_max_size is None:
+            msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
+            raise ValueError(msg)
+    if config.logs_specs is not None:
+        return _own_logs(config.logs_specs, config, redirects, tee, ranks)
+    bounds = {key: getattr(config, name) for key, name in _BOUNDS.items()}
+    moved, log_dir = "", config.log_dir
+    if log_dir != os.devnull and config.keep_attempts is None:
+        bounds["keep_attempts"] = KEPT_ATTEMPTS
     if log_dir is None:
-        log_dir, why = folder_for_new_runs(bounds["mode"], make=makes_folder)
+        log_dir, why = folder_for_new_runs(config.log_mode, make=makes_folder)
         if why:
             moved = f"{why}; runs are kept in {log_dir or 'a temporary folder'}"
     try:
         specs = RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
-        raise click.UsageError(f"--log-dir: {str(error).removeprefix('log_dir: ')}") from None
+        raise ValueError(f"--log-dir: {str(error).removeprefix('log_dir: ')}") from None
     specs.moved = moved
+    specs.keeps_few = config.keep_runs is not None
     return specs
 
 
@@ -173,7 +184,7 @@ class OwnLogs(RunLogs):
         except Exception as error:
             text = str(error).removeprefix("logs_specs: ")
             msg = f"--logs-specs {self._name}: {text or type(error).__name__}"
-            raise click.ClickException(msg) from error
+            raise RunError(msg) from error
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Name no file: what the plugin's object would name, it would make as well."""
@@ -187,19 +198,14 @@ class OwnLogs(RunLogs):
             tidy(logs)
 
 
-def own_logs(
-    name: str,
-    log_dir: str | None,
-    redirects: Std | Mapping[int, Std],
-    tee: Std | Mapping[int, Std],
+def _own_logs(
+    name: str, config: RunConfig, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std],
     ranks: set[int] | None,
-    bounds: Mapping[str, object],
-) -> OwnLogs:
-    """Find a plugin, and make its object as torchrun does. Raises UsageError."""
-    unheeded = [option for key, option in BOUNDS.items() if bounds[key]]
-    if unheeded:
+) -> OwnLogs:  # fmt: skip
+    """Find a plugin, and make its object as torchrun does. Raises ValueError."""
+    if unheeded := bounds_given(config):
         msg = f"--logs-specs {name}: it is for the plugin to say what files there are; leave {', '.join(unheeded)} out"
-        raise click.UsageError(msg)
+        raise ValueError(msg)
     kind = _load(name)
     values: dict[str, Any] = {"redirects": redirects, "tee": tee}
     theirs = _std_of_torch(kind)
@@ -209,13 +215,12 @@ def own_logs(
                 rank: theirs(int(value)) for rank, value in given.items()
             }  # fmt: skip
     try:
-        made = kind(log_dir=log_dir, local_ranks_filter=ranks, **values)
+        made = kind(log_dir=config.log_dir, local_ranks_filter=ranks, **values)
     except Exception as error:
-        raise click.UsageError(f"--logs-specs {name}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(made, "reify", None)):
-        msg = f"--logs-specs {name}: expected a subclass of phalanx.multiprocessing.LogsSpecs, got {kind!r}"
-        raise click.UsageError(msg)
-    return OwnLogs(name, made)
+        raise ValueError(f"--logs-specs {name}: {type(error).__name__}: {error}") from error
+    if callable(getattr(made, "reify", None)):
+        return OwnLogs(name, made)
+    raise ValueError(f"--logs-specs {name}: expected a subclass of phalanx.multiprocessing.LogsSpecs, got {kind!r}")
 
 
 def _load(name: str) -> Any:
@@ -225,15 +230,15 @@ def _load(name: str) -> Any:
     if name not in points:
         known = f"there are {', '.join(map(repr, sorted(points)))}" if points else "no plugin is installed"
         msg = f"--logs-specs: there is no {name!r} among the entry points of {' and '.join(ENTRY_POINTS)}: {known}"
-        raise click.UsageError(msg)
+        raise ValueError(msg)
     try:
         kind = points[name].load()
     except Exception as error:
         msg = f"--logs-specs {name}: {points[name].value}: {type(error).__name__}: {error}"
-        raise click.UsageError(msg) from error
-    if not callable(kind):
-        raise click.UsageError(f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}")
-    return kind
+        raise ValueError(msg) from error
+    if callable(kind):
+        return kind
+    raise ValueError(f"--logs-specs {name}: {points[name].value}: expected a class, got {kind!r}")
 
 
 def _std_of_torch(kind: Any) -> Any:

@@ -1,4 +1,7 @@
-"""What a run will do: everything that is refused is refused here, and nothing is started, made or reserved."""
+"""What a run will do: everything that is refused is refused here, and nothing is started, made or reserved.
+
+Owns also where the workers run: `phalanx.multiprocessing.Placement`, and ``OMP_NUM_THREADS``.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,38 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import click
 
 from phalanx._agent import master_port
 from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._base.stderr import say
-from phalanx._base.text import name_ranks
+from phalanx._base.text import how_many, name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared
+from phalanx._placement import devices, topology
+from phalanx._placement.placement import divide
 from phalanx._rendezvous.rdzv_conf import exposed
 from phalanx._run.attempt_groups import AttemptGroups, scripts_of
+from phalanx._run.config import GONE, RunError, colours_of_workers, console_specs, is_here_gone
+from phalanx._run.logs import bounds_given, make_logs, umask_notes
+from phalanx._run.meeting import meet
+from phalanx._run.stdin import Stdin
 from phalanx._timers.specs import TimerSpecs
-from phalanx.cli._meet import meet
-from phalanx.cli._options import GONE, colours_of_workers, console_specs, is_here_gone
-from phalanx.cli._placement import place
-from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
-from phalanx.cli._run_logs import BOUNDS, run_logs, umask_notes
-from phalanx.cli._stdin import Stdin
-from phalanx.multiprocessing import ConsoleSpecs, PContext, ScriptContext, Std, to_map
+from phalanx.multiprocessing import ConsoleSpecs, PContext, Placement, ScriptContext, Std, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
+    from contextlib import ExitStack
+
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._run.config import RunConfig
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
     from phalanx._run.services import Services
-    from phalanx.cli._run_config import RunConfig
 
 PYTHON_EXEC_ENV = "PYTHON_EXEC"
 """The variable that chooses the interpreter of the workers, as for torchrun."""
@@ -45,6 +50,8 @@ PYTHON_EXEC_ENV = "PYTHON_EXEC"
 _ENVIRONMENTS = (".venv", "venv")
 _SILENT = ("null", "dynamic_rendezvous")  # destinations of events that lead nowhere
 _STREAMS = {Std.OUT: "stdout", Std.ERR: "stderr"}
+PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"  # that of `services`, which is not loaded where it is not set
+THREADS = "OMP_NUM_THREADS"
 _LOOKED_AT = 1 << 16  # bytes of a file that is asked what it is
 _NO_PYTHONS = re.compile(
     r"(ba|da|z|k|mk|c|tc|fi|tcl|wi)?sh|[gmn]?awk|perl|ruby|php|node|deno|bun|lua|Rscript|julia|make|sed|expect"
@@ -61,74 +68,72 @@ class RunPlan:
 
     Args:
         config: What was asked for.
+        policy: When the workers are started again.
+        forwarded: The signals that are passed on to them.
+        notes: What is to be printed of the options that these two were made of.
         makes_folder: Whether the default folder of runs is made, if it is not there yet.
-        typed: The names of the options that stand on the command line itself.
 
-    Raises click.UsageError: what cannot be.
+    Raises ValueError: what cannot be.
     """
 
-    def __init__(self, config: RunConfig, *, makes_folder: bool, typed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: RestartPolicy,
+        forwarded: list[signal.Signals],
+        notes: Sequence[str],
+        *,
+        makes_folder: bool,
+    ) -> None:
         nprocs = config.nproc_per_node
-        self.config = config
+        self.config, self.policy, self.forwarded = config, policy, forwarded
         # As with torchrun, --run-path goes before these.
         self._run_path = config.start_method if config.run_path else ""
         self._module, self._no_python = (given and not self._run_path for given in (config.module, config.no_python))
         self.python = sys.executable if self._run_path else os.environ.get(PYTHON_EXEC_ENV) or sys.executable
         for script in [config.script] if self._no_python else scripts_of(config.script, nprocs):
             _check_command(script, module=self._module, no_python=self._no_python)
-        _check_preload(config.preload, no_python=self._no_python, python=self.python, run_path=self._run_path)
+        if config.preload:
+            self._check_preload(config.preload)
         local_ranks = None if config.local_ranks_filter is None else set(config.local_ranks_filter)
         redirects, tee = config.redirects, config.tee
         for option, chosen in (("--redirects", redirects), ("--tee", tee), ("--local-ranks-filter", local_ranks)):
             _check_ranks(option, chosen, nprocs, "local rank")
-        self._timers = _timer_specs(config.on_expiry, config.hang_timeout)
         if redirects is None and tee is None:
             tee = Std.ALL
-        redirects, tee = redirects or Std.NONE, tee or Std.NONE
-        self.meeting = meet(config, config.run_id)
+        streams = redirects or Std.NONE, tee or Std.NONE, local_ranks
+        self.meeting = meet(config)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
-        self.policy = restart_policy(config)
-        self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
-        self._placement, self._extra, said = place(config, nprocs, config.env)
+        self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
         if self.meeting.machines is None:  # of several, nobody knows yet how many workers the others have
             _check_ranks("--ranks", self.console.ranks, nprocs)
         self._filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
-        bounds = {
-            "max_size": config.log_max_size, "keep": config.log_keep, "compress": config.log_compress,
-            "mode": config.log_mode, "keep_attempts": config.keep_attempts,
-        }  # fmt: skip
-        all_bounds = {**bounds, "keep_runs": config.keep_runs}
         if config.log_dir == os.devnull:
-            self._check_no_logs(all_bounds)
-            notes = []
+            self._check_no_logs()
+            unheeded = []
         else:
-            notes = self._check_streams(redirects, tee, local_ranks)
-        _check_rotation(config.log_max_size, keep=config.log_keep, compress=config.log_compress)
-        streams = redirects, tee, local_ranks
-        if config.logs_specs is None:
-            self.specs = run_logs(config.log_dir, *streams, bounds, makes_folder=makes_folder)
-        else:
-            from phalanx.cli._run_logs import own_logs
+            unheeded = self._check_streams(*streams)
+        self.specs = make_logs(config, *streams, makes_folder=makes_folder)
+        self.events = self._events()
+        self.health_address = None
+        if PORT_ENV in os.environ:
+            from phalanx._run.services import address_of_environment
 
-            self.specs = own_logs(config.logs_specs, config.log_dir, *streams, all_bounds)
-        self.specs.keeps_few = self.specs.keeps_few or config.keep_runs is not None
-        self.events = self._events(config)
-        self.health_address = _health_address()
+            self.health_address = address_of_environment()
         doubts = [] if self._no_python else _doubts(config.script)
         if self.meeting.machines is not None:
-            doubts = [*doubts, *exposed(config.rdzv_conf)]
-        said = [*self.meeting.notes, *check_heeded(config, self.policy, typed), *doubts, *said]
-        unread = self.stdin.unread()
-        self.specs.notes = [*self.specs.notes, *said, *notes, *unread, *umask_notes(config.log_mode)]
+            doubts += exposed(config.rdzv_conf)
+        said = [*self.meeting.notes, *notes, *doubts, *placed, *unheeded, *self.stdin.unread()]
+        self.specs.notes = [*self.specs.notes, *said, *umask_notes(config.log_mode)]
 
     def _check_streams(
         self, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
     ) -> list[str]:
         """What is to be said of options that a stream does not heed, because it is the launcher's own and in no file.
 
-        ``shown`` are the local ranks that the console shows (None: all). Raises UsageError where an option would have
+        ``shown`` are the local ranks that the console shows (None: all). Raises ValueError where an option would have
         no effect at all, or where lines of JSON would be mixed with others.
         """
         nprocs, notes = self.config.nproc_per_node, []
@@ -139,7 +144,7 @@ class RunPlan:
             ranks = name_ranks(on_console)
             if self.console.format == "json" and stream is Std.OUT and on_console:
                 msg = f"--log-format json: {name} of {ranks} would be among it as it is; add -t 1, or -r 1"
-                raise click.UsageError(msg)
+                raise ValueError(msg)
             unheeded = _chosen(self.console) if on_console else []
             if unheeded:
                 notes.append(
@@ -151,30 +156,64 @@ class RunPlan:
             text = f"{name} of {name_ranks(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
             text = f"--duplicate-{name}-filters: {text}"
             if len(bare) == nprocs:
-                raise click.UsageError(text)
+                raise ValueError(text)
             notes.append(text)
         return notes
 
-    def _check_no_logs(self, bounds: Mapping[str, object]) -> None:
-        """Refuse options that need the logs, where none are kept. Raises UsageError."""
+    def _check_no_logs(self) -> None:
+        """Refuse options that need the logs, where none are kept."""
         options = _chosen(self.console)
         options += [f"--duplicate-{name}-filters" for name, texts in self._filters.items() if texts]
-        options += [BOUNDS[name] for name, value in bounds.items() if value]
-        if options:
+        if options := [*options, *bounds_given(self.config)]:
             msg = f"--log-dir /dev/null: no logs are kept; {', '.join(options)} would have nothing to be about"
-            raise click.UsageError(msg)
+            raise ValueError(msg)
 
-    def _events(self, config: RunConfig) -> StatusEvents | None:
+    def _check_preload(self, preload: list[str]) -> None:
+        """Refuse modules that cannot be imported for workers to have them."""
+        if self._no_python:
+            raise ValueError("--preload and --no-python exclude each other: a binary imports nothing")
+        if self._run_path not in ("", "forkserver"):
+            raise ValueError("--preload: with --run-path, workers are forks with --start-method forkserver only")
+        if self.python != sys.executable:
+            msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {self.python}"
+            raise ValueError(msg)
+        if "__main__" in preload:
+            raise ValueError("--preload: __main__ is the script, which every worker runs; name what it imports")
+        try:
+            check_names(preload)
+        except ValueError as error:
+            raise ValueError(f"--{error}") from None
+
+    def _events(self) -> StatusEvents | None:
         """Return what posts the run's events; None: nobody wants them."""
-        if config.event_log_handler in _SILENT:
+        config, name = self.config, self.config.event_log_handler
+        if name in _SILENT:
             return None
         from phalanx._run.run_events import StatusEvents
+        from phalanx.events import UnknownDestinationError, get_logging_handler
 
-        _check_destination(config.event_log_handler)
+        try:
+            get_logging_handler(name)
+        except (UnknownDestinationError, TypeError) as error:
+            raise ValueError(f"--event-log-handler: {error}") from None
+        except Exception as error:
+            raise ValueError(f"--event-log-handler: {name!r}: {type(error).__name__}: {error}") from error
         return StatusEvents(
-            config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
-            entry_point=config.script, is_job=True,
+            name, run_id=self.run_id, role=config.role, backend=config.rdzv_backend, entry_point=config.script,
+            is_job=True,
         )  # fmt: skip
+
+    def services(self, until_end: ExitStack) -> Services | None:
+        """Start what the environment asks for beside the workers; None: nothing, and what makes it is not loaded."""
+        if os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", PORT_ENV, "LOGLEVEL"}):
+            return None
+        from phalanx._run.services import Services, log_shown
+
+        until_end.enter_context(log_shown())
+        try:
+            return until_end.enter_context(Services(self.health_address, self.run_id, self.policy.max_restarts))
+        except OSError as error:
+            raise RunError(error.strerror or str(error)) from None
 
     def observers(self, services: Services | None) -> dict[str, Observer]:
         """Return who takes the events of the run, beside its record."""
@@ -201,11 +240,12 @@ class RunPlan:
             variables: What all workers find besides.
         """
         config = self.config
-        options: dict[str, Any] = {"settle": config.settle, "grace": config.grace, "linger": config.linger}
-        options |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": self._placement}
-        options |= {"timers": self._timers, "speak": say, "announces": False}
-        options["console"] = self.console
-        options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
+        options: dict[str, Any] = {
+            "settle": config.settle, "grace": config.grace, "linger": config.linger, "notice": config.notice,
+            "orphan_grace": config.orphan_grace, "placement": self._placement, "console": self.console,
+            "timers": TimerSpecs(config.on_expiry, config.hang_timeout), "speak": say, "announces": False,
+            **{f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()},
+        }  # fmt: skip
         number = self.meeting.master_port if port is None else port.number
         envs = self.envs(0, config.nproc_per_node, variables, master_addr=self.meeting.master_addr, master_port=number)
         # What preloads finds what is the same for all workers: those of one attempt, or of any part in a job of many.
@@ -244,12 +284,12 @@ class RunPlan:
 
 
 def reserve_port() -> ReservedPort:
-    """Reserve a port for rank 0, see `master_port.reserve`. Raises ClickException."""
+    """Reserve a port for rank 0, see `master_port.reserve`. Raises RunError."""
     try:
         return master_port.reserve()
     except OSError as error:
         msg = f"no port for MASTER_PORT: {error.strerror}; --master-port takes the number of one"
-        raise click.ClickException(msg) from None
+        raise RunError(msg) from None
 
 
 def in_our_words(error: Exception, group: PContext | None) -> str:
@@ -261,50 +301,31 @@ def in_our_words(error: Exception, group: PContext | None) -> str:
     return f"{PYTHON_EXEC_ENV if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
-def _check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str) -> None:
-    """Refuse modules that cannot be imported for workers to have them."""
-    if not preload:
-        return
-    if no_python:
-        raise click.UsageError("--preload and --no-python exclude each other: a binary imports nothing")
-    if run_path not in ("", "forkserver"):
-        raise click.UsageError("--preload: with --run-path, workers are forks with --start-method forkserver only")
-    if python != sys.executable:
-        msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {python}"
-        raise click.UsageError(msg)
-    if "__main__" in preload:
-        raise click.UsageError("--preload: __main__ is the script, which every worker runs; name what it imports")
-    try:
-        check_names(preload)
-    except ValueError as error:
-        raise click.UsageError(f"--{error}") from None
-
-
 def _check_command(script: str, *, module: bool, no_python: bool) -> None:
     """Refuse a script, a module or a binary that is not there; and a script that is a program of another language."""
     if no_python and module:
-        raise click.UsageError("--module and --no-python exclude each other")
+        raise ValueError("--module and --no-python exclude each other")
     if (module or not (os.path.isabs(script) or (no_python and os.sep not in script))) and is_here_gone():
         msg = f"{'--module' if module else 'script'} {script!r}: {GONE}; start it elsewhere, or by an absolute path"
-        raise click.UsageError(msg)
+        raise ValueError(msg)
     if no_python:
         return
     if module:
         if not script or os.sep in script or (script.endswith(".py") and os.path.isfile(script)):
             msg = f"--module: {script!r} is no module's name, like package.train; for a file, leave -m out"
-            raise click.UsageError(msg)
+            raise ValueError(msg)
         return
     try:
         mode = os.stat(script).st_mode
     except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            raise click.UsageError(f"script {script!r}: {error.strerror}") from None
-        raise click.UsageError(f"script {script!r} does not exist{_meant(script)}") from None
+        is_missing = isinstance(error, FileNotFoundError)
+        why = f" does not exist{_meant(script)}" if is_missing else f": {error.strerror}"
+        raise ValueError(f"script {script!r}{why}") from None
     if stat.S_ISDIR(mode) and not os.path.exists(os.path.join(script, "__main__.py")):
-        raise click.UsageError(f"script {script!r} is a folder without a __main__.py")
+        raise ValueError(f"script {script!r} is a folder without a __main__.py")
     if stat.S_ISREG(mode) and (kind := _other_program(script)):
         msg = f"script {script!r} is {kind}, and no Python: give --no-python to start it as it is"
-        raise click.UsageError(msg)
+        raise ValueError(msg)
 
 
 def _other_program(script: str) -> str:
@@ -340,52 +361,12 @@ def _meant(script: str) -> str:
     return f"; did you mean {os.path.join(folder, close[0])!r}?" if close else ""
 
 
-def _check_destination(name: str) -> None:
-    """Refuse what is no destination of events, in ``--event-log-handler``."""
-    from phalanx.events import UnknownDestinationError, get_logging_handler
-
-    try:
-        get_logging_handler(name)
-    except (UnknownDestinationError, TypeError) as error:
-        raise click.UsageError(f"--event-log-handler: {error}") from None
-    except Exception as error:
-        raise click.UsageError(f"--event-log-handler: {name!r}: {type(error).__name__}: {error}") from error
-
-
 def _check_ranks(option: str, chosen: Std | Iterable[int] | None, count: int, what: str = "rank") -> None:
     """Refuse ranks that there are not, of the ``count`` that there are."""
     wrong = [] if isinstance(chosen, Std) else sorted(rank for rank in chosen or () if not 0 <= rank < count)
     if wrong:
         msg = f"{option}: there is no {what} {', '.join(map(str, wrong))}; ranks are 0 to {count - 1}"
-        raise click.UsageError(msg)
-
-
-def _health_address() -> tuple[str, int] | None:
-    """Return where the run is to answer how it is, by the environment; None: nowhere."""
-    if "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ:
-        return None
-    from phalanx._run.services import address_of_environment
-
-    try:
-        return address_of_environment()
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-def _check_rotation(max_size: int | None, *, keep: int | None, compress: bool) -> None:
-    """Refuse what is said of files that are set aside, where none are."""
-    for name, is_given in (("--log-keep", keep is not None), ("--log-compress", compress)):
-        if is_given and max_size is None:
-            msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
-            raise click.UsageError(msg)
-
-
-def _timer_specs(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None) -> TimerSpecs:
-    """How the group watches timers and heartbeats."""
-    try:
-        return TimerSpecs(on_expiry, hang_timeout)
-    except ValueError as error:
-        raise click.BadParameter(str(error).removeprefix("hang_timeout: "), param_hint="--hang-timeout") from None
+        raise ValueError(msg)
 
 
 def _chosen(console: ConsoleSpecs) -> list[str]:
@@ -428,3 +409,58 @@ def _others(script: str) -> Iterator[tuple[str, str]]:
         path = os.path.join(folder, name)
         if os.path.exists(os.path.join(path, "pyvenv.cfg")):
             yield "beside the script is", path
+
+
+def place(config: RunConfig) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
+    """Return where workers run, the variables of each rank that follow from it, and lines for the user."""
+    nprocs, env = config.nproc_per_node, config.env
+    cpu_bind, near, virtual = config.cpu_bind, config.numa_binding, config.virtual_local_rank
+    if near and cpu_bind != "none":
+        raise ValueError("--numa-binding and --cpu-bind exclude each other: each says on which CPUs workers run")
+    placement = Placement(cpu_bind, config.nice, config.rlimit or {}, virtual)
+    said = ""
+    try:
+        if near:
+            from phalanx._placement import numa
+
+            try:
+                shares = numa.bind(near, nprocs, os.sched_getaffinity(0))
+            except ValueError as error:
+                raise ValueError(f"numa_binding: {error}") from None
+        else:
+            shares, said = divide(cpu_bind, nprocs)
+        if near or cpu_bind != "none":  # as found now: what is said below is what will be
+            lists = ";".join(topology.format_list(cpus) for cpus in shares)
+            placement = placement.replace(cpu_bind=lists)
+        placement.resolve(nprocs)
+        placement.environment(dict.fromkeys(range(nprocs), env))
+    except ValueError as error:
+        raise ValueError(_by_option(str(error))) from None
+    present = devices.count_gpus() if virtual and "CUDA_VISIBLE_DEVICES" not in os.environ else 0
+    if 0 < present < nprocs:  # where none can be counted, nobody may want any
+        msg = f"--virtual-local-rank: rank {present} has no device: there are {present} for {nprocs} ranks"
+        raise ValueError(msg)
+    lines = [_by_option(said)] if said else []
+    if nprocs == 1 or THREADS in os.environ or THREADS in env:
+        return placement, {rank: {} for rank in range(nprocs)}, lines
+    threads, line = _threads(shares)
+    return placement, {rank: {THREADS: str(count)} for rank, count in enumerate(threads)}, [*lines, line]
+
+
+def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:
+    """How many threads each rank gets, and how that is said."""
+    quota = topology.quota()
+    threads = topology.threads(shares, quota)
+    least, most = min(threads), max(threads)
+    cpus = len({cpu for share in shares for cpu in share})
+    limited = f", of which the cgroup grants {quota:g}" if quota is not None and quota < cpus else ""
+    return threads, (
+        f"{THREADS}={least}{f' to {most}' if most > least else ''} for each of {how_many(len(shares), 'worker')} "
+        f"({how_many(cpus, 'CPU')}{limited}); set it to choose otherwise"
+    )
+
+
+def _by_option(text: str) -> str:
+    """Name an option where the library names a field."""
+    field, colon, rest = text.partition(":")
+    return f"--{'rlimit' if field == 'rlimits' else field.replace('_', '-')}{colon}{rest}"

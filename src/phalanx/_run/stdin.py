@@ -21,8 +21,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import click
-
 from phalanx._base import clock, interrupts, procfs
 from phalanx._base.stderr import say
 
@@ -33,20 +31,6 @@ _STOP_WAIT, _SHORT = 1.0, 0.001
 _ALL = 1 << 20  # processes
 
 
-def read_rank(text: str) -> int:
-    """Read ``--stdin``. Raises ValueError.
-
-    >>> read_rank("3"), read_rank("none")
-    (3, -1)
-    """
-    word = text.strip().lower()
-    if word == "none":
-        return NONE
-    if not (word.isascii() and word.isdecimal()):
-        raise ValueError(f"{text!r}: expected a global rank, like 0, or none")
-    return int(word)
-
-
 class Stdin:
     """The stdin of this process, for one worker.
 
@@ -55,7 +39,7 @@ class Stdin:
         nprocs: How many workers this machine has.
         machines: Whether there are others. Which ranks these have is not known yet.
 
-    Raises click.UsageError: there is no such rank, or no stdin.
+    Raises ValueError: there is no such rank, or no stdin.
     """
 
     def __init__(self, given: int | None, nprocs: int, *, machines: bool) -> None:
@@ -64,10 +48,10 @@ class Stdin:
         self._is_chosen = given is not None
         self._rank = given if given is not None else 0 if is_alone else NONE
         if not machines and self._rank >= nprocs:
-            raise click.UsageError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")
+            raise ValueError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")
         if self._rank != NONE and not self._is_open:
             if self._is_chosen:
-                raise click.UsageError(f"--stdin {self._rank}: the stdin of phalanx run is closed")
+                raise ValueError(f"--stdin {self._rank}: the stdin of phalanx run is closed")
             self._rank = NONE
         self._reads_terminal = False
         self.is_terminal = self._rank != NONE and os.isatty(0)

@@ -1,0 +1,183 @@
+"""What was asked of a run, as values: whoever gave them, a command line, a job file or the environment.
+
+Owns also the console that the values describe. Knows no command line: what cannot be is a ValueError, whose text names
+the option.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._base.tty import use_colour
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Mapping
+    from typing import Any
+
+    from phalanx.multiprocessing import Std
+
+MANY = 1000
+"""Runs in a folder of which a person is told."""
+
+GONE = "the current folder has been removed, and there is nothing at a relative path"
+"""Why what is relative is refused, if `is_here_gone`."""
+
+
+def is_here_gone() -> bool:
+    """Whether the current folder has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+class RunError(Exception):
+    """Why a run cannot begin, or go on, though nothing is wrong with what was asked for. Its text names the cause."""
+
+
+class ConsoleConfig:
+    """How lines are shown: a value for each option."""
+
+    ranks: list[int] | None
+    grep: list[str] | None
+    exclude: list[str] | None
+    ignore_case: bool
+    after_context: int | None
+    before_context: int | None
+    context: int | None
+    fold: bool
+    timestamps: bool
+    elapsed: bool
+    log_format: str
+    log_line_prefix_template: str | None
+    color: str
+    raw: bool
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class RunConfig(ConsoleConfig):
+    """What `phalanx run` was asked for: a value for each option, which docs/reference/cli.md describes."""
+
+    script: str
+    args: tuple[str, ...]
+    env: dict[str, str]
+    """Variables for all workers, beside those that they get anyway."""
+
+    nproc_per_node: int
+    module: bool
+    no_python: bool
+    run_path: bool
+    run_id: str | None
+    role: str
+    preload: list[str] | None
+    start_method: str
+    stdin: int | None
+
+    redirects: Std | dict[int, Std] | None
+    tee: Std | dict[int, Std] | None
+    log_dir: str | None
+    logs_specs: str | None
+    log_max_size: int | None
+    log_keep: int | None
+    log_compress: bool
+    log_mode: int | None
+    keep_attempts: int | None
+    keep_runs: int | None
+    event_log_handler: str
+    duplicate_stdout_filters: list[str] | None
+    duplicate_stderr_filters: list[str] | None
+    local_ranks_filter: list[int] | None
+
+    hang_timeout: float | None
+    on_expiry: tuple[tuple[str, float], ...]
+    grace: float
+    settle: float
+    linger: float
+    notice: tuple[int, float] | None
+    orphan_grace: float
+    no_force_color: bool
+    drain: float
+    signals_to_handle: list[signal.Signals]
+    signals_forward: list[signal.Signals]
+
+    max_restarts: tuple[int, float | None]
+    """How many, and within how many seconds; None: in all."""
+    backoff: tuple[float, float | None]
+    backoff_jitter: float
+    min_uptime: tuple[float, int] | None
+    max_no_progress: int | None
+    never_restart_on: list[int] | None
+    always_restart_on: list[int] | None
+    monitor_interval: float | None
+
+    cpu_bind: str
+    numa_binding: str | None
+    nice: int
+    rlimit: dict[str, str | tuple[str, str]] | None
+    virtual_local_rank: bool
+
+    master_addr: str
+    master_port: int
+    local_addr: str | None
+    rdzv_id: str | None
+    rdzv_backend: str
+    rdzv_endpoint: list[tuple[str, int]]
+    insecure: bool
+    rdzv_conf: dict[str, str]
+    rejoin_delay: float
+    on_sigterm: str | None
+    exclude_after: int | None
+    node_check: str | None
+    exit_barrier_timeout: float
+    keep: bool
+    standalone: bool
+    nnodes: tuple[int, int] | None
+    node_rank: int | None
+
+
+def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what has workers, which write to files, use colours: nothing unless the console has them for all lines.
+
+    ``env`` are variables that all workers get; one that the user has set, there or for us, stays as it is.
+    """
+    chosen = (os.environ.get(name) or env.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"))
+    if any(chosen) or console.format != "text" or not all(use_colour(each, console.color) for each in (1, 2)):
+        return {}
+    # rich takes FORCE_COLOR for a terminal, on which it draws its bars again and again, unless the other says no.
+    return {"FORCE_COLOR": "1", "TTY_INTERACTIVE": os.environ.get("TTY_INTERACTIVE", "0")}
+
+
+def console_specs(chosen: ConsoleConfig, **more: Any) -> ConsoleSpecs:
+    """Return what these values say of the console. Raises ValueError."""
+    if chosen.timestamps and chosen.elapsed:
+        raise ValueError("--timestamps and --elapsed exclude each other")
+    try:
+        template = chosen.log_line_prefix_template
+        return ConsoleSpecs(
+            ranks=chosen.ranks, grep=chosen.grep, exclude=chosen.exclude, ignore_case=chosen.ignore_case,
+            before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
+            after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
+            fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
+            format=chosen.log_format, template=template_of_environment() if template is None else template,
+            raw=chosen.raw, color=chosen.color, **more,
+        )  # fmt: skip
+    except ValueError as error:
+        named = {
+            "format:": "--log-format:",
+            "template:": "--log-line-prefix-template:",
+            "fold, format:": "--fold:",
+            "before:": "--before-context:" if chosen.before_context else "--context:",
+            "after:": "--after-context:" if chosen.after_context else "--context:",
+            "ignore_case:": "--ignore-case:",
+        }
+        text = str(error)
+        head = next((name for name in named if text.startswith(name)), "")
+        text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"
+        raise ValueError(text) from None
