@@ -11,15 +11,14 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from benchmarks.agents.say import CALLED, ERROR, FAILED, GONE, IN, RANK, TOLD, say
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
 from phalanx._outcomes.failure import NOT_AVAILABLE, Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence, records
-from phalanx._rendezvous.job_run import JobRun, NodeTeam
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, Stop, replace
 from phalanx._rendezvous.settings import Rules, prefix_of
+from phalanx._run.job_run import JobRun, NodeTeam
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings

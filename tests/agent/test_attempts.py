@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._agent.attempt_end import Ending
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.group_team import GroupTeam
 from phalanx._base.stderr import mention
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
+from phalanx._group.restart_policy import Ending
 from phalanx._logs import pump
+from phalanx._run.attempts import Attempts
+from phalanx._run.group_team import GroupTeam
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
@@ -251,7 +251,15 @@ class Interrupter:
 
     def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         name = frame.f_code.co_filename
-        if "/_agent/" not in name and not name.endswith(("_group/start.py", "_group/context.py")):
+        if not name.endswith(
+            (
+                "_run/attempts.py",
+                "_run/runner.py",
+                "_run/group_team.py",
+                "_group/context.py",
+                "_group/restart_policy.py",
+            )
+        ):
             return None
         if frame.f_code.co_name == "__del__":  # what is raised there is lost
             return None

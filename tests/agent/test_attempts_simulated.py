@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.runner import Team
 from phalanx._base import clock
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
+from phalanx._group.restart_policy import AttemptEnd, Ending
+from phalanx._run.attempts import Attempts
+from phalanx._run.runner import Team
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import SignalException
 from tests.support.fake_clock import FakeClock
@@ -510,7 +510,7 @@ class Interrupter:
 
     def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("_agent/attempts.py", "_agent/runner.py", "_agent/group_team.py")):
+        if not name.endswith(("_run/attempts.py", "_run/runner.py", "_run/group_team.py")):
             return None
         if event == "line":
             self.left -= 1

@@ -27,8 +27,8 @@ ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 
 LAUNCHER = """
 import os, signal, sys
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._run.attempts import Attempts
+from phalanx._group.restart_policy import RestartPolicy
 from phalanx.multiprocessing import Std
 from tests.support.attempt_groups import shells
 from tests.support.streams import observed_by

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._rendezvous import life, stack_report
-from phalanx._rendezvous.job_run import JobRun, NodeTeam
 from phalanx._rendezvous.life import Found
+from phalanx._run.job_run import JobRun, NodeTeam
 from phalanx._store.store import Away, Back, Changed
 
 if TYPE_CHECKING:

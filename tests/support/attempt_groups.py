@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx._agent.group_team import GroupTeam
+from phalanx._run.group_team import GroupTeam
 from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
 
 if TYPE_CHECKING:

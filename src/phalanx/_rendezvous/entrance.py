@@ -8,8 +8,8 @@ from __future__ import annotations
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from phalanx._agent.endpoint import where_is
 from phalanx._base.host_names import address_text, is_loopback
+from phalanx._rendezvous.endpoint import where_is
 from phalanx._rendezvous.settings import STATIC, prefix_of
 from phalanx._store.store import Away, Back, Refused, Snapshot
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from phalanx._agent.master_port import ReservedPort
-from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT, with_local_rank
 from phalanx._base import interrupts
 from phalanx._base.threads import SerialExecutor
 from phalanx._events.stream import EventStream
 from phalanx._group.arguments import VALUE
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm, path_of
+from phalanx._run.master_port import ReservedPort
+from phalanx._run.worker_env import MASTER_PORT, RESTART_COUNT, with_local_rank
 from phalanx.multiprocessing import DefaultLogsSpecs, PContext, PreloadError, ScriptContext, SubprocessContext
 
 _MOST = 1e6  # seconds that poll(2) can wait

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
@@ -26,6 +25,7 @@ from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
+from phalanx._run.runner import NoAttemptError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from phalanx._agent.group_team import COMMON_STOP_SECONDS
-from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention
@@ -20,12 +18,14 @@ from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args
 from phalanx._rendezvous.conclusion import follows, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
-from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, first_rank
 from phalanx._run.attempt_groups import Preloading
+from phalanx._run.group_team import COMMON_STOP_SECONDS
+from phalanx._run.job_run import NodeTeam
 from phalanx._run.job_stacks import LOOK, LastLook, NodeLooks
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.run_team import Place, RunTeam
+from phalanx._run.runner import NoAttemptError
 from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._agent.master_port import ReservedPort
+    from phalanx._group.restart_policy import AttemptEnd
     from phalanx._rendezvous.life import Missing
     from phalanx._rendezvous.records import Job, Node
     from phalanx._run.job_stacks import StackDoor
+    from phalanx._run.master_port import ReservedPort
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
 
@@ -223,7 +223,7 @@ class MachineTeam(RunTeam, NodeTeam):
         return is_up
 
     def tell_state(self, state: str) -> None:
-        """Emit how far the agent is, see `phalanx._agent.attempts`, if it has taken part."""
+        """Emit how far the agent is, see `phalanx._run.attempts`, if it has taken part."""
         if self._job is not None:
             self.emit(agent_kinds.AgentState, self._job.generation, state=state)
 

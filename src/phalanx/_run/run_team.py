@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from phalanx._agent.group_team import CommonStop, GroupTeam
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds
+from phalanx._run.group_team import CommonStop, GroupTeam
 from phalanx._run.run_events import RunRecord, StatusWorker
 from phalanx._runs.recorder import Recorder
 from phalanx.multiprocessing import PContext, SignalException
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any, TypeVar
 
-    from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._events.kinds import Event
+    from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
     from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Asked, Observers

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from phalanx._agent.worker_env import STEP, step_of
 from phalanx._base.text import how_many
+from phalanx._run.worker_env import STEP, step_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import errno
 import os
 from contextlib import contextmanager
 
-from phalanx._agent.endpoint import split_endpoint
 from phalanx._base import clock, unpatched
 from phalanx._events.agent_kinds import AgentState
+from phalanx._rendezvous.endpoint import split_endpoint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Health:
 
     Torch has the variable of its port, and no server behind it. A connection that is slow or silent holds up nobody.
 
-    The answer to GET is status 200 with a JSON object: ``state`` (see `phalanx._agent.attempts.STATES`), ``attempt``
+    The answer to GET is status 200 with a JSON object: ``state`` (see `phalanx._run.attempts.STATES`), ``attempt``
     (from 0 on; null: there was none), ``since`` (of the state, Unix seconds), ``pid``, and what the agent adds.
 
     Args:
@@ -58,7 +58,7 @@ class Health:
         **facts: What the answer has besides, each time.
 
     >>> import urllib.request
-    >>> from phalanx._agent import master_port
+    >>> from phalanx._run import master_port
     >>> port = master_port.reserve()
     >>> with Health(("127.0.0.1", port.number), run_id="example") as health:
     ...     health.note("RUNNING", 0)
@@ -98,7 +98,7 @@ class Health:
         """Have the agent's state told from now on. Any thread may call this.
 
         Args:
-            state: See `phalanx._agent.attempts.STATES`.
+            state: See `phalanx._run.attempts.STATES`.
             attempt: The attempt that is being started, runs, or ran last, from 0 on; -1: there was none.
         """
         self._state = state, attempt, clock.wall()

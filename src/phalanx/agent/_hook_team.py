@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from phalanx._agent.attempt_end import AttemptEnd, describe_restart
-from phalanx._agent.runner import Team
 from phalanx._base.stderr import mention
 from phalanx._base.text import one_line
+from phalanx._group.restart_policy import AttemptEnd, describe_restart
+from phalanx._run.runner import Team
 from phalanx.agent._spec import RunResult, WorkerState, check_type
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousError
 

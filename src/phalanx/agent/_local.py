@@ -8,9 +8,6 @@ import signal
 import sys
 from contextlib import ExitStack, suppress
 
-from phalanx._agent.attempt_end import AttemptEnd, describe_attempts
-from phalanx._agent.group_team import GroupTeam
-from phalanx._agent.worker_env import OF_PART, with_local_rank, worker_env
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
@@ -20,6 +17,7 @@ from phalanx._group import observers
 from phalanx._group.arguments import check_options, checked_listener
 from phalanx._group.command_group import SubprocessContext
 from phalanx._group.function_group import MultiprocessContext
+from phalanx._group.restart_policy import AttemptEnd, describe_attempts
 from phalanx._group.warm import check_preload, choose
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
@@ -29,8 +27,10 @@ from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.settings import ETCD, NO_FORK
+from phalanx._run.group_team import GroupTeam
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.services import Services, address_of_environment
+from phalanx._run.worker_env import OF_PART, with_local_rank, worker_env
 from phalanx._runs.recorder import Recorder, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
 from phalanx.agent._spec import RunResult, WorkerState, check_type, name_of
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
+    from phalanx._group.restart_policy import RestartPolicy
     from phalanx._group.warm import Warm
     from phalanx._outcomes.failure import Outcome
-    from phalanx._rendezvous.node_thread import Owner
+    from phalanx._run.node_thread import Owner
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._node import NodeWorkers
     from phalanx.agent._spec import WorkerGroup, WorkerSpec

@@ -5,18 +5,18 @@ from __future__ import annotations
 from _thread import allocate_lock
 from collections.abc import Callable
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.group_team import GroupTeam
 from phalanx._base import interrupts
 from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._group.warm import Warm
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous.job_run import JobRun
-from phalanx._rendezvous.node_thread import Owner
 from phalanx._run.attempt_groups import Preloading
+from phalanx._run.group_team import GroupTeam
+from phalanx._run.job_run import JobRun
 from phalanx._run.job_stacks import LastLook, NodeLooks, StackDoor
+from phalanx._run.node_thread import Owner
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx.multiprocessing import PreloadError
 from phalanx.rendezvous import ManyMachinesRendezvous

@@ -1,6 +1,6 @@
 """`ElasticAgent` and `SimpleElasticAgent`: an agent whose workers are started, watched and stopped by its hooks.
 
-`_agent.attempts` decides what follows the end of an attempt, and when; `HookTeam` calls the hooks in their order.
+`_run.attempts` decides what follows the end of an attempt, and when; `HookTeam` calls the hooks in their order.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from _thread import allocate_lock
 from abc import ABC, abstractmethod
 from functools import wraps
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock, interrupts, stderr
 from phalanx._base.text import seconds
 from phalanx._engine import host_signals
@@ -20,6 +17,8 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._group.arguments import check_signal
+from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
+from phalanx._run.attempts import Attempts
 from phalanx._run.run_events import StatusEvents, StatusMetrics
 from phalanx.agent._hook_team import HookTeam
 from phalanx.agent._spec import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState, check_type
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeVar
 
-    from phalanx._agent.attempt_end import Ending
-    from phalanx._rendezvous.node_thread import Owner
+    from phalanx._group.restart_policy import Ending
+    from phalanx._run.node_thread import Owner
 
     F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import click
 
-from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, read_settings, split_endpoint
 from phalanx._base.host_names import address_text
 from phalanx._rendezvous import rdzv_conf
+from phalanx._rendezvous.endpoint import BACKENDS, asks_for_others, is_here, read_settings, split_endpoint
 from phalanx._rendezvous.rdzv_conf import FILES, SECRET
 from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID, STATIC, STATIC_PORT, Machines
 from phalanx.cli._declare import LIST, MACHINES, TEXT, WHOLE, Declared, Flag, Maybe, Option

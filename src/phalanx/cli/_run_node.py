@@ -17,11 +17,11 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
 from phalanx._rendezvous.conclusion import conclude, earlier_attempts, failed_attempts, told
 from phalanx._rendezvous.entrance import come
-from phalanx._rendezvous.job_run import JobRun, shortened
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
+from phalanx._run.job_run import JobRun, shortened
 from phalanx._run.job_stacks import StackDoor
 from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.run_team import forwarding, see_through

@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 
-from phalanx._agent import master_port
-from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._base.stderr import say
 from phalanx._base.text import name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared
 from phalanx._rendezvous.rdzv_conf import exposed
+from phalanx._run import master_port
 from phalanx._run.attempt_groups import AttemptGroups, scripts_of
+from phalanx._run.worker_env import OF_PART, worker_env
 from phalanx._timers.specs import TimerSpecs
 from phalanx.cli._meet import meet
 from phalanx.cli._options import GONE, colours_of_workers, console_specs, is_here_gone
@@ -33,7 +33,7 @@ from phalanx.multiprocessing import ConsoleSpecs, PContext, ScriptContext, Std, 
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx._agent.master_port import ReservedPort
+    from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
     from phalanx._run.services import Services

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 
 import click
 
-from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_attempts
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.runner import NoAttemptError
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, say
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
+from phalanx._group.restart_policy import AttemptEnd, Ending, describe_attempts
 from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict
+from phalanx._run.attempts import Attempts
 from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
+from phalanx._run.runner import NoAttemptError
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone

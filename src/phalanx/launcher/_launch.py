@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from phalanx import metrics
-from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._engine.host_signals import SIGNALS_ENV, SignalException
 from phalanx._group.arguments import checked_whole
 from phalanx._logs.layout import Std
 from phalanx._logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx._placement.placement import Placement
+from phalanx._rendezvous.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._timers.specs import TimerSpecs
 from phalanx.agent import LocalElasticAgent, RunResult, WorkerSpec
 from phalanx.errors import ChildFailedError

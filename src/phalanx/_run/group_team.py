@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.runner import Team
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import mention
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.context import PContext
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._run.runner import Team
 
 COMMON_STOP_SECONDS = 0.5
 """Seconds between a worker's end by a common signal and that of the launcher, at most.

@@ -12,15 +12,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.runner import Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.text import one_line
 from phalanx._engine import host_signals
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._rendezvous import life, stack_report
 from phalanx._rendezvous.life import Effect, Finish, Found, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop
+from phalanx._run.runner import Runner, Step, Team
 from phalanx._store.store import Away, Back, Store, StoreEvent
 
 CLOSE, HURRIED = 3.0, 0.5

@@ -13,24 +13,23 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from phalanx._agent import master_port
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.master_port import ReservedPort
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock, interrupts, unpatched
 from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
+from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.conclusion import told as in_words
 from phalanx._rendezvous.conclusion import unreachable
 from phalanx._rendezvous.entrance import Entrance, come
 from phalanx._rendezvous.evidence import Left, account, stop_of
-from phalanx._rendezvous.job_run import CLOSE, JobRun, NodeTeam
 from phalanx._rendezvous.life import Finish, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop, Verdict
 from phalanx._rendezvous.settings import Machines, agent_id
+from phalanx._run import master_port
+from phalanx._run.job_run import CLOSE, JobRun, NodeTeam
+from phalanx._run.master_port import ReservedPort
 
 LONGEST_END = 60.0
 """Seconds that the end of a node may take: the waits of the node, of the store, and of what it hosts are shorter."""

@@ -1,7 +1,7 @@
 """The one loop that starts a team's workers, waits for what becomes of them, and does what is decided of them.
 
 What is decided is a subclass's business: by the restart policy on one machine (`attempts`), by the rules of a job on
-many (`phalanx._rendezvous.job_run`). What an attempt consists of is a `Team`'s.
+many (`phalanx._run.job_run`). What an attempt consists of is a `Team`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from signal import SIGKILL, Signals
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from phalanx._agent.attempt_end import AttemptEnd, describe_restart
 from phalanx._base import clock, interrupts
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
+from phalanx._group.restart_policy import AttemptEnd, describe_restart
 
 
 class NoAttemptError(Exception):

@@ -11,14 +11,13 @@ import math
 import os
 from typing import Any
 
-from phalanx._agent.attempt_end import AttemptEnd, Ending, describe_failure
-from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
-from phalanx._agent.runner import NoAttemptError, Runner, Step, Team
 from phalanx._base import clock, interrupts
 from phalanx._base.text import one_line, seconds
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx._group.arguments import check_signal
+from phalanx._group.restart_policy import AttemptEnd, Decision, Ending, RestartPolicy, decide, describe_failure
+from phalanx._run.runner import NoAttemptError, Runner, Step, Team
 
 STATES = {
     "NEW": "nothing has been started",
@@ -114,8 +113,8 @@ class Attempts(Runner):
         signals: Whether signals to this process raise `SignalException` out of `run`, between two attempts, too.
         events: Where it emits what it does: `AgentState`, `AttemptEnded`, `RestartDecided` and `GaveUp`.
 
-    >>> from phalanx._agent.restart_policy import RestartPolicy
-    >>> from phalanx._agent.runner import Team
+    >>> from phalanx._group.restart_policy import RestartPolicy
+    >>> from phalanx._run.runner import Team
     >>> class Fails(Team):
     ...     def start(self, attempt, wake): print("attempt", attempt)
     ...     def ended(self): return AttemptEnd("failed", rank=0, exitcode=1, error="exited with code 1")
