@@ -4,7 +4,7 @@
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.attempts.TABLE`,
+The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._run.attempts.TABLE`,
 `phalanx._rendezvous.life.TABLE`), and the protocol's is made from the functions that build the messages
 (`phalanx._engine.protocol`), so the page cannot tell another story. Only the standard library is
 needed, and no installation: the source tree is found beside this folder.
@@ -73,9 +73,9 @@ def render_protocol() -> str:
 
 def put(page: str) -> str:
     """Return the page with all as they are now. Raises ValueError when a marker is missing, or there twice."""
-    from phalanx._agent import attempts as life
     from phalanx._engine import lifecycle
     from phalanx._rendezvous import life as node
+    from phalanx._run import attempts as life
 
     page = marks.replace(page, BEGIN, END, f"\n{render(lifecycle)}\n", PAGE.name)
     page = marks.replace(page, BEGIN_AGENT, END_AGENT, f"\n{render(life)}\n", PAGE.name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._agent import master_port
+from phalanx._run import master_port
 from phalanx._run.services import PORT_ENV, Health, address_of_environment
 
 if TYPE_CHECKING:

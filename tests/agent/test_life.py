@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from phalanx._agent.attempts import ACTIONS, EVENTS, STATES, TABLE, TERMINAL, step
+from phalanx._run.attempts import ACTIONS, EVENTS, STATES, TABLE, TERMINAL, step
 
 Script = list[tuple[str, str, tuple[str, ...]]]
 """What happens, where that leads, and what is done."""

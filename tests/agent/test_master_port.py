@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._agent import master_port
-from phalanx._agent.master_port import reserve
+from phalanx._run import master_port
+from phalanx._run.master_port import reserve
 from tests.support.helpers import tell
 from tests.support.workers import run_script
 
@@ -167,7 +167,7 @@ def test_a_port_that_somebody_has_is_not_chosen(number: int) -> None:
             assert other_port.number != number
 
 
-RESERVE = "from phalanx._agent.master_port import reserve; port = reserve(); print(port.number, flush=True); input()"
+RESERVE = "from phalanx._run.master_port import reserve; port = reserve(); print(port.number, flush=True); input()"
 
 
 @outside
@@ -217,7 +217,7 @@ def test_a_program_that_is_executed_does_not_inherit_it(ready: Ready) -> None:
 
 MANY = """
 import os, sys
-from phalanx._agent.master_port import reserve
+from phalanx._run.master_port import reserve
 
 count, user = map(int, sys.argv[1:])
 ready, gate = os.pipe(), os.pipe()
@@ -312,7 +312,7 @@ def own_network() -> tuple[str, ...]:
 
 FEW = """
 import fcntl, json, socket, struct, subprocess, sys
-from phalanx._agent.master_port import reserve
+from phalanx._run.master_port import reserve
 
 def put(name, text):
     with open(f"/proc/sys/net/ipv4/{name}", "w") as file:

@@ -19,7 +19,7 @@ warnings.simplefilter("ignore")
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from phalanx._agent import master_port
+from phalanx._run import master_port
 
 def store(rank, libuv):
     found = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, timedelta(seconds=60),

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.restart_policy import Decision, decide
+from phalanx._group.restart_policy import AttemptEnd, Decision, decide
 from phalanx.agent import RestartPolicy
 
 if TYPE_CHECKING:

@@ -77,7 +77,7 @@ def test_help_is_in_sections() -> None:
     """Each option is in one, and those that people need first are first."""
     shown = CliRunner().invoke(run, ["--help"]).output
     headings = re.findall(r"^([A-Z].*):$", shown, re.MULTILINE)
-    assert {heading for heading, _ in sections(RunConfig)} == set(SECTIONS)
+    assert {heading for heading, _ in sections(RunOptions)} == set(SECTIONS)
     assert headings[:2] == ["Workers", "Restarts"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is

@@ -14,7 +14,7 @@ from tests.support.helpers import Ready, wait_gone
 
 LAUNCHER = """
 import sys
-from phalanx._agent import group_team
+from phalanx._run import group_team
 group_team.COMMON_STOP_SECONDS *= 1000  # a busy machine may take longer than is usual between the two signals
 group_team._COMMON_STOP_NS *= 1000
 sys.argv[0] = "phalanx"

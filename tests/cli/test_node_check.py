@@ -247,7 +247,7 @@ cli.main()
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--preload", "json")])
 def test_a_signal_between_any_two_lines_is_one_signal(place: Place, options: tuple[object, ...]) -> None:
-    place.env["PARTS"] = "/cli/_run /_run/ /_agent/ /job_run"
+    place.env["PARTS"] = "/cli/_run /_run/"
     script = place.write(FAILS_ONCE)
     command = ("run", "--log-dir", place.logs, "--max-restarts", 1, *options, "--node-check", "sleep 0.1", script)
     moment, step = 1, int(os.environ.get("PHALANX_STEP", "61"))

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from phalanx._run.config import RunConfig
 from phalanx.cli._commands import cli
 from phalanx.cli._declare import as_job_file, declarations
+from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
 from tests.cli.test_run import FLAGS, SETTINGS
 from tests.support.command import Place, refused

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._agent.worker_env import STEP as STEP_VARIABLE
-from phalanx._agent.worker_env import worker_env
 from phalanx._run.scheduler import MOST_HOSTS, PORTS, Allocation, found, hosts
+from phalanx._run.worker_env import STEP as STEP_VARIABLE
+from phalanx._run.worker_env import worker_env
 
 Environment = dict[str, str]
 

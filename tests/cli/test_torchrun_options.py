@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx._agent import master_port
+from phalanx._run import master_port
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs

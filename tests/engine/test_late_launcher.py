@@ -15,8 +15,9 @@ from phalanx._base import clock, linux, procfs
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.engine.test_lost_helpers import helpers_of, running, stop, until
+from tests.engine.test_lost_helpers import running, until
 from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.insides import helpers_of, stop
 from tests.support.waits import shorten
 
 if TYPE_CHECKING:

@@ -872,13 +872,13 @@ def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch:
         supervisor = supervisor_of(group)
         keeper = helpers_of(group)[1]
         stop(keeper)
-        supervisor._loop.call(lambda: supervisor._link.watchdog.over(clock.now()))
+        supervisor._loop.call(lambda: supervisor.link.watchdog.over(clock.now()))
         until(lambda: procfs.Stat(keeper).state in "RS")
         group.close()
         result = group.wait(0)
     assert result is not None
     assert result.state == "stopped"
-    assert not supervisor._link.watchdog.killed
+    assert not supervisor.link.watchdog.killed
 
 
 @pytest.mark.slow

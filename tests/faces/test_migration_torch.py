@@ -21,7 +21,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from phalanx._agent.worker_env import worker_env
+from phalanx._run.worker_env import worker_env
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 from tests.support import torch_names

@@ -28,7 +28,7 @@ from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _early, _raised, verdict
 from phalanx.errors import Outcome
 from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
-from tests.cli.test_run import Launcher
+from tests.support.command import Launcher
 from tests.support.disks import until
 from tests.support.families import KINDS
 from tests.support.helpers import TIMEOUT, pass_gate, rest, tell, wait_gone
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.multiprocessing import RunProcsResult
-    from tests.cli.test_run import Place
+    from tests.support.command import Place
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 

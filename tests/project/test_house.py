@@ -44,15 +44,14 @@ WINGS = (
         "_runs",
         "_group",
     ),
-    "_agent",
     "_rendezvous",
 )
 """The packages that hold one subject each, from the ground up."""
 
-FACES = ("errors", "timer", "metrics", "events", "rendezvous", "multiprocessing", "spawn", "agent", "launcher", "cli")
+FACES = ("errors", "timer", "metrics", "events", "multiprocessing", "spawn", "rendezvous", "agent", "launcher", "cli")
 """The packages whose names users know, which stand on the wings, from the ground up."""
 
-LAYERS = (*WINGS, *FACES[:7], "_run", *FACES[7:])
+LAYERS = (*WINGS, *FACES[:6], "_run", *FACES[6:])
 """Each may import itself and what stands before it. What carries a run uses the faces of groups and of events."""
 
 MOST_LINES = 600
@@ -70,16 +69,11 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(
-                f"_rendezvous/{name}"
-                for name in ("candidates", "conclusion", "entrance", "job_run", "life", "membership")
-            ),
-            *(f"_rendezvous/{name}" for name in ("node", "node_thread", "store_view")),
-            *("_run/job_stacks", "_run/node_team", "_run/job_node"),
+            *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "entrance", "life", "membership", "node")),
+            *("_rendezvous/store_view", "_run/job_node", "_run/job_run", "_run/job_stacks", "_run/node_team"),
+            *("_run/node_thread", "_run/node_workers", "_store/hub/server"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
-            "agent/_node",
             *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "link")),
-            "_store/hub/server",
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},

@@ -9,7 +9,7 @@ from phalanx._events.kinds import Event
 
 
 class AgentState(Event):
-    """The agent has entered a state of `phalanx._agent.attempts`."""
+    """The agent has entered a state of `phalanx._run.attempts`."""
 
     name = "agent.state"
     state: str

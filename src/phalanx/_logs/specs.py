@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LEAST_ATTEMPTS = 5
-"""Attempts whose folders are kept at least: the console may be so many behind, see `phalanx._agent.group_team`."""
+"""Attempts whose folders are kept at least: the console may be so many behind, see `phalanx._run.group_team`."""
 
 _PRIVATE = 0o700
 _MOST_NAME = 240  # bytes of a run id in the name of its folder, which can have 255

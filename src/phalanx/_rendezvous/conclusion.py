@@ -8,11 +8,10 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from phalanx._agent.attempt_end import describe_restart
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.host_names import is_loopback
 from phalanx._base.text import one_line
 from phalanx._base.tty import sanitise
+from phalanx._group.restart_policy import RestartPolicy, describe_restart
 from phalanx._outcomes.earlier import Earlier, describe
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._rendezvous.evidence import JobEvidence

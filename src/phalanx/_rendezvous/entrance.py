@@ -12,11 +12,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from phalanx._agent.endpoint import where_is
 from phalanx._base import clock
 from phalanx._base.host_names import address_text, await_name, is_loopback, look_up
 from phalanx._base.threads import Latch
 from phalanx._rendezvous import records
+from phalanx._rendezvous.endpoint import where_is
 from phalanx._rendezvous.records import Job
 from phalanx._rendezvous.settings import STATIC, Machines, prefix_of
 from phalanx._rendezvous.store_view import StoreView

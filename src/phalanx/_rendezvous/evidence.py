@@ -16,10 +16,10 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.text import one_line
 from phalanx._evidence.describe import cut_middle
 from phalanx._evidence.error_file import is_of_timer
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._outcomes.failure import NOT_AVAILABLE, STATES, Outcome, ProcessFailure
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import records

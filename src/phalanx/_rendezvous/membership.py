@@ -25,10 +25,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from phalanx._agent import restart_policy
-from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
 from phalanx._base.text import how_many
+from phalanx._group import restart_policy
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._rendezvous import candidates, records
 from phalanx._rendezvous.candidates import Notes, Seen
 from phalanx._rendezvous.evidence import JobEvidence

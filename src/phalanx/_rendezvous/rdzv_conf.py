@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from phalanx._agent.endpoint import FALSE, split_endpoint, where_is
 from phalanx._base.host_names import address_text, is_loopback, is_no_machine
 from phalanx._base.text import parse_duration
+from phalanx._rendezvous.endpoint import FALSE, split_endpoint, where_is
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 
 SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._group.restart_policy import RestartPolicy
     from phalanx._store.hub.addresses import Encryption
 
 

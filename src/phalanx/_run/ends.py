@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx._agent.attempt_end import AttemptEnd, describe_attempts
 from phalanx._base.clock import format_duration
+from phalanx._group.restart_policy import AttemptEnd, describe_attempts
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._run.plan import in_our_words
 
@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
 
-    from phalanx._agent.attempt_end import Ending
+    from phalanx._run.attempts import Ending
     from phalanx._run.logs import RunLogs
     from phalanx._run.run_team import RunTeam
     from phalanx.errors import ChildFailedError
@@ -60,7 +60,7 @@ def conclude_run(ending: Ending, stopped: signal.Signals | None, team: RunTeam, 
         printed.append(f"Error: {team.lost}")
         code, cause = code or 1, str(team.lost)
     elif last.state == "not started":
-        why = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
+        why = last.error if ending.error is None else in_our_words(ending.error, team.group)
         printed.append(f"Error: {why}")
         code, cause = 1, last.error
     if len(ending.ends) > 1:

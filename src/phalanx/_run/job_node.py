@@ -12,14 +12,13 @@ from phalanx._base.text import how_many, one_line
 from phalanx._engine import host_signals
 from phalanx._rendezvous.conclusion import conclude, earlier_attempts, failed_attempts, told
 from phalanx._rendezvous.entrance import come
-from phalanx._rendezvous.job_run import JobRun, shortened
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._run.config import RunError
 from phalanx._run.ends import RunEnd, child_failed
-from phalanx._run.job_stacks import StackDoor
+from phalanx._run.job_run import JobRun, shortened
 from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.plan import reserve_port
 from phalanx._store.etcd import INSTALL
@@ -115,8 +114,6 @@ class JobNode:
         )  # fmt: skip
         self.team = team
         self.run = JobRun(node, entrance.store, team, away_timeout=machines.away_timeout)
-        team.door = StackDoor(self.run.ask_look, team.warn)
-        team.leave = self.run.ask_leave
         self._entrance = entrance
         # "leave": this node leaves the job; "stop": all do; "spare": it leaves if it is one.
         self._on_sigterm = config.on_sigterm or ("leave" if machines.min_nodes < machines.max_nodes else "spare")

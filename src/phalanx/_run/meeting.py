@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from phalanx._agent.endpoint import asks_for_others, is_here
 from phalanx._base.host_names import address_text
 from phalanx._rendezvous import rdzv_conf
+from phalanx._rendezvous.endpoint import asks_for_others, is_here
 from phalanx._rendezvous.rdzv_conf import SECRET
 from phalanx._rendezvous.settings import STATIC, STATIC_PORT, Machines
 

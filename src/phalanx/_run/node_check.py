@@ -14,7 +14,6 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from phalanx._agent.runner import NoAttemptError
 from phalanx._base import clock, files, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
@@ -26,6 +25,7 @@ from phalanx._logs.rotated import last_bytes, rotated_files
 from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict as verdict_on
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
+from phalanx._run.runner import NoAttemptError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,27 +72,24 @@ class NodeCheck:
 
         ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
+        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+
         try:
-            self._begin(when, wake)
+            with interrupts.deferred():
+                self._wake = wake
+                self._is_watched, self._when = False, when
+                self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
+                self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
+                logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
+                self._group = SubprocessContext(
+                    "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
+                    grace=_GRACE, announces=False, speak=_speak,
+                )  # fmt: skip
+            self._group.start()
         except OSError as error:
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
-
-    def _begin(self, when: str, wake: Callable[[], None]) -> None:
-        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
-
-        with interrupts.deferred():
-            self._wake = wake
-            self._is_watched, self._when = False, when
-            self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
-            self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
-            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
-            self._group = SubprocessContext(
-                "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
-                grace=_GRACE, announces=False, speak=_speak,
-            )  # fmt: skip
-        self._group.start()
 
     @property
     def is_under_way(self) -> bool:

@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx._agent import master_port
-from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
@@ -24,11 +22,13 @@ from phalanx._group.warm import shared
 from phalanx._placement import devices, topology
 from phalanx._placement.placement import divide
 from phalanx._rendezvous.rdzv_conf import exposed
+from phalanx._run import master_port
 from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._run.config import GONE, RunError, colours_of_workers, console_specs, is_here_gone
 from phalanx._run.logs import bounds_given, make_logs, umask_notes
 from phalanx._run.meeting import meet
 from phalanx._run.stdin import Stdin
+from phalanx._run.worker_env import OF_PART, worker_env
 from phalanx._timers.specs import TimerSpecs
 from phalanx.multiprocessing import ConsoleSpecs, PContext, Placement, ScriptContext, Std, to_map
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import signal
     from contextlib import ExitStack
 
-    from phalanx._agent.master_port import ReservedPort
-    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._group.restart_policy import RestartPolicy
     from phalanx._run.config import RunConfig
+    from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
     from phalanx._run.services import Services

@@ -12,7 +12,7 @@ agents whose workers are of another kind.
 
 from __future__ import annotations
 
-from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._group.restart_policy import RestartPolicy
 from phalanx._run.services import ENABLE_FILE_TIMER_ENV as TORCHELASTIC_ENABLE_FILE_TIMER
 from phalanx._run.services import TIMER_FILE_ENV as TORCHELASTIC_TIMER_FILE
 from phalanx.agent._local import LocalElasticAgent

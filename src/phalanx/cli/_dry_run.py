@@ -8,7 +8,6 @@ import os
 import shlex
 from contextlib import ExitStack
 
-from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import printable
@@ -19,6 +18,7 @@ from phalanx._placement import topology
 from phalanx._run.config import RunError
 from phalanx._run.plan import in_our_words, reserve_port
 from phalanx._run.services import ENABLE_FILE_TIMER_ENV, PORT_ENV, TIMER_FILE_ENV
+from phalanx._run.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import click
 
-from phalanx._agent.worker_env import worker_env
 from phalanx._base import files
+from phalanx._run.worker_env import worker_env
 from phalanx.cli._commands import meant
 from phalanx.cli._declare import LEFT_OUT, Declared, Option, declarations
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import click
 
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import parse_duration
+from phalanx._group.restart_policy import RestartPolicy
 from phalanx.cli._declare import NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Count, time_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._base.text import parse_duration
 from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import devices, topology
+from phalanx._rendezvous.endpoint import BACKENDS, is_here, read_settings, split_endpoint
 from phalanx._rendezvous.rdzv_conf import FILES
 from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_LINE, MOST_NODES, MOST_RUN_ID, STATIC
 from phalanx._run.meeting import MASTER_ADDR

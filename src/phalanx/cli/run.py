@@ -14,17 +14,17 @@ from contextlib import ExitStack
 import click
 from click.core import ParameterSource
 
-from phalanx._agent.attempts import Attempts
-from phalanx._agent.runner import NoAttemptError
 from phalanx._base.stderr import mention, say, tell
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
 from phalanx._outcomes.failure import signal_name
+from phalanx._run.attempts import Attempts
 from phalanx._run.config import GONE, RunConfig, RunError, is_here_gone
 from phalanx._run.ends import RunEnd, conclude_run
 from phalanx._run.plan import RunPlan, in_our_words, reserve_port
 from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
+from phalanx._run.runner import NoAttemptError, Runner
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, meant, put
 from phalanx.cli._declare import as_job_file, click_options, job_of, sections, set_job, typed
 from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
@@ -204,8 +204,9 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
         _say_stop(attempts, team, death, seconds)
         attempts.ask_stop(death, seconds)
 
-    attempts = Attempts(team, team.policy, events=team.record.stream)
-    return _see_through(plan, team, attempts, stop, conclude_run)
+    attempts = Attempts(team.policy)
+    runner = Runner(team, attempts, events=team.events)
+    return _see_through(plan, team, runner, lambda: attempts.ending, stop, conclude_run)
 
 
 def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
@@ -213,12 +214,13 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
     from phalanx._run.job_node import JobNode, conclude_node
 
     node = JobNode(plan, machines, services, until_end, asked)
-    return _see_through(plan, node.team, node.run, node.stop, conclude_node, node.end_store)
+    runner = Runner(node.team, node.run)
+    return _see_through(plan, node.team, runner, lambda: node.run.finish, node.stop, conclude_node, node.end_store)
 
 
 def _see_through(
-    plan: RunPlan, team: Any, run: Any, stop: Callable[[signal.Signals], None], conclude: Callable[..., RunEnd],
-    at_end: Callable[[], object] = lambda: None,
+    plan: RunPlan, team: RunTeam, runner: Runner, ending: Callable[[], Any], stop: Callable[[signal.Signals], None],
+    conclude: Callable[..., RunEnd], at_end: Callable[[], object] = lambda: None,
 ) -> int:  # fmt: skip
     """Carry a run out, from its record's beginning to its end, and print how it has ended. Returns the exit code.
 
@@ -227,9 +229,10 @@ def _see_through(
     Args:
         plan: What is done.
         team: The workers.
-        run: Carries all attempts out: an `Attempts`, or a `JobRun`.
+        runner: Carries all attempts out.
+        ending: Returns how they have ended.
         stop: Called with the first signal; then with SIGKILL.
-        conclude: Returns how the run has ended, of what ``run`` returns and the signal that stopped it, or None.
+        conclude: Returns how the run has ended, of what ``ending`` returns and the signal that stopped it, or None.
         at_end: Called when no worker is left, whatever has happened.
     """
     is_job = plan.meeting.machines is not None
@@ -237,9 +240,9 @@ def _see_through(
 
     def carry() -> tuple[Any, signal.Signals | None]:
         try:
-            with run:
-                first = run.carry_to_end(stop, team)
-                return run.run(), None if first is None else first.sigval
+            with runner:
+                first = runner.carry_to_end(stop, team)
+                return ending(), None if first is None else first.sigval
         except (PreloadError, NoAttemptError, KeeperLostError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
@@ -250,9 +253,9 @@ def _see_through(
             team.record_end("failed", 2 if is_usage else 1, text)
             raise (ValueError if is_usage else RunError)(text) from None
 
-    def report(ending: Any, stopped: signal.Signals | None) -> int:
+    def report(ended: Any, stopped: signal.Signals | None) -> int:
         nonlocal failed
-        end = conclude(ending, stopped, team, plan.specs)
+        end = conclude(ended, stopped, team, plan.specs)
         team.record_end(end.state, end.code, end.cause, end.report)
         for part in end.printed:
             if isinstance(part, str):

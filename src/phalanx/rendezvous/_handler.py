@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from phalanx._agent import master_port as master_ports
-from phalanx._agent.master_port import ReservedPort
 from phalanx._base.frozen import Value
+from phalanx._run import master_port as master_ports
+from phalanx._run.master_port import ReservedPort
 
 
 class RendezvousError(Exception):

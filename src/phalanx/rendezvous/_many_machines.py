@@ -1,11 +1,11 @@
-"""The rendezvous of a job on many machines: `_rendezvous.node_thread`, with the names of torch."""
+"""The rendezvous of a job on many machines: `_run.node_thread`, with the names of torch."""
 
 from __future__ import annotations
 
 import threading
 
-from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.text import seconds
+from phalanx._group.restart_policy import RestartPolicy
 from phalanx._rendezvous import settings
 from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._outcomes.result import RunProcsResult
-    from phalanx._rendezvous.node_thread import NodeThread, Owner, Part
+    from phalanx._run.node_thread import NodeThread, Part
+    from phalanx._run.node_workers import NodeWorkers
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -80,7 +81,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         insecure: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        from phalanx._rendezvous.node_thread import NodeThread  # which loads what agents of one machine do without
+        from phalanx._run.node_thread import NodeThread  # which loads what agents of one machine do without
 
         machines = machines_of(params, insecure=insecure)
         _check(nproc, role)
@@ -304,7 +305,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         policy: RestartPolicy | None = None,
         grace: float | None = None,
         barrier: float | None = None,
-        owner: Owner | None = None,
+        owner: NodeWorkers | None = None,
     ) -> None:
         """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
 

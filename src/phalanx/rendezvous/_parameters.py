@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx._agent.endpoint import FALSE, TRUE, split_endpoint
 from phalanx._base.frozen import Value
 from phalanx._base.host_names import is_no_machine
 from phalanx._rendezvous import rdzv_conf, settings
+from phalanx._rendezvous.endpoint import FALSE, TRUE, split_endpoint
 from phalanx._rendezvous.settings import C10D, DEFAULT_PORTS, ETCD, ETCD_PORT, STATIC, Machines
 
 

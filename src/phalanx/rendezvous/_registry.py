@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx._agent.endpoint import split_endpoint
+from phalanx._rendezvous.endpoint import split_endpoint
 from phalanx._rendezvous.settings import STATIC
 from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous

@@ -1,1 +1,0 @@
-"""Restarts of a group: its attempts, the policy, and what they need."""
