@@ -164,6 +164,7 @@ def test_the_engine_is_loaded_for_a_pattern_only() -> None:
         (r"\pL", r"bad escape \\p"),
         (r"\x{20ac}", r"incomplete escape \\x"),
         ("a\udcff", "it is no UTF-8"),
+        *((pattern, "a pattern that can take for ever") for pattern in ("(x+x+)+y", "(?:a|b*)*c", "(?=(a+)+)")),
     ],
 )
 def test_what_pythons_engine_does_not_have_is_said(pattern: str, words: str) -> None:

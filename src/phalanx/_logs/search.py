@@ -14,6 +14,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from re import _parser as parser  # type: ignore[attr-defined]  # the only reader of its patterns
+from typing import Any
 
 Spans = list[tuple[int, int]]
 """The beginnings and ends of runs of whole lines, in order."""
@@ -40,6 +42,9 @@ _WANTING = {  # the beginning of what RE2 says, without "invalid", to what a per
         for n in range(1, 10)
     },
 }
+
+
+_BY_PYTHON = "; without RE2 (the extra re2), Python's re searches"
 
 
 class Finder:
@@ -114,13 +119,35 @@ def _compiled_by_python(name: str, pattern: str, flags: int) -> re.Pattern[str]:
     try:
         pattern.encode()
         with warnings.catch_warnings(action="error"):  # of what means something else to RE2: [[:alpha:]]
-            return re.compile(pattern, flags)
+            compiled = re.compile(pattern, flags)
+        if not _repeats_a_repetition(parser.parse(pattern, flags)):
+            return compiled
+        problem = f"a pattern that can take for ever, for a repetition in a repetition{_BY_PYTHON}"
     except UnicodeEncodeError:
         problem = "it is no UTF-8"
     except (re.error, Warning, ValueError, OverflowError, RecursionError) as error:
-        problem = f"{error}; without RE2 (the extra re2), Python's re searches"
+        problem = f"{error}{_BY_PYTHON}"
     msg = f"{name}: {pattern!r} is not a regular expression: {problem}"
     raise ValueError(msg)
+
+
+def _repeats_a_repetition(parsed: Any, *, inside: bool = False) -> bool:
+    """Whether there is an unbounded repetition in another: `re` may try each way to share a line among the two.
+
+    It holds the GIL meanwhile: no signal would be handled.
+    """
+    for operation, argument in parsed:
+        repeats = operation in parser._REPEATCODES and argument[1] == parser.MAXREPEAT  # noqa: SLF001 - as MAXREPEAT
+        if repeats and inside:
+            return True
+        below = argument if isinstance(argument, tuple | list) else [argument]
+        parts = [part for each in below for part in (each if isinstance(each, list) else [each])]
+        if any(
+            _repeats_a_repetition(part, inside=inside or repeats)
+            for part in parts if isinstance(part, parser.SubPattern)
+        ):  # fmt: skip
+            return True
+    return False
 
 
 def _line_by_line(search: Callable[[bytes], object], text: bytes) -> Spans:
