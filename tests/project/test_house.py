@@ -59,7 +59,7 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 479,
+    "private modules imported": 475,
     "private attributes": 555,
     "private names patched": 228,
     "long names": 400,
