@@ -346,7 +346,7 @@ def test_a_job_of_another_version_is_not_misread(state: bytes) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_generation_that_is_ended_before_it_starts_here_is_missed(together: bool) -> None:
+def test_a_generation_that_ends_before_its_start_is_missed(together: bool) -> None:
     story = Story().enter()
     revision = story.revision
     stop = Stop(0, "signal", "b", "host-b", "SIGINT", signal=2)
@@ -398,7 +398,7 @@ def succeed(story: Story) -> list[life.Effect]:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_who_hosts_the_store_leaves_as_the_last_one_if_that_is_soon(is_late: bool) -> None:
+def test_the_host_of_the_store_leaves_last_if_that_is_soon(is_late: bool) -> None:
     story = Story(hosts=True, barrier=1.0).run()
     story.gone("succeeded")
     story.answer()

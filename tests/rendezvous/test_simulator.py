@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[list[tuple[object, str, Callable[[Any], Any]]], str]] 
         ], "has not left: WAITING"
     ),
     "it leaves before its evidence is kept": (
-        [(store_view.Kept, "due", lambda real: lambda *args, leads: real(*args, leads=True) if leads else ())],
+        [(store_view.OwnEntry, "to_keep", lambda real: lambda *args, leads: real(*args, leads=True) if leads else ())],
         "was to be"
     ),
     "it keeps what an earlier job has kept": (

@@ -189,13 +189,13 @@ def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str, monkeypatch: py
         while "it has lost what it held: it was at revision 4, and is before that" not in one.next(Away).why:
             pass
         told, looks = len(one.all), queue.SimpleQueue[int]()
-        check = one.store._history.check
+        check = one.store._keys.check
 
         async def look(session: Any, revision: int = 0) -> None:
             looks.put(revision)
             await check(session, revision)
 
-        monkeypatch.setattr(one.store._history, "check", look)
+        monkeypatch.setattr(one.store._keys, "check", look)
         assert looks.get(timeout=SOON) == 1
         call(own, "kv/put", key="eA==", value="")
         while looks.get(timeout=SOON) != 2:

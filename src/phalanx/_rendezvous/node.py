@@ -19,7 +19,7 @@ from phalanx._rendezvous.membership import Leader
 from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
 from phalanx._rendezvous.settings import Rules
 from phalanx._rendezvous.stack_report import StackRequests
-from phalanx._rendezvous.store_view import Kept, Liveness, OwnEntry, Stops, StoreView, Writes
+from phalanx._rendezvous.store_view import Liveness, OwnEntry, StoreView, Writes
 from phalanx._store import store
 from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
 
@@ -73,8 +73,6 @@ class Participant:
         self._view = StoreView()
         self._writes = Writes()
         self._entry = OwnEntry(me)
-        self._stops = Stops()  # why generations are to end: to be written
-        self._kept = Kept()
         self._liveness = Liveness(rules.return_timeout)
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
         self._waiting = 0, 0.0  # which `Missing` was read last, and until when it lasts
@@ -149,7 +147,7 @@ class Participant:
     def _note_done(self, event: store.Done) -> None:
         what = self._writes.end(event, self._now)
         if what == "keep" and event.made is not None:  # False: the job has gone
-            self._kept.written()
+            self._entry.kept()
         elif what == "enter" and event.made:
             self._entry.written(event.revision)
         elif what == "decide" and event.made and self._leader is not None:
@@ -166,7 +164,7 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._stops.own = self._stops.own or stop
+        self._entry.stop = self._entry.stop or stop
         self._see("FAILED")
         return self._settle(now)
 
@@ -177,7 +175,7 @@ class Participant:
         self._entry.node = replace(me, state="left" if self._leaves else "ready", generation=self.generation)
         self._entry.evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._stops.own = self._stops.own or self._stop("failure", "its workers are gone")
+            self._entry.stop = self._entry.stop or self._stop("failure", "its workers are gone")
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle(now)
 
@@ -201,7 +199,7 @@ class Participant:
             return self._settle(now)
         self._leaves, self._wants_leave = self._leaves or why, True
         if self.state == "RUNNING":
-            self._stops.own = self._stops.own or self._stop("left", why)
+            self._entry.stop = self._entry.stop or self._stop("left", why)
         self._by = min(self._by, now + HURRY) if at_once else self._by
         if self.state == "DONE":  # its success is to stay known
             self._barrier = min(self._barrier, now - self._since)
@@ -277,11 +275,10 @@ class Participant:
                 assert job is not None
                 self._entry.start(job.generation)
                 self._cannot_start = ""
-                self._stops.own = None
                 self._effects.append(life.Start(job, job.rank_of(self._id)))
             elif action == "STOP":
                 known = None if self._given_up is not None else self._view.known_stop(self.generation)
-                self._effects.append(life.End(self._asked or known or self._stops.own))
+                self._effects.append(life.End(self._asked or known or self._entry.stop))
             elif action == "ENTER":
                 self._entry.node = replace(self._entry.node, state="done" if self.state == "DONE" else "ready")
             elif action == "FINISH":
@@ -339,7 +336,7 @@ class Participant:
             self._entry.miss(-1)
             self._ended = -1
             self._liveness = Liveness(self._rules.return_timeout)
-            self._stops.own = None
+            self._entry.stop = None
             self._since, self._by = self._now, math.inf
         else:
             self._lost_job = True
@@ -408,16 +405,16 @@ class Participant:
         if may_lead and not self._waits_until(conceded) and not writes.is_open("lead"):  # if none does
             put = Put(records.LEADER, self._id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
-        if not writes.is_open("stop") and (stop := self._stops.due(view, self._asked)):
+        if not writes.is_open("stop") and (stop := own.write_stop(view, self._asked)):
             self._submit("stop", stop)
         if (left := self._left_to_keep()) and not writes.is_open("keep"):
-            self._submit("keep", self._kept.write(left, view))
+            self._submit("keep", own.keep(left, view))
 
     def _left_to_keep(self) -> tuple[Put, ...]:
         """Return what is to be kept of the job, and is not yet."""
         if self.state != "LEAVING" or self._lost_job:
             return ()
-        return self._kept.due(self._view, self._entry, leads=self._leader is not None)
+        return self._entry.to_keep(self._view, leads=self._leader is not None)
 
     def _submit(self, what: str, transaction: Transaction) -> None:
         if self._is_due(what):

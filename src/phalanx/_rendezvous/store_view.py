@@ -204,11 +204,12 @@ TOLD = ("lead", "stop")
 
 
 class OwnEntry:
-    """A node's entry, and what its workers have left: as the store is to have it, and as it has it.
+    """What a node writes of itself: as the store is to have it, and as it has it.
 
     Attributes:
         node: The entry as it is to be.
         evidence: What the workers of its generation have left.
+        stop: Why the generation is to end whose workers it has, or had: its first reason; None: it has none.
         entered: The entry that the store holds; None: it holds none.
         revision: That at which it was written last.
     """
@@ -216,13 +217,17 @@ class OwnEntry:
     def __init__(self, me: Node) -> None:
         self.node = self._entering = me  # the latter: the one that is being written
         self.evidence = b""
+        self.stop: Stop | None = None
         self.entered: Node | None = None
         self.revision = 0
+        self._kept: tuple[Put, ...] = ()
+        self._keeping: tuple[Put, ...] = ()  # the same, and what is being written of it
         self._has_succeeded = False  # whether the store may hold that: see `records.success_of`
 
     def start(self, generation: int) -> None:
         """Have workers of a generation run."""
         self.node, self.evidence = replace(self.node, generation=generation, state="running"), b""
+        self.stop = None
 
     def miss(self, generation: int) -> None:
         """Have none of a generation, and nothing of those before; -1: there was no generation."""
@@ -263,29 +268,18 @@ class OwnEntry:
         has_failed = self.evidence and self.node.outcome in ("failed", "not started")
         return (Entry(records.evidence_of(self.node), self.evidence, 0, 0),) if has_failed else ()
 
+    def write_stop(self, view: StoreView, asked: Stop | None) -> Transaction | None:
+        """Return the write of why a generation ends: None, if there is no reason, or another one is there.
 
-class Stops:
-    """Why generations are to end, in a node's words.
-
-    Attributes:
-        own: Why the generation is to end whose workers the node has, or had: its first reason; None: it has none.
-    """
-
-    def __init__(self) -> None:
-        self.own: Stop | None = None
-
-    def due(self, view: StoreView, asked: Stop | None) -> Transaction | None:
-        """Return what is to be written: once, and nothing where another has said so first. Raises DamagedError.
-
-        ``asked``: the end of the job that somebody here wants. It is said of the next generation where this one ends
-        for another reason, and nobody begins that then.
+        ``asked``: the end of the job that somebody here wants. It is written for the next generation where this one
+        ends for another reason, and no node begins that then. Raises DamagedError.
         """
         job, modified = view.job()
         if job is None or job.phase == "over":
             return None
-        stop, first = self.own, view.stop(job.generation)
+        stop, first = self.stop, view.stop(job.generation)
         if stop is None or stop.generation != job.generation or first is not None:
-            self.own = stop if stop is not None and stop.generation > job.generation else None
+            self.stop = stop if stop is not None and stop.generation > job.generation else None
             is_next = first is not None and first.kind != "signal"
             stop = asked and replace(asked, generation=job.generation + is_next)
         if stop is None or view.stop(stop.generation) is not None:
@@ -294,36 +288,29 @@ class Stops:
         put = Put(key, records.write(stop), JOB)
         return Transaction((Absent(key), Unchanged(records.STATE, modified)), (put,))
 
+    def to_keep(self, view: StoreView, *, leads: bool) -> tuple[Put, ...]:
+        """Return what is to be kept of a job that is over, and is not yet: the evidence, and by the leader the job.
 
-class Kept:
-    """What is kept of a job that is over: each node keeps its evidence, the leader the job.
-
-    These are writes of their own: the last decision and its copy may be more than one request can hold.
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[Put, ...] = ()
-        self._keeping: tuple[Put, ...] = ()  # the same, and what is being written of it
-
-    def due(self, view: StoreView, own: OwnEntry, *, leads: bool) -> tuple[Put, ...]:
-        """Return what is to be kept, and is not yet. Raises DamagedError."""
+        These are writes of their own: the last decision and its copy may be more than one request can hold. Raises
+        DamagedError.
+        """
         job, state = view.job()[0], view.entry(records.STATE)
         if job is None or state is None or not job.is_kept:
             return ()
         found = []
-        if own.evidence and own.node.generation == job.with_evidence:
-            found.append(Put(f"{records.KEPT}{records.evidence_of(own.node)}", own.evidence, KEPT))
+        if self.evidence and self.node.generation == job.with_evidence:
+            found.append(Put(f"{records.KEPT}{records.evidence_of(self.node)}", self.evidence, KEPT))
         if leads:
             found.append(Put(f"{records.KEPT}{records.STATE}", state.value, KEPT))
         return tuple(put for put in found if put not in self._kept)
 
-    def write(self, due: tuple[Put, ...], view: StoreView) -> Transaction:
-        """Return the writes of what is `due`."""
+    def keep(self, due: tuple[Put, ...], view: StoreView) -> Transaction:
+        """Return the writes of what is `to_keep`."""
         self._keeping = (*self._kept, *due)
         return Transaction((Unchanged(records.STATE, view.job()[1]),), due)
 
-    def written(self) -> None:
-        """The store holds what was written last; or the job has gone, and with it what was to be kept."""
+    def kept(self) -> None:
+        """The store holds what was to be kept; or the job has gone, and with it that."""
         self._kept = self._keeping
 
 

@@ -25,7 +25,7 @@ from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach
 from phalanx._store.etcd.settings import EtcdSettings
-from phalanx._store.etcd.watches import History, Keys, Watched
+from phalanx._store.etcd.watches import Keys, Watched
 from phalanx._store.store import (
     JOB,
     KEPT,
@@ -57,15 +57,13 @@ class EtcdStore(Store):
 
     def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
-        self._prefix = settings.prefix.encode()
         self._owner = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Future[None] | None = None  # of all that is done for this store
         self._session: Session | None = None
         self._watched: dict[str, Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
-        self._history = History()
-        self._keys = Keys(self._prefix, self._history)
+        self._keys = Keys(settings.prefix.encode())
         self._lease = 0
         self._own = b""  # a key that goes with the lease
         self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
@@ -181,7 +179,7 @@ class EtcdStore(Store):
     async def _settle(self, session: Session, revision: int) -> None:
         """See that it is the etcd that it was, and see to the leases."""
         if self._lease:
-            await self._history.check(session, revision)
+            await self._keys.check(session, revision)
             await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space
         await self._see_to_leases(session)
 
@@ -220,7 +218,7 @@ class EtcdStore(Store):
         if not self._lease:
             self._lease = await session.grant(self._settings.ttl)
         elif not await session.keep(self._lease):
-            await self._history.check(session)
+            await self._keys.check(session)
             self._lease = await session.grant(self._settings.ttl)
             self._deliver(LeaseLost())
 
@@ -293,22 +291,22 @@ class EtcdStore(Store):
         except BROKEN as error:
             session.end(error)
             return Done(ticket, None, 0)
-        self._history.see(answer.header.revision)
+        self._keys.see(answer.header.revision)
         if answer.succeeded:
             self._note_made(session, transaction, answer.header.revision)
         return Done(ticket, answer.succeeded, answer.header.revision)
 
     def _note_made(self, session: Session, transaction: Transaction, revision: int) -> None:
         for write in (write for write in transaction.writes if isinstance(write, Put)):
-            key = self._prefix + write.key.encode()
-            self._history.see(revision, key)
+            key = self._keys.prefix + write.key.encode()
+            self._keys.see(revision, key)
             if write.lease == OWN and not self._own:
                 self._own = key
                 self._guard(session)
 
     def _request(self, transaction: Transaction) -> Any:
         return api.transaction_message(
-            transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0}
+            transaction, self._keys.prefix, {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0}
         )
 
     async def _fetch(self, ticket: int, prefix: str) -> None:

@@ -1,6 +1,6 @@
 """Follows the keys below a prefix in an etcd: delivers all that there are, and what becomes of them.
 
-Owns the `History` by which an etcd is known again when it answers after a while.
+Owns what an etcd has said of its revisions, by which it is known again when it answers after a while.
 """
 
 from __future__ import annotations
@@ -15,51 +15,44 @@ from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError, Sessio
 from phalanx._store.store import Changed, Entry, Snapshot
 
 
-class History:
-    """What an etcd has told of its revisions.
+class Keys:
+    """The keys of a job, as an etcd has them.
 
-    Attributes:
-        newest: The newest revision that it has told.
+    Args:
+        prefix: What they begin with there.
     """
 
-    def __init__(self) -> None:
-        self.newest = 0
+    def __init__(self, prefix: bytes) -> None:
+        self.prefix = prefix
+        self._newest = 0  # the newest revision that the etcd has told
         self._written: tuple[bytes, int] | None = None  # the latest of which a key is known that it has written
 
     def see(self, revision: int, key: bytes = b"") -> None:
         """Note a revision. ``key``: what it has written; empty: that is not known."""
-        self.newest = max(self.newest, revision)
+        self._newest = max(self._newest, revision)
         if key and (self._written is None or revision > self._written[1]):
             self._written = key, revision
 
     async def check(self, session: Session, revision: int = 0) -> None:
-        """See that an etcd, at a revision, holds what it has told. Raises BrokenError: it has lost its data.
+        """Check that an etcd, at a revision, holds what it has told. Raises BrokenError: it has lost its data.
 
-        The revision alone does not tell that: in an etcd that began anew, others may have written as often meanwhile.
-        What it has compacted since then it cannot tell, and watches then tell all there is.
+        The revision alone does not show that: in an etcd that began anew, others may have written as often meanwhile.
+        An etcd cannot say what it has compacted since then: watches then tell all there is.
         """
-        if 0 < revision < self.newest:  # a watch would tell nothing until it has as many again
-            raise BrokenError(f"it has lost what it held: it was at revision {self.newest}, and is before that")
+        if 0 < revision < self._newest:  # a watch would tell nothing until it has as many again
+            raise BrokenError(f"it has lost what it held: it was at revision {self._newest}, and is before that")
         if self._written is not None and not await session.has_written(*self._written):
             key, at = self._written
             raise BrokenError(
                 f"it has lost what it held: it has not written {key.decode(errors='replace')} at revision {at}"
             )
 
-
-class Keys:
-    """The keys of a job, as an etcd has them. ``prefix``: what they begin with there; ``history``: is told of them."""
-
-    def __init__(self, prefix: bytes, history: History) -> None:
-        self.prefix = prefix
-        self.history = history
-
     async def read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
         """Return the keys below a prefix, and the revision at which they are so."""
         kvs, revision = await session.range(self.prefix + prefix.encode())
-        self.history.see(revision)
+        self.see(revision)
         for kv in kvs:
-            self.history.see(kv.mod_revision, kv.key)
+            self.see(kv.mod_revision, kv.key)
         return tuple(self.entry(kv) for kv in kvs), revision
 
     def entry(self, kv: Any) -> Entry:
@@ -118,8 +111,8 @@ class Watched:
                         deleted.append(keys.name(event.kv.key))
                     else:
                         written.append(keys.entry(event.kv))
-                        keys.history.see(revision, event.kv.key)
+                        keys.see(revision, event.kv.key)
                 self.revision = revision
-                keys.history.see(revision)
+                keys.see(revision)
                 deliver(Changed(self.prefix, revision, tuple(written), tuple(deleted)))
         raise BrokenError(WATCH_ENDED)
