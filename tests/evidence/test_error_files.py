@@ -46,7 +46,7 @@ from phalanx._evidence.error_file import (
     write_error_file,
     written_by,
 )
-from phalanx._evidence.fatal_signals import read_fatal_stacks
+from phalanx._evidence.stack_signals import read_fatal_stacks
 from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
 
@@ -1007,7 +1007,7 @@ def test_of_failures_without_a_moment_the_timestamp_tells_the_first(tmp_path: Pa
 def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     code = (
-        "import faulthandler, resource; from phalanx._evidence.fatal_signals import catch_fatal_signals\n"
+        "import faulthandler, resource; from phalanx._evidence.stack_signals import catch_fatal_signals\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "assert catch_fatal_signals()\n"
         "def crash(): faulthandler._sigsegv()\n"
@@ -1025,7 +1025,7 @@ def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
 
 def test_the_file_for_fatal_signals_is_removed_when_nothing_happened(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    code = "from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch(); catch()"
+    code = "from phalanx._evidence.stack_signals import catch_fatal_signals as catch; assert catch(); catch()"
     assert run(code, path)[0].returncode == 0
     assert os.listdir(tmp_path) == ["error.json.fatal"]
     remove_empty(str(path))
@@ -1344,7 +1344,7 @@ def test_initialize_warns_where_no_stack_can_be_shown(monkeypatch: pytest.Monkey
 def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -> None:
     body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
     code = (
-        f"from phalanx._evidence.fatal_signals import catch_fatal_signals; catch_fatal_signals()\n{SCRIPT.format(body)}"
+        f"from phalanx._evidence.stack_signals import catch_fatal_signals; catch_fatal_signals()\n{SCRIPT.format(body)}"
     )
     process, stderr = run(code, tmp_path / "error.json")
     assert process.returncode == -signal.SIGSEGV

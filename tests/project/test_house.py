@@ -59,9 +59,9 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 479,
-    "private attributes": 578,
-    "private names patched": 246,
+    "private modules imported": 478,
+    "private attributes": 577,
+    "private names patched": 245,
     "long names": 400,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""

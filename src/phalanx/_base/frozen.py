@@ -1,8 +1,8 @@
 """Frozen values: equality, hash, repr, pickle and replace over named fields.
 
 Rejected: ``dataclasses``. It imports ``inspect`` (7 ms on Python 3.12, about as long as ``subprocess``), which would
-delay the first worker of every program that imports Phalanx. A subclass lists its fields in ``__slots__``, annotates
-them, and stores them in ``__init__`` with `_store`.
+delay the first worker of every program that imports Phalanx. A subclass annotates its fields, and stores them in
+``__init__`` with `_store`; with ``__slots__``, these are its fields.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Value:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("__slots__", ())
+        own = cls.__dict__.get("__slots__", cls.__annotations__)
         cls.__match_args__ = (*cls.__match_args__, *own)  # type: ignore[misc] # mypy takes it for a constant
 
     def _store(self, **fields: Any) -> None:
