@@ -623,12 +623,12 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     passes(f"""
         import sys
         from phalanx._engine.pickling import by_value, picklers
-        assert not picklers.wants_by_value() and "cloudpickle" not in sys.modules
+        assert not picklers.registered() and "cloudpickle" not in sys.modules
         sys.path.insert(0, {str(tmp_path)!r})
         import mine, cloudpickle
-        assert not picklers.wants_by_value()
+        assert not picklers.registered()
         cloudpickle.register_pickle_by_value(mine)
-        assert picklers.wants_by_value()
+        assert picklers.registered()
         assert there(mine.f, 3) == 6
         f = mine.f
         def check(a, mark): return a.m(), a, f(2), mark
@@ -640,7 +640,7 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
 def test_the_import_loads_no_cloudpickle() -> None:
     code = (
         "import sys, phalanx._engine.pickling.by_value, phalanx._engine.pickling.picklers as m; "
-        "print(m.wants_by_value(), {'cloudpickle', 'typing'} & {*sys.modules})"
+        "print(bool(m.registered()), {'cloudpickle', 'typing'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False set()\n"

@@ -246,29 +246,6 @@ def test_lines() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
-    look = MemoryReader._read_one
-
-    def slow(self: MemoryReader, pid: int, what: int) -> bytes:
-        began = time.monotonic()
-        while not sleeps and time.monotonic() < began + 0.4:
-            pass
-        while sleeps:
-            signal.pause()
-        return look(self, pid, what)
-
-    monkeypatch.setattr(MemoryReader, "_read_one", slow)
-    reader = MemoryReader(b"NONE", b"none", 0.2)
-    seen = reader.read([(os.getpid(), COMMAND)])
-    assert list(seen) == ([] if sleeps else [(os.getpid(), COMMAND)])
-    assert all(seen.values())
-    assert len(reader.forks) == sleeps
-    for fork in reader.forks:
-        os.waitpid(fork, 0)
-
-
-@pytest.mark.slow
 def test_a_look_that_has_no_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is awake all the time."""
 

@@ -990,7 +990,7 @@ def test_a_fatal_signal_leaves_the_stack(tmp_path: Path, caught: bool) -> None:
     path = tmp_path / "error.json"
     code = SCRIPT.format("import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()")
     if caught:
-        code = f"from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch()\n{code}"
+        code = f"from phalanx._evidence.stack_signals import catch_fatal_signals as catch; assert catch()\n{code}"
     process, stderr = run(code, path)
     assert process.returncode == -signal.SIGSEGV
     if not caught:
@@ -1007,7 +1007,7 @@ def test_a_fatal_signal_leaves_the_stack(tmp_path: Path, caught: bool) -> None:
 
 def test_an_unused_file_for_fatal_signals_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    code = "from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch(); catch()"
+    code = "from phalanx._evidence.stack_signals import catch_fatal_signals as catch; assert catch(); catch()"
     assert run(code, path)[0].returncode == 0
     assert os.listdir(tmp_path) == ["error.json.fatal"]
     remove_empty(str(path))

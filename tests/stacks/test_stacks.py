@@ -30,6 +30,7 @@ from tests.support.helpers import TIMEOUT, descendants
 from tests.support.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.support.disks import Disk
@@ -108,6 +109,10 @@ class Worker:
         assert self.process.poll() is None
 
 
+def sum_up(texts: Mapping[int, str], hung: int | None = None) -> str:
+    return dump.sum_up_locations({rank: dump.location(text) for rank, text in texts.items()}, hung)
+
+
 def shown(text: str) -> list[list[str]]:
     """The functions of each thread that are the test's own, the innermost first."""
     return [[frame.function for frame in thread.frames if frame.path == "<string>"] for thread in dump.parse(text)]
@@ -156,7 +161,7 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
     with Worker(tmp_path, ready, code, runs=True) as worker:
         text = worker.ask()
         assert shown(text)[-1][-2:] == ["work", "<module>"]
-        assert dump.sum_up({0: text}).startswith("rank 0 is in ")
+        assert sum_up({0: text}).startswith("rank 0 is in ")
         assert text.endswith(" in <module>\n")
         assert "#" not in text
         assert worker.process.poll() is None
@@ -229,7 +234,7 @@ def test_many_at_once(tmp_path: Path, ready: Ready, doomed: bool) -> None:
         assert collection.finish() is texts
         assert collection.wait()
         assert any(worker.sent for worker in workers) == doomed
-    assert dump.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
+    assert sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
 
 
 def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
@@ -294,7 +299,7 @@ def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Read
             text = ask()
             assert text.startswith("# it is stopped, by SIGSTOP or a debugger\nThread 0x")
             assert shown(text) == [["work", "<module>"]]
-            assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
+            assert sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
             wait_for_state(worker.process.pid, "T")  # py-spy has let go of it, and it stops again
         assert worker.sent == []
 
@@ -534,8 +539,8 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: s
     os.mkfifo(path + suffix)
     code = (
         f"import sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
-        "from phalanx._evidence import fatal_signals, recording, stack_signals\n"
-        "fatal_signals.catch_fatal_signals(), stack_signals.offer_stacks(), recording.note_exit(SystemExit(3))\n"
+        "from phalanx._evidence import recording, stack_signals\n"
+        "stack_signals.catch_fatal_signals(), stack_signals.offer_stacks(), recording.note_exit(SystemExit(3))\n"
         "recording.record(ValueError())"
     )
     argv = [sys.executable, "-S", "-c", code]
@@ -724,7 +729,7 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
         assert procfs.children(os.getpid()) == before
     assert text.startswith(f"# one thread alone, the main thread as a rule ({why}")
     assert shown(text) == [["work", "<module>"]]
-    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
+    assert sum_up({0: text}) == "rank 0 is in work (<string>:8)"
     (thread,) = dump.parse(text)
     assert thread.current
 
@@ -831,7 +836,7 @@ def test_more_threads_than_a_dump_has(
         text = worker.ask()
         assert worker.sent == ([] if spied else [ALL, ONE])
     assert len(dump.parse(text)) == (131 if spied else 101)
-    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+    assert sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
 # --- what a dump says
@@ -851,7 +856,7 @@ def test_parsing_never_fails(text: str) -> None:
     threads = dump.parse(text)
     assert all(frame.line >= 0 for thread in threads for frame in thread.frames)
     dump.top(threads)
-    assert dump.sum_up({0: text, 1: "", 7: text}, 7)
+    assert sum_up({0: text, 1: "", 7: text}, 7)
 
 
 PATHS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20)
@@ -918,26 +923,24 @@ def test_the_frames_that_start_a_worker_are_left_out(starter: str) -> None:
 
 def test_summing_up() -> None:
     texts = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), REDUCE) | {3: READ}
-    assert dump.sum_up(texts, 3) == (
-        "7 of 8 ranks wait in all_reduce (train.py:41); rank 3 is in read_batch (data.py:17)"
-    )
-    assert dump.sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
-    assert dump.sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
-    assert dump.sum_up(texts | dict.fromkeys((1, 2), READ)) == (
+    assert sum_up(texts, 3) == ("7 of 8 ranks wait in all_reduce (train.py:41); rank 3 is in read_batch (data.py:17)")
+    assert sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
+    assert sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
+    assert sum_up(texts | dict.fromkeys((1, 2), READ)) == (
         "5 of 8 ranks are in all_reduce (train.py:41); ranks 1-3 are in read_batch (data.py:17)"
     )
     texts[5] = "# no Python stack: it has exited\n"
     texts[6] = texts[7] = "# no Python stack: it offers none\nName: sleep\n"
-    assert dump.sum_up(texts, 3) == (
+    assert sum_up(texts, 3) == (
         "4 of 8 ranks wait in all_reduce (train.py:41); ranks 6-7 show no Python stack (it offers none); "
         "rank 5 has ended; rank 3 is in read_batch (data.py:17)"
     )
-    assert dump.sum_up({}) == ""
+    assert sum_up({}) == ""
 
 
 def test_summing_up_many_places_names_the_hung_rank() -> None:
     texts = {rank: at(("/u/train.py", rank + 1, "<module>")) for rank in range(20)}
-    assert dump.sum_up(texts, 19) == (
+    assert sum_up(texts, 19) == (
         "rank 0 is in train.py:1; rank 1 is in train.py:2; rank 2 is in train.py:3; rank 3 is in train.py:4; "
         "rank 19 is in train.py:20; ranks 4-18 are elsewhere"
     )

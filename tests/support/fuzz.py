@@ -182,7 +182,7 @@ class Fuzz:
         text = data.decode("utf-8", "backslashreplace")
         threads = dump.parse(text)
         assert len(threads) <= len(data)
-        dump.sum_up({0: text, 1: ""}).encode()
+        dump.sum_up_locations({0: dump.location(text), 1: ""}).encode()
 
     def _report_socket(self, data: bytes) -> None:
         """Packets, apart by `_APART`; each one's first byte says which descriptors come with it."""

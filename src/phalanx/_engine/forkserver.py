@@ -14,7 +14,7 @@ import threading
 from phalanx._base import channels, clock, interpreter, linux, procfs, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._base.process import reap_later
-from phalanx._engine import protocol
+from phalanx._engine import protocol, start_errors
 from phalanx._engine.protocol import FORK_WAIT
 
 TYPE_CHECKING = False
@@ -101,7 +101,8 @@ class ForkServer:
             self._popen = interpreter.start_helper(command, fd, {**os.environ, **self._env})
             self._channel = channels.Channel(ours)
             # A process that an import has started may hold the socket, and keep EOF from coming.
-            self._pidfd = _pidfd(self._popen.pid)
+            with contextlib.suppress(ProcessLookupError):  # it has exited: EOF on the socket shows it
+                self._pidfd = linux.pidfd_open(self._popen.pid)
             arguments = [str(argument) for argument in getattr(sys, "argv", [])]
             self._channel.send(protocol.preload(self._path, list(self.preload), self._main, arguments))
         except BaseException:
@@ -239,19 +240,10 @@ class ForkServer:
 
     def _gone(self) -> NoReturn:
         code = self._end(_KILLED)
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        if code is None:
-            how = "was killed, and does not end"
+        how = "was killed, and does not end" if code is None else start_errors.how_ended(code)
         if self._ready:
             msg = f"preload: the process that has imported {', '.join(self.preload) or 'nothing'} {how}"
             raise PreloadError(msg) from None
         what = repr(self._importing or ", ".join(self.preload))  # the latter: it ended before its first message
         msg = f"preload: {what} could not be imported: the process that does so {how}"
         raise PreloadError(msg, self._importing) from None
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return linux.pidfd_open(pid)
-    except ProcessLookupError:  # it has exited: EOF on the socket shows it
-        return -1

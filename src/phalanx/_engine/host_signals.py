@@ -31,7 +31,6 @@ _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _pending: list[int] = []  # the signal whose exception was raised, and has not left a wait of ours
 _raised = [-_APART]  # when a signal has raised last
-_hooked = False
 _chosen: tuple[signal.Signals, ...] | None = None  # by a caller; None: see the environment
 
 
@@ -95,7 +94,6 @@ def acquire(owner: object) -> None:
     if not _open:
         _raised[:] = [-_APART]
         restore()  # those of a group that another thread closed
-        _hook()
         for number in wanted:
             _replace(number)
     _open.add(owner)
@@ -111,22 +109,12 @@ def _replace(number: int) -> None:
         return
     _replaced[number] = before, None
     signal.signal(number, _raise)
-    known = before == signal.SIG_DFL if handler == signal.SIG_DFL else callable(before) and handler == _trampoline()
+    # The address that the kernel jumps to for every Python handler: that of a signal that has been replaced.
+    pythons = next((linux.handler_of(linux.sigaction(each)) for each in _replaced), 0)
+    known = before == signal.SIG_DFL if handler == signal.SIG_DFL else callable(before) and handler == pythons
     if not known:
         _replaced[number] = before, action
     _known[number] = _replaced[number]
-
-
-def _trampoline() -> int:
-    """The address that the kernel jumps to for every Python handler: that of a signal that has been replaced."""
-    return next((linux.handler_of(linux.sigaction(number)) for number in _replaced), 0)
-
-
-def _hook() -> None:
-    global _hooked  # noqa: PLW0603 - hooks are the process's
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
@@ -250,3 +238,6 @@ def _raise(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(number)
         if callable(current) and current is not _raise:  # it has called ours, as the one before it
             signal.signal(number, current)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -226,7 +226,9 @@ class Mirror:
 
     def leaving(self, rank: int) -> None:
         """Keep that a worker has failed: its failure has left its main function. It may not have exited."""
-        self.workers[rank].leaving = True
+        worker = self.workers[rank]
+        worker.leaving, said = True, self._said.get(worker.pid)
+        worker.sent_evidence = None if said is None else said.sent_evidence
 
     def not_exited(self, *, well: bool) -> dict[int, int]:
         """The pids, by rank, of workers that have left their main function, ``well`` or not, and have not exited."""
@@ -321,8 +323,6 @@ class Leftover(Value):
     'pid 4711 (python upload.py) of rank 2, 12.3s old: SIGTERM'
     """
 
-    __slots__ = ("pid", "command", "local_rank", "age", "signal_sent", "exitcode")  # noqa: RUF023 - as the arguments
-
     pid: int
     command: str
     local_rank: int | None
@@ -374,13 +374,10 @@ def line_of_waiting(waiting: list[Leftover], count: int, seconds: float) -> str:
 def _who(one: Leftover) -> str:
     rank = "a worker" if one.local_rank is None else f"rank {one.local_rank}"
     command = one.command if len(one.command) <= _COMMAND else f"{one.command[: _COMMAND - 1]}…"
-    return f"pid {one.pid} ({_printable(command)}) of {rank}, {format_duration(one.age)} old"
+    command = "".join(char if char.isprintable() else "?" for char in command)
+    return f"pid {one.pid} ({command}) of {rank}, {format_duration(one.age)} old"
 
 
 def _whose(those: Iterable[Leftover]) -> str:
     ranks = {one.local_rank for one in those if one.local_rank is not None}
     return f" of {name_ranks(ranks)}" if ranks else ""
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -29,10 +29,14 @@ class KeeperLostError(RuntimeError):
         return text if first is None else f"{text}; before that, rank {first.local_rank} had failed: {first.message}"
 
 
+def how_ended(returncode: int) -> str:
+    """How a process has ended, in words."""
+    return f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
+
+
 def of_helper(who: str, returncode: int) -> str:
     """Which helper process has died, and how, in words."""
-    how = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
-    return f"the group's {who} process {how}"
+    return f"the group's {who} process {how_ended(returncode)}"
 
 
 def of_the_rest(found: tuple[list[int], list[int]] | None) -> str:

@@ -313,15 +313,11 @@ class Supervisor:
                 self.done.open()
 
     def _on_running(self) -> None:
-        self._chored.submit(self._do_chores)  # on a thread of its own: they may take a disk
-        self._loop.after(_SOON, self._load_late)
+        self._submit(self._do_chores)  # on a thread of its own: they may take a disk
+        self._loop.after(_SOON, partial(self._submit, load_for_end))
         report = self.hang_report
         if report is not None and report.hang_timeout is not None:
-            self._loop.after(report.hang_timeout, self._report_unwatched)
-
-    def _report_unwatched(self) -> None:
-        if self.hang_report is not None:
-            self._chored.submit(self.hang_report.show_unwatched)
+            self._loop.after(report.hang_timeout, partial(self._submit, report.show_unwatched))
 
     def _report_failure(self, *, is_over: bool = False) -> None:
         """Call what was given as ``failed``, unless it has been called, or all is well."""
@@ -335,8 +331,8 @@ class Supervisor:
             self.has_reported = True
             self.lines.call_after_lines(failed, SOON if is_over else 0.0)
 
-    def _load_late(self) -> None:
-        self._chored.submit(load_for_end)
+    def _submit(self, chore: Callable[[], None]) -> None:
+        self._chored.submit(chore)
 
     def _do_chores(self) -> None:
         for chore in self._chores:

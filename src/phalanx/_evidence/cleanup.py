@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from phalanx._base import files
-from phalanx._evidence.fatal_signals import fatal_path, read_fatal_file
 from phalanx._evidence.recording import exit_path
-from phalanx._evidence.stack_signals import all_stack_files, holds_no_stack
+from phalanx._evidence.stack_signals import fatal_path, holds_no_stack, is_stacks_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def remove_old(paths: Iterable[str]) -> None:
     nor is a link of ours to such a one (/dev/stderr). Raises OSError.
     """
     for path in paths:
-        for name in (path, exit_path(path), fatal_path(path), *all_stack_files(path)) if path else ():
+        for name in _existing(path) if path else ():
             try:
                 if _is_old(name):
                     os.unlink(name)
@@ -32,26 +31,35 @@ def remove_old(paths: Iterable[str]) -> None:
 def remove_empty(path: str) -> None:
     """Remove what an ended process left beside its error file and is of no more use. Never raises.
 
-    That is `exit_path`, which has been read; `fatal_path`, unless it has stacks, or the only copy of an exception; and
-    each `stacks_path` without stacks.
+    That is `exit_path`, which has been read; `fatal_path`, unless it has stacks; and each `stacks_path` without stacks.
     """
     try:
-        os.unlink(exit_path(path))
-    except (OSError, ValueError):
-        pass
-    try:
-        author, _moment, _message, _stack, rest = read_fatal_file(path)
-        copied = author and not rest and os.path.exists(path)  # the launcher has written the exception there
-        if copied or os.stat(fatal_path(path)).st_size == 0:
-            os.unlink(fatal_path(path))
-    except (OSError, ValueError):
-        pass
-    for name in all_stack_files(path):
+        names = _existing(path)
+    except ValueError:  # a null character
+        return
+    for name in names:
         try:
-            if holds_no_stack(name):
+            if name == fatal_path(path):
+                is_empty = os.stat(name).st_size == 0
+            else:
+                is_empty = name == exit_path(path) or (name != path and holds_no_stack(name))
+            if is_empty:
                 os.unlink(name)
-        except (OSError, ValueError):
-            pass
+        except OSError:
+            continue
+
+
+def _existing(path: str) -> list[str]:
+    """Return an error file and the files beside it, as far as they exist: one look at their folder for all of them."""
+    fixed = path, exit_path(path), fatal_path(path)
+    folder, name = os.path.split(path)
+    try:
+        found = [os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if each.startswith(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:  # it must not be read
+        return [*fixed]
+    return [each for each in found if each in fixed or is_stacks_path(each, path)]
 
 
 def _is_old(path: str) -> bool:

@@ -32,11 +32,9 @@ from phalanx._evidence.error_file import (
     write_json,
     written_by,
 )
-from phalanx._evidence.fatal_signals import write_fallback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
 # ruff: noqa: BLE001 - an exception's own methods can raise anything, and what they raise must not replace what happened.
@@ -54,7 +52,7 @@ _refused = {}  # type: dict[str, int]  # by error file; a comment, because a wor
 def record(
     exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False, how: str = ""
 ) -> bool:
-    """Write an exception to the error file of this process, or to its fallback. Never raises.
+    """Write an exception to the error file of this process. Never raises.
 
     The last exception replaces an earlier one, which may have been handled; the file keeps the earlier one under
     ``before``. An exception that is recorded twice keeps its first moment and text. An exception with a cause or a
@@ -76,8 +74,7 @@ def record(
         how: What a new record's message begins with, before the exception's own.
 
     Returns:
-        Whether `path` now holds evidence of this process, or a copy that `mark_as_recorded` knows; or the fallback does
-        (`write_fallback`), because `path` cannot be written any more.
+        Whether `path` now holds evidence of this process, or a copy that `mark_as_recorded` knows.
     """
     try:
         moment = time.monotonic_ns()  # before anything that takes time
@@ -107,11 +104,11 @@ def record(
             check_root()
             write_record(
                 path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher,
-                lost=any_is_lost_connection(chain), how=how,
+                lost=any(map(_is_lost_connection, chain)), how=how,
             )  # fmt: skip
         except (OSError, ImportError) as error:  # ImportError of `json`: this process's user may not read the library
             _refused[path] = getattr(error, "errno", None) or 0
-            return left and write_fallback(path, how + message, text, began)
+            return False
         _mark(exc, path, began)
     except BaseException:  # one of ours must not replace the exception that is being recorded
         return False
@@ -156,7 +153,7 @@ def write_record(
         stamp["lost_connection"] = True
     if data is not None and author != pid and message_of(data) is not None:
         same = _tells_of(data, message)
-        if of_launcher or (author is None and (same or _is_fresh(path))):
+        if of_launcher or (author is None and (same or time.time_ns() - os.stat(path).st_mtime_ns <= SOON_NS)):
             if author is not None:
                 stamp["origin_pid"] = author
             _add_to(path, data, "" if same else message, stack, stamp)
@@ -332,11 +329,6 @@ def _tells_of(data: dict[str, Any], message: str) -> bool:
     return message + "\n" in text
 
 
-def _is_fresh(path: str) -> bool:
-    """Whether a file was written in the last `SOON_NS` nanoseconds. Raises OSError."""
-    return time.time_ns() - os.stat(path).st_mtime_ns <= SOON_NS
-
-
 def _in_brief(data: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the short form of evidence of this process for ``before``, with the whole of the user's file in it."""
     if data is None:
@@ -383,11 +375,6 @@ _MESSAGES = (
     r"EOF occurred in violation|payload is not completed|\beof \(this error originated at tensorpipe|ncclRemoteError"
 )
 """Messages of such exceptions: Python's, OpenSSL's, gloo's, tensorpipe's, NCCL's, of clients of all kinds."""
-
-
-def any_is_lost_connection(chain: Iterable[BaseException]) -> bool:
-    """Whether any of these exceptions is a lost connection, by its class, its errno or its text. Never raises."""
-    return any(map(_is_lost_connection, chain))
 
 
 def reads_as_lost_connection(message: str) -> bool:

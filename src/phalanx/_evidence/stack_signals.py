@@ -1,15 +1,22 @@
-"""The file ``error.json.stacks``: Python stacks, which a live process writes whenever it gets one of two signals.
+"""The files ``error.json.stacks`` and ``.fatal``: Python stacks, which a process writes when it gets a signal.
 
-A process *offers* its stacks when it has handlers for these signals and a header in the file that names them. A worker
-loads this module before its script starts, in whatever Python the script runs (3.8 or later).
+At a fatal signal, the interpreter writes all stacks to the latter. A live process writes stacks to the former whenever
+it gets one of two signals: it *offers* its stacks when it has handlers for these signals and a header in the file that
+names them. A worker loads this module before its script starts, in whatever Python the script runs (3.8 or later).
 """
 
 from __future__ import annotations
 
 import os
 
-from phalanx._evidence.error_file import ERROR_FILE_ENV, open_to_append, read_bytes
-from phalanx._evidence.fatal_signals import FATAL_SIGNALS
+from phalanx._evidence.describe import TEXT_LIMIT, decode_dump, without_own_frames
+from phalanx._evidence.error_file import ERROR_FILE_ENV, file_at, open_to_append, read_bytes
+
+FATAL_SIGNALS = (4, 6, 7, 8, 11)
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, at which the interpreter's fault handler writes stacks.
+
+They are numbers of Linux, the same on all machines that Phalanx is tested on, because `signal` takes long to import.
+"""
 
 STACK_SIGNAL_ENV = "PHALANX_STACK_SIGNAL"
 """The environment variable that names the signal on which a worker shows its stacks."""
@@ -19,6 +26,47 @@ _NOT_TO_BE_CAUGHT = (9, 19, *FATAL_SIGNALS)  # SIGKILL, SIGSTOP, and those of `c
 _STACKS_HEAD = b"# stacks on signals "
 _STACKS_HEADER = _STACKS_HEAD + b"%d and %d, descriptor %d, process %d\n"
 _SIGNALS = 64  # the highest number of a signal
+
+
+def fatal_path(path: str) -> str:
+    """Return the path of the file that takes the Python stacks at a fatal signal.
+
+    >>> fatal_path("/logs/0/error.json")
+    '/logs/0/error.json.fatal'
+    """
+    return path + ".fatal"
+
+
+def catch_fatal_signals(path: str | None = None) -> bool:
+    """Have the interpreter write the stacks of all threads to `fatal_path` at a fatal signal. Never raises.
+
+    The handler can only write to an open descriptor, so the file is opened now and stays open as long as the process
+    lives. It stays empty unless the process gets such a signal; the launcher removes an empty one (`remove_empty`).
+    Returns whether this was done: not if the user has enabled faulthandler already.
+    """
+    try:
+        import faulthandler
+
+        path = path or os.environ.get(ERROR_FILE_ENV)
+        if not path or faulthandler.is_enabled():
+            return False
+        faulthandler.enable(open_to_append(fatal_path(path)))
+    except (OSError, ValueError, RuntimeError, ImportError):
+        return False
+    return True
+
+
+def read_fatal_stacks(path: str, limit: int = TEXT_LIMIT) -> str:
+    """Return the stacks that a fatal signal left, without our own frames; ``""`` if there are none. Never raises."""
+    try:
+        return without_own_frames(decode_dump(read_bytes(fatal_path(path), limit)))
+    except (OSError, ValueError):
+        return ""
+
+
+def fatal_at(path: str) -> int | None:
+    """Return when a fatal signal came that left stacks (CLOCK_MONOTONIC, nanoseconds), or None. Never raises."""
+    return file_at(fatal_path(path))
 
 
 def stacks_path(path: str, pid: int = 0) -> str:
@@ -40,18 +88,14 @@ def offer_stacks(path: str | None = None, number: int | None = None) -> bool:
     threads run: frames that change meanwhile can end the process by SIGSEGV. So the second signal is for a process that
     is about to be killed.
 
-    The file's first line names the two signals, the descriptor and the process (``# stacks on signals 52 and 53,
-    descriptor 5, process 4242``). Each further call appends such a line, and the last one counts. Both handlers are in
-    C, take no lock and do not need the GIL. Like any handler they interrupt system calls, which Python repeats.
+    The file's first line names the two signals, the descriptor and the process. Each further call appends such a line,
+    and the last one counts. Both handlers are in C, take no lock and do not need the GIL. Like any handler they
+    interrupt system calls, which Python repeats.
 
-    Args:
-        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
-        number: The first signal; 0 ends the offer. Default: ``PHALANX_STACK_SIGNAL``; if that names no usable signal,
-            SIGRTMIN+18, unless this process has a handler for it already. The second signal is SIGRTMIN+19
-            (SIGRTMIN+18 if the first is SIGRTMIN+19), unless the process has a handler for it: then there is none.
-
-    Returns:
-        Whether this process offers its stacks now. Never raises.
+    ``number`` is the first signal; 0 ends the offer. Default: ``PHALANX_STACK_SIGNAL``; if that names no usable signal,
+    SIGRTMIN+18, unless this process has a handler for it already. The second signal is SIGRTMIN+19 (SIGRTMIN+18 if the
+    first is SIGRTMIN+19), unless the process has a handler for it: then there is none. Returns whether this process
+    offers its stacks now. Never raises.
     """
     try:
         path = path or os.environ.get(ERROR_FILE_ENV)
@@ -116,15 +160,18 @@ def error_file_of(path: str, fd: int) -> str:
 
 def all_stack_files(path: str) -> list[str]:
     """Return each `stacks_path` of an error file that exists. Never raises."""
-    plain = stacks_path(path)
-    folder, name = os.path.split(plain)
+    folder = os.path.dirname(path)
     try:
-        names = [
-            each for each in os.listdir(folder or os.curdir) if each.startswith(name) and _is_pid(each[len(name) :])
-        ]
+        names = [os.path.join(folder, each) for each in os.listdir(folder or os.curdir)]
     except (OSError, ValueError):
         return []
-    return [os.path.join(folder, each) for each in names]
+    return [each for each in names if is_stacks_path(each, path)]
+
+
+def is_stacks_path(name: str, path: str) -> bool:
+    """Whether a path is a `stacks_path` of an error file, whatever the pid."""
+    plain = stacks_path(path)
+    return name.startswith(plain) and _is_pid(name[len(plain) :])
 
 
 def holds_no_stack(path: str) -> bool:
@@ -138,7 +185,8 @@ def _offer(error_file: str, asked: int | None) -> bool:
 
     path = _home_of_stacks(error_file)
     before, fd, _author = _offered_here(path)
-    for each in before or _inherited(error_file):
+    # In a fork: the signals on which the process that it is a fork of offers stacks.
+    for each in before or [number for file in all_stack_files(error_file) for number in _offered_here(file)[0]]:
         if _signal.getsignal(each) in (None, 0):  # else the user has installed a handler since
             faulthandler.unregister(each)
     base = int(_signal.SIGRTMIN) + 18
@@ -183,11 +231,6 @@ def _home_of_stacks(path: str) -> str:
         except OSError:
             continue
     return ""
-
-
-def _inherited(error_file: str) -> list[int]:
-    """Return, in a fork, the signals on which the process that it is a fork of offers stacks."""
-    return [number for each in all_stack_files(error_file) for number in _offered_here(each)[0]]
 
 
 def _write_header(error_file: str, fd: int, number: int, second: int) -> int:

@@ -194,7 +194,14 @@ class PContext(ABC):
             self._start()
         finally:
             self._starting = False
-        self._wait_until_up()
+        supervisor = self._started()
+        try:
+            supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
+        except BaseException as error:
+            if error is supervisor.link.not_started:
+                self._tidy()
+                self._supervisor = None
+            raise
 
     def _start(self) -> None:
         options, envs = self._options, self.envs
@@ -258,16 +265,6 @@ class PContext(ABC):
                     self, release, supervisor, logs, options.logs_specs, self._own_warm, events, first
                 )
                 undo.pop_all()
-
-    def _wait_until_up(self) -> None:
-        supervisor = self._started()
-        try:
-            supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
-        except BaseException as error:
-            if error is supervisor.link.not_started:
-                self._tidy()
-                self._supervisor = None
-            raise
 
     def _warmed(self, warm: Warm | None) -> ForkServer | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""

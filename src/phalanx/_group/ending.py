@@ -230,6 +230,7 @@ def _remove(logs: LogsDest, specs: LogsSpecs, first: FirstFailure | None) -> Non
     if first is not None and first.is_temporary and first.all_succeeded:
         with contextlib.suppress(OSError):
             remove_old(logs.error_files.values())  # of exceptions that were handled
-    for path in logs.error_files.values():
-        remove_empty(path)
+    else:
+        for path in logs.error_files.values():
+            remove_empty(path)
     specs.tidy(logs)

@@ -58,8 +58,6 @@ class Places(Value):
         warning: What is to be known of it; "": nothing.
     """
 
-    __slots__ = ("bounds", "variables", "warning")
-
     bounds: dict[int, WorkerBounds | None]
     variables: dict[int, dict[str, str]]
     warning: str

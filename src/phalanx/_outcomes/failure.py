@@ -29,8 +29,8 @@ from phalanx._evidence.error_file import (
     written_at,
     written_by,
 )
-from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_path, read_fatal_stacks
 from phalanx._evidence.recording import read_exit
+from phalanx._evidence.stack_signals import FATAL_SIGNALS, fatal_path, read_fatal_stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,27 +95,6 @@ class ProcessFailure(Value):
     >>> failure.message, failure.signal_name(), failure.error_file_data
     ('Signal 9 (SIGKILL) received by PID 4242', 'SIGKILL', {'message': '<NONE>'})
     """
-
-    __slots__ = (  # noqa: RUF023 (the order is that of the arguments)
-        "local_rank",
-        "pid",
-        "exitcode",
-        "error_file",
-        "rank",
-        "host",
-        "observed_ns",
-        "detail",
-        "stderr_tail",
-        "stdout_file",
-        "stderr_file",
-        "error_file_data",
-        "message",
-        "timestamp",
-        "traceback",
-        "unreadable",
-        "evidence_ns",
-        "dated_ns",
-    )
 
     local_rank: int
     pid: int
@@ -371,10 +350,6 @@ class Outcome(Value):
     >>> Outcome(0, 4242, "stopped", -15, 15).describe()
     'stopped by us (SIGTERM)'
     """
-
-    __slots__ = (  # noqa: RUF023 (the order is that of the arguments)
-        "local_rank", "pid", "state", "exitcode", "signal_sent", "ended_ns", "early", "notice",
-    )  # fmt: skip
 
     local_rank: int
     pid: int

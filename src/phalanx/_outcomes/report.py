@@ -31,16 +31,12 @@ COMPARED = 8 << 10  # characters of a text by which failures are compared: its t
 # What makes equal failures look different: native frames, which only some have; addresses, process ids, the rank and
 # device of the process itself, and the port of the peer that closed the connection.
 _NATIVE = "native frames (py-spy):\n"
-_MASKS = tuple(  # for text in lower case; each starts with literal text, by which `re` skips what cannot match
-    map(
-        re.compile,
-        (
-            r"0x([0-9a-f]{4,})",
-            *(rf"{word}\W{{0,3}}(\d+)" for word in ("pid", "process", "rank", "cuda", "gpu", "device")),
-            r"\.\d{1,3}\.\d{1,3}\]?:(\d{4,5})\b",  # 127.0.0.1:29500, and no slice, no version
-            r"\[(?!\d+\])[\w.:%-]+\]:(\d{4,5})\b",  # [::1]:29500, [localhost]:29500, and no index, no file
-        ),
-    )
+_MASKS = re.compile(
+    r"(0x)[0-9a-f]{4,}|"
+    r"((?:pid|process|rank|cuda|gpu|device)\W{0,3})(?!0x[0-9a-f]{4})\d+|"
+    r"(\.\d{1,3}\.\d{1,3}\]?:)\d{4,5}\b|"  # 127.0.0.1:29500, and no slice, no version
+    r"(\[(?!\d+\])[\w.:%-]+\]:)\d{4,5}\b",  # [::1]:29500, [localhost]:29500, and no index, no file
+    re.IGNORECASE,
 )
 _TIMES = re.compile(r"\b\d+(?:(?:\.\d)?s|ms|[mhd]\d\d[shm]) (over|before)\b")
 
@@ -248,28 +244,7 @@ def mask(text: str) -> str:
     >>> mask("Signal 9 (SIGKILL) received by PID 4711")
     'Signal 9 (SIGKILL) received by PID …'
     """
-    small = _small(text)
-    for pattern in _MASKS:
-        masked = _without_numbers(text, small, pattern)
-        if masked is not text:
-            text, small = masked, _small(masked)
-    return text
-
-
-def _small(text: str) -> str:
-    """Return a text in lower case, or the text itself if that changes its length: positions must stay the same."""
-    small = text.lower()
-    return small if len(small) == len(text) else text
-
-
-def _without_numbers(text: str, small: str, pattern: re.Pattern[str]) -> str:
-    """Mask what a pattern's group finds in the lower-case text; return the text itself if that is nothing."""
-    parts: list[str] = []
-    end = 0
-    for found in pattern.finditer(small):
-        parts += (text[end : found.start(1)], "…")
-        end = found.end(1)
-    return "".join((*parts, text[end:])) if parts else text
+    return _MASKS.sub(lambda found: f"{found[found.lastindex or 0]}…", text)
 
 
 def _without_native(text: str) -> str:

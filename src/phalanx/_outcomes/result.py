@@ -26,8 +26,8 @@ from phalanx._evidence.error_file import (
     write_error_file,
     written_by,
 )
-from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
 from phalanx._evidence.recording import read_exit, reads_as_lost_connection, write_record
+from phalanx._evidence.stack_signals import FATAL_SIGNALS, fatal_at, read_fatal_stacks
 from phalanx._outcomes.failure import KILL_NOTICED_NS, NOT_EXITED, WHILE_LEAVING, Outcome, ProcessFailure, signal_name
 
 TYPE_CHECKING = False
@@ -68,11 +68,6 @@ class RunProcsResult(Value):
         name: The group's name; ``""`` if that is not known.
         log_dir: The folder in which the files of the group are, those of each rank in one of its own; ``""``: none.
     """
-
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes", "leftovers",
-        "name", "log_dir",
-    )  # fmt: skip
 
     return_values: dict[int, Any]
     failures: dict[int, ProcessFailure]
@@ -320,10 +315,16 @@ def is_cut_off(failure: ProcessFailure) -> bool:
 def lost_connection(worker: WorkerRecord, logs: LogsDest) -> bool:
     """Whether a worker that fails has recorded that it lost a connection: the cause may be recorded later than that."""
     path, code = logs.error_files[worker.rank], 1 if worker.exit is None else worker.exit.returncode
-    told = read_fallback(path, worker.pid)
+    told = _told(worker)
     return is_cut_off(
         ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns or None, told=told)
     )
+
+
+def _told(worker: WorkerRecord) -> tuple[str, str, int] | None:
+    """Return message, traceback and moment of evidence that the worker has sent, because no file took it; or None."""
+    sent = worker.sent_evidence
+    return None if sent is None else (sent.message, sent.stack, sent.moment)
 
 
 def _judge_success(
@@ -365,8 +366,7 @@ def _number(rank: str) -> int | None:
 def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str, *, is_value_lost: bool = False) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
-    sent = worker.sent_evidence
-    told = read_fallback(path, worker.pid) if sent is None else (sent.message, sent.stack, sent.moment)
+    told = _told(worker)
     if told is not None:
         _write_evidence_sent(path, worker.pid, *told)
     if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):

@@ -284,13 +284,12 @@ def _look(
                 with contextlib.suppress(ProcessLookupError):
                     processes[rank] = held.enter_context(Process(pid))
         there = alive()  # of the others, the pid may have been another process's when it was held
-        targets = [_target(rank, process, error_files[rank]) for rank, process in processes.items() if rank in there]
+        targets = []
+        for rank, process in processes.items():
+            if rank in there:
+                pid = working_process(process.pid)
+                targets.append(Target(rank, pid, error_files[rank], process=process if pid == process.pid else None))
         collection = held.enter_context(Collection(targets, seconds))
         collection.begin()
         collection.wait()
         return texts | collection.finish()
-
-
-def _target(rank: int, worker: Process, error_file: str) -> Target:
-    pid = working_process(worker.pid)
-    return Target(rank, pid, error_file, process=worker if pid == worker.pid else None)

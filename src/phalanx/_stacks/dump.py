@@ -35,13 +35,11 @@ _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")
 _STARTERS = tuple(os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("keeper", "worker"))
 _CALLED = "mp_child.py"  # the one file there that may be, too: it requests the resource tracker for the program
 _IMPORTED = "<module>"  # the frame of a file that is being imported, as by a program that starts a group of its own
-_SHOWN = 4  # locations that `sum_up` names one by one
+_SHOWN = 4  # locations that `sum_up_locations` names one by one
 
 
 class Frame(Value):
     """One call: the file as the interpreter has it, the line (0 where it is not known), the function's bare name."""
-
-    __slots__ = ("path", "line", "function")  # noqa: RUF023 - the order is that of the arguments
 
     path: str
     line: int
@@ -63,8 +61,6 @@ class Frame(Value):
 class Halted(Value):
     """Where a process is that is stopped or sleeps uninterruptibly: the frame, and that state, in words."""
 
-    __slots__ = ("frame", "state")
-
     frame: Frame
     state: str
 
@@ -78,8 +74,6 @@ class Halted(Value):
 class Ended(Value):
     """That a rank has ended, and how, in words."""
 
-    __slots__ = ("how",)
-
     how: str
 
     def __init__(self, how: str) -> None:
@@ -88,8 +82,6 @@ class Ended(Value):
 
 class Thread(Value):
     """One thread: its `threading.get_ident` (0: not known), whether it took the signal, its frames, innermost first."""
-
-    __slots__ = ("ident", "current", "frames")  # noqa: RUF023 - as above
 
     ident: int
     current: bool
@@ -177,26 +169,6 @@ def is_starter(frame: Frame) -> bool:
     return not called and frame.path.startswith(_STARTERS)
 
 
-def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) -> str:
-    r"""Describe in one line where the ranks of a group are: those at one location together, the most first.
-
-    Args:
-        texts: Rank → its stacks, as `Collection.finish` returns them.
-        hung: The rank that hangs: it is always named.
-        ident: The thread of that rank to look at; of the others it is the main thread. Default: the main thread.
-
-    >>> head = "Current thread 0x01 (most recent call first):"
-    >>> def at(function, line): return f'{head}\n  File "t.py", line {line} in {function}'
-    >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41), 2: at("reduce", 41), 3: at("read", 17)}, 3)
-    '3 of 4 ranks wait in reduce (t.py:41); rank 3 is in read (t.py:17)'
-    >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41)})
-    'both ranks are in reduce (t.py:41)'
-    >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it offers none"})
-    'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it offers none)'
-    """
-    return sum_up_locations({rank: location(text, ident if rank == hung else 0) for rank, text in texts.items()}, hung)
-
-
 def location(text: str, ident: int = 0) -> Location:
     r"""Find where a process is, as `top` does, by its dump; or why it has shown none, in words.
 
@@ -225,9 +197,18 @@ def sum_up_locations(
     hung: int | None = None,
     name: Callable[[Iterable[int]], str] = name_ranks,
 ) -> str:
-    """As `sum_up`, where each rank's `location` is known; or that it has `Ended`.
+    """Describe in one line where the ranks of a group are: those at one location together, the most first.
 
-    ``name`` returns what ranks are called: that of a job on many machines says the host, too.
+    ``hung`` is the rank that hangs: it is always named. ``name`` returns what ranks are called: that of a job on many
+    machines says the host, too.
+
+    >>> reduce, read = Frame("t.py", 41, "reduce"), Frame("t.py", 17, "read")
+    >>> sum_up_locations({0: reduce, 1: reduce, 2: reduce, 3: read}, 3)
+    '3 of 4 ranks wait in reduce (t.py:41); rank 3 is in read (t.py:17)'
+    >>> sum_up_locations({0: reduce, 1: reduce})
+    'both ranks are in reduce (t.py:41)'
+    >>> sum_up_locations({0: reduce, 1: "it offers none"})
+    'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it offers none)'
     """
     together: dict[Location, list[int]] = {}
     for rank in sorted(locations):

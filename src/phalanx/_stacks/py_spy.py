@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
     from collections import deque
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from typing import Any
 
     from phalanx._base.loop import Loop
@@ -163,16 +163,6 @@ def _prioritise(pid: int) -> None:
             os.sched_setaffinity(pid, cpus[-(len(cpus) // 2) :])
 
 
-def close_all(spies: Iterable[PySpy], seconds: float) -> None:
-    """Kill and close all. Those that have not ended after ``seconds`` altogether are reaped on a thread."""
-    held = [(spy, spy.process) for spy in spies if spy.process is not None]
-    for spy, _process in held:
-        spy.kill()
-    until = clock.now() + seconds
-    for spy, process in held:
-        spy.close(at_once=process.wait(max(0.0, until - clock.now())))
-
-
 def parse_json(text: str) -> str:
     """Turn the output of ``py-spy dump --json`` into a dump as `faulthandler` writes it; "" if it is none.
 
@@ -278,8 +268,13 @@ class PySpyQueue:
         self.start_more()
 
     def close(self, seconds: float) -> None:
-        """Kill and close all, and wait for at most ``seconds`` until they have ended. The loop is closed next."""
-        close_all(self.running, seconds)
+        """Kill and close all. Those that have not ended after ``seconds`` are reaped on a thread."""
+        held = [(spy, spy.process) for spy in self.running if spy.process is not None]
+        for spy, _process in held:
+            spy.kill()
+        until = clock.now() + seconds
+        for spy, process in held:
+            spy.close(at_once=process.wait(max(0.0, until - clock.now())))
         self.running.clear()
         self._waiting.clear()
         self._paused.clear()
@@ -338,7 +333,8 @@ class PySpyQueue:
     def _on_read(self, request: StackRequest, tried: int, state: str, spy: PySpy) -> None:
         text = parse_json(spy.text())
         if text:
-            request.take_reading(f"# {state}\n{text}" if state else text)
+            request.text = f"# {state}\n{text}" if state else text  # in place of any dump
+            request.alone = request.waits = False
             self._read(request)
             return
         request.unread = spy.why or "py-spy has found no stack"

@@ -66,8 +66,6 @@ class Target(Value):
         send: Sends it a signal; may raise OSError. Default: `Process.signal`.
     """
 
-    __slots__ = ("key", "pid", "error_file", "doomed", "native", "process", "send")  # noqa: RUF023 - the order is that of the arguments
-
     key: int
     pid: int
     error_file: str
@@ -113,11 +111,6 @@ class StackRequest:
         unread: Why it could not be read from outside.
     """
 
-    __slots__ = (
-        "_blocks", "_grown_at", "_offset", "_written", "alone", "native_frames", "number", "path", "process", "shared",
-        "signals", "target", "text", "unread", "waits", "why",
-    )  # fmt: skip
-
     def __init__(self, target: Target) -> None:
         self.target = target
         self.path = ""
@@ -154,7 +147,8 @@ class StackRequest:
         for pid in (self.target.pid, 0):
             path = stacks_path(self.target.error_file, pid)
             try:
-                first, second, fd, author = last_offer(_contents(path, owners=self._owners()))
+                owners = {os.geteuid(), files.ROOT, os.stat(f"/proc/{self.target.pid}").st_uid}
+                first, second, fd, author = last_offer(_contents(path, owners=owners))
             except OSError:
                 continue
             if not first:
@@ -163,15 +157,13 @@ class StackRequest:
             if foreign:
                 self.why = f"it offers them on signal {foreign[0]}, which is not its stack signal"
             elif self._has_open(path, fd):
-                self.shared = str(author) not in self._pids()
+                # Its pid in our pid namespace and in its own (NSpid of proc_pid_status(5)).
+                pids = [str(self.target.pid), *procfs.status(self.target.pid).get("NSpid", "").split()]
+                self.shared = str(author) not in pids
                 self.path, self.signals, self.why = "" if self.shared else path, (first, second), ""
                 return
             else:
                 self.why = "it offers none itself"
-
-    def _owners(self) -> set[int]:
-        """The uids whose file of stacks counts. Raises OSError: the process is gone."""
-        return {os.geteuid(), files.ROOT, os.stat(f"/proc/{self.target.pid}").st_uid}
 
     def _may_be_stack_signal(self, number: int) -> bool:
         if number in _COMMON:
@@ -181,10 +173,6 @@ class StackRequest:
         except OSError:
             return False
         return f"{STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
-
-    def _pids(self) -> list[str]:
-        """Its pid in our pid namespace and in its own (NSpid of proc_pid_status(5))."""
-        return [str(self.target.pid), *procfs.status(self.target.pid).get("NSpid", "").split()]
 
     def _has_open(self, path: str, fd: int) -> bool:
         """Whether it has the file open as descriptor ``fd``: else the dump would go to another file."""
@@ -278,10 +266,6 @@ class StackRequest:
     def is_seen(self) -> bool:
         """Whether its text is complete: of all its threads, or of the one that took the signal."""
         return self.text is not None and not self.is_cut
-
-    def take_reading(self, text: str) -> None:
-        """Take the text that was read from outside, in place of any dump."""
-        self.text, self.alone, self.waits = text, False, False
 
     def result(self) -> str:
         """Its stacks as far as they are there; or a line ``# no Python stack: `` with the reason, and `facts`."""

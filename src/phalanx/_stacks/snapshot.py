@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 
 from phalanx._base import clock, files, procfs
 
@@ -48,6 +49,7 @@ _NATIVE = 8  # processes that hang of which frames of C code are read: that take
 _BELOW = 8  # processes below each one that hangs that are looked at,
 _BELOW_ALL = 64  # and in all
 _SHOWN = 3  # of them, in words
+_NAME = re.compile(r"stacks-([0-9]+)\.txt")
 
 
 class Snapshot:
@@ -248,7 +250,7 @@ def write_stacks(folder: str, text: str) -> str:
 
     Of such files the newest `KEPT` are kept. Raises OSError.
     """
-    numbers = sorted(int(name[7:-4]) for name in os.listdir(folder) if _is_ours(name))
+    numbers = sorted(int(found[1]) for found in map(_NAME.fullmatch, os.listdir(folder)) if found)
     number = numbers[-1] + 1 if numbers else 1
     path = os.path.join(folder, f"stacks-{number}.txt")
     fd = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -260,7 +262,3 @@ def write_stacks(folder: str, text: str) -> str:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, f"stacks-{old}.txt"))
     return path
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith("stacks-") and name.endswith(".txt") and name[7:-4].isdecimal() and name.isascii()

@@ -92,11 +92,6 @@ class Children:
         """Return the open descriptors."""
         return [worker.pidfd for worker in self.workers.values() if worker.pidfd >= 0]
 
-    def mark_leaving(self, pid: int) -> None:
-        """Mark a worker that has failed and left its main function, unless it has exited."""
-        if pid in self.workers:
-            self.workers[pid].leaving = True
-
     def by_rank(self) -> dict[int, int]:
         """Return the pids of the live workers by rank."""
         return {worker.rank: pid for pid, worker in self.workers.items()}

@@ -161,7 +161,8 @@ class Keeper:
         if self._state == "STARTING":
             self.loop.call(lambda: self._on_leaving(pid))  # when all are started
         elif rank >= 0 and self._state in ("RUNNING", "SETTLING"):
-            self._children.mark_leaving(pid)
+            if pid in self._children.workers:  # else it has exited
+                self._children.workers[pid].leaving = True
             self._all_well = False
             self._send_exits()
             self._connection.send(protocol.failing(rank))

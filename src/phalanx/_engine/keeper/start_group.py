@@ -1,6 +1,6 @@
 """The start of all workers of one group, in the order of their ranks. Runs in the keeper, once.
 
-Owns the order of the steps: log files are opened ahead, then each worker is started and watched. How one process is
+Owns the order of the steps: the log files of each worker are opened, then it is started and watched. How one process is
 started is in `start_process` and `fork_process`. Imported while the launcher still prepares the order to start.
 """
 
@@ -29,7 +29,7 @@ else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 _SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
-_TOGETHER = 32  # workers whose log files are opened at a time, at most; then it is asked whether to go on
+_TOGETHER = 32  # workers that are started before it is asked again whether to go on
 _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
 
 
@@ -97,31 +97,30 @@ class Start:
     ) -> protocol.Message:
         """Start the workers, as long as ``may_go_on``. Returns (), or `protocol.start_failed`.
 
-        The log files of some are opened before the first of them starts: a disk may take long to answer, and nobody
-        supervises the workers that run meanwhile. ``null`` is a descriptor of /dev/null; ``add_rotated`` has the log
-        writer fill a file of bounded size; ``own`` returns the descriptors that a fork must not have; ``may_go_on`` is
-        called before the first worker, with False, and from time to time, with True.
+        ``null`` is a descriptor of /dev/null; ``add_rotated`` has the log writer fill a file of bounded size; ``own``
+        returns the descriptors that a fork must not have; ``may_go_on`` is called before the first worker, with False,
+        and from time to time, with True.
         """
         self._import_shared()
         self._doing = -1, "raising the limit on open files"
-        opened: list[start_process.Outputs] = []
         try:
             ignored = start_process.ignored_signals()
             needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
             self._import_fork()
             for number, spec in enumerate(self._specs):
-                if not opened:
-                    if not may_go_on(number > 0):
-                        break
-                    self._open_ahead(self._specs[number : number + _TOGETHER], null, limit, opened)
-                self._doing = spec.rank, "starting it"
-                with opened.pop(0) as outputs:
-                    if add_rotated is not None:
-                        outputs.hand_over(add_rotated)
+                if number % _TOGETHER == 0 and not may_go_on(number > 0):
+                    break
+                self._doing = spec.rank, "opening its log files"
+                stdin = null if spec.stdin is None else self._fds[spec.stdin]
+                with start_process.Outputs(stdin, spec.stdout, spec.stderr, spec.bounds) as outputs:
+                    self._doing = spec.rank, "starting it"
+                    for rotated in outputs.rotated:
+                        assert add_rotated is not None
+                        add_rotated(*rotated)
                     with limit:
                         if self._forked or spec.placement is not None:
-                            pid = self._start_by_fork(spec, outputs, opened, call, own)
+                            pid = self._start_by_fork(spec, outputs, call, own)
                         else:
                             given = [self._fds[index] for index in spec.fds]
                             pid = start_process.execute(spec, self._environment, outputs, given, ignored)
@@ -131,16 +130,12 @@ class Start:
                 children.watch(worker, limit.put_away(os.pidfd_open(pid)))
         except (OSError, ImportError) as error:
             return self._failed(error)
-        finally:
-            for outputs in opened:
-                outputs.close()
         return ()
 
     def _start_by_fork(
         self,
         spec: protocol.Spec,
         outputs: start_process.Outputs,
-        opened: list[start_process.Outputs],
         call: Callable[[int, list[int]], None] | None,
         own: Callable[[], list[int]],
     ) -> int:
@@ -149,25 +144,8 @@ class Start:
         given = [self._fds[index] for index in spec.fds]
         if not self._forked:
             return fork_process.execute(spec, self._environment, outputs, given)
-        # The descriptors that become 1 and 2 are closed with the outputs.
-        others = [fd for each in opened for fd in each.descriptors()]
-        private = {*own(), *self._fds, *others}.difference(given)
+        private = {*own(), *self._fds}.difference(given)
         return fork_process.fork(spec, self._environment, outputs, given, private, call)
-
-    def _open_ahead(
-        self,
-        specs: list[protocol.Spec],
-        null: int,
-        limit: start_process.DescriptorLimit,
-        opened: list[start_process.Outputs],
-    ) -> None:
-        """Add what is opened for the first of these workers, one at least, to ``opened``. Raises OSError."""
-        for spec in specs:
-            self._doing = spec.rank, "opening its log files"
-            stdin = null if spec.stdin is None else self._fds[spec.stdin]
-            opened.append(start_process.Outputs(stdin, spec.stdout, spec.stderr, spec.bounds))
-            if not limit.leaves_room(opened[-1].descriptors()):
-                return
 
     def _failed(self, error: OSError | ImportError) -> protocol.Message:
         rank, doing = self._doing

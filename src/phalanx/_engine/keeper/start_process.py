@@ -29,7 +29,6 @@ DESCRIPTORS_ROTATING = 1 + 2 * 2
 for each stream a file and the end of a pipe."""
 
 _DESCRIPTORS_ENV = b"PHALANX_DESCRIPTORS"  # as `_evidence.sent` has it, which a keeper does not load
-_ROOM = 2 * (1 + 2) + 2  # descriptors: for each stream a file and a pipe; and the pipe of a worker with a placement
 
 
 def ignored_signals() -> list[int]:
@@ -79,9 +78,9 @@ class Outputs:
 
     def __init__(self, stdin: int, stdout: str | None, stderr: str | None, bounds: Bounds) -> None:
         self.fds = [(0, stdin)]
-        self._bounds = bounds
         self._opened: list[int] = []
-        self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read
+        self.rotated: list[tuple[str, Bounds, int, int]] = []
+        """What the log writer is to fill from pipes: path, bounds, file, and the end of the pipe that is read."""
         try:
             for target, path in ((1, stdout), (2, stderr)):
                 if path is None:
@@ -93,7 +92,7 @@ class Outputs:
                     file = fd
                     reader, fd = os.pipe2(os.O_CLOEXEC)
                     self._opened += (reader, fd)
-                    self._rotated.append((path, file, reader))
+                    self.rotated.append((path, bounds, file, reader))
                 self.fds.append((target, fd))
         except OSError:
             self.close()
@@ -104,15 +103,6 @@ class Outputs:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def descriptors(self) -> list[int]:
-        """Return the open descriptors."""
-        return self._opened
-
-    def hand_over(self, add: AddRotated) -> None:
-        """Call ``add(path, bounds, file, reader)`` for each file that the log writer is to fill from a pipe."""
-        for path, file, reader in self._rotated:
-            add(path, self._bounds, file, reader)
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""
@@ -144,13 +134,6 @@ class DescriptorLimit:
         self._ours = wanted if hard == RLIM_INFINITY else min(wanted, hard)
         self._set = lambda limit: setrlimit(RLIMIT_NOFILE, (limit, hard))
         self._set(self._ours)
-
-    def leaves_room(self, fds: list[int]) -> bool:
-        """Whether one more worker's log files, opened after ``fds``, and a pipe get numbers below the workers' limit.
-
-        posix_spawn(3) duplicates no descriptor above the soft limit of that moment (EBADF).
-        """
-        return self._set is None or max(fds, default=0) + _ROOM < self._theirs
 
     def put_away(self, fd: int) -> int:
         """Move a descriptor above the limit that workers have. Returns its new number.

@@ -197,7 +197,7 @@ MOST = 64
 """Processes that are described. Those beyond are counted: a look at one takes 0.1 ms."""
 
 _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
-_LOOK = 0.2  # seconds for all looks of one group that a process may hold up
+_LOOK = 1.0  # seconds for all looks of one group, which a process may hold up
 _COMMAND = 200  # characters
 _SIGTERM = 15
 _SCRIPT, _BOOT = b"/phalanx/_engine/worker/script.py", b"import sys;"  # in the command lines of workers
@@ -401,22 +401,17 @@ COMMAND, VARIABLE, MAPPED = range(3)
 _COMMAND_SIZE = 1024
 _MOST_BYTES = 1 << 20  # bytes of an environment, or of a list of what is mapped
 _HEAD = 4  # bytes of a record's length
-_STEP = 0.02  # seconds between two looks at the fork
-_LONGER = 10  # how many times as long a fork has that does not sleep
 
 
 class MemoryReader:
     """Reads what /proc shows from processes' own memory: command lines, environments, the files that they map.
 
     To read these, the kernel takes the lock of that memory (mmap_lock), and its pages. When the process waits for a
-    disk that does not answer, the reader may wait with it, without end. So a fork of the keeper reads, and is killed
-    when it has slept for too long; time without a CPU does not count. /proc/PID/stat and /proc/PID/status need no such
-    lock.
+    disk that does not answer, the reader may wait with it, without end. So a fork of the keeper reads, for ``seconds``
+    in all, and is killed then. /proc/PID/stat and /proc/PID/status need no such lock.
 
-    Args:
-        variable: The name of the environment variable whose value is wanted.
-        mapped: The beginning of the name of the memfd that is looked for among the mapped files.
-        seconds: How long forks may sleep, over all reads. Those without a CPU have ten times as long.
+    ``variable`` is the name of the environment variable whose value is wanted; ``mapped`` the beginning of the name of
+    the memfd that is wanted among the mapped files.
     """
 
     def __init__(self, variable: bytes, mapped: bytes, seconds: float) -> None:
@@ -425,11 +420,10 @@ class MemoryReader:
         self._variable = variable + b"="
         self._mapped = b"/memfd:" + mapped
         self._seconds = seconds
-        self._longest = seconds * _LONGER
 
     def read(self, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
         """Read what can be read of ``wanted``, in this order: each a pid and what to read."""
-        if not wanted or self._seconds <= 0 or self._longest <= 0:
+        if not wanted or self._seconds <= 0:
             return {}
         try:
             reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -443,7 +437,7 @@ class MemoryReader:
             self.forks.add(child)
             os.close(writer)
             writer = -1
-            data, ended = self._receive(reader, child)
+            data, ended = self._receive(reader)
             if ended:
                 os.waitpid(child, 0)  # it is about to exit
                 self.forks.discard(child)
@@ -457,23 +451,19 @@ class MemoryReader:
                     os.close(fd)
         return dict(_records(data))
 
-    def _receive(self, reader: int, child: int) -> tuple[bytes, bool]:
-        """Return what the fork wrote until EOF, or until its time was over; and whether it was EOF."""
+    def _receive(self, reader: int) -> tuple[bytes, bool]:
+        """Return what the fork wrote until EOF, or until the time was over; and whether it was EOF."""
         poll = select.poll()
         poll.register(reader, select.POLLIN)
-        data, began = b"", clock.now()
-        until = began + self._longest
+        data, until = b"", clock.now() + self._seconds
         try:
-            while self._seconds > 0 and clock.now() < until:
-                if poll.poll(_STEP * 1000):
-                    more = os.read(reader, select.PIPE_BUF)
-                    if not more:
-                        return data, True
-                    data += more
-                elif _sleeps(child):
-                    self._seconds -= _STEP
+            while poll.poll(max(0.0, until - clock.now()) * 1000):
+                more = os.read(reader, select.PIPE_BUF)
+                if not more:
+                    return data, True
+                data += more
         finally:
-            self._longest -= clock.now() - began
+            self._seconds = until - clock.now()
         return data, False
 
     def _serve(self, wanted: list[tuple[int, int]], writer: int) -> NoReturn:
@@ -496,14 +486,6 @@ class MemoryReader:
                     return entry[len(self._variable) :]
             return b""
         return procfs.read(f"/proc/{pid}/maps", _MOST_BYTES).partition(self._mapped)[2].partition(b"\n")[0]
-
-
-def _sleeps(pid: int) -> bool:
-    """Whether a process is in another state than running (R)."""
-    try:
-        return procfs.Stat(pid).state != "R"
-    except OSError:  # no descriptor is left
-        return True
 
 
 def _records(data: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:

@@ -30,32 +30,19 @@ class NotByName(Exception):  # noqa: N818 - the caller goes on by value
     """An object that is being pickled by reference holds something that the other side cannot import."""
 
 
-class Received:
-    """The objects that the launcher sent to this process by value, and the index of each.
+class Received(dict[int, tuple[int, object]]):
+    """The objects that the launcher sent to this process by value, each with its index, by its id.
 
     It keeps references to the objects, so that no other object gets their ids.
     """
 
-    def __init__(self) -> None:
-        self._objects: list[object] = []
-        self._indices: dict[int, int] = {}  # by id
-
-    def __len__(self) -> int:
-        return len(self._objects)
-
     def note(self, obj: object, index: int) -> None:
         """Store an object under its index."""
-        self._objects.append(obj)
-        self._indices[id(obj)] = index
+        self[id(obj)] = index, obj
 
     def index(self, obj: object) -> int | None:
         """Return the index of an object; None if it did not come from the launcher."""
-        return self._indices.get(id(obj))
-
-    def clear(self) -> None:
-        """Forget all objects: this process is a fork of the one that has received them."""
-        self._indices.clear()
-        self._objects.clear()
+        return self.get(id(obj), (None,))[0]
 
 
 received = Received()

@@ -68,7 +68,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
 
 def _find(value: object, known: Mapping[str, object]) -> str:
     """Name what cannot be pickled."""
-    from phalanx._engine.pickling.unpicklable import find
+    from phalanx._engine.pickling.unpicklable import Search
 
     fds: list[int] = []
 
@@ -78,7 +78,7 @@ def _find(value: object, known: Mapping[str, object]) -> str:
 
     with _collected(fds):
         try:
-            return find("the return value", value, pickler)
+            return Search(pickler).find("the return value", value)
         finally:
             _close(fds)
 

@@ -53,20 +53,11 @@ def explain_call(
     return UnpicklableError(f"{where or 'the entrypoint or an argument'} cannot be sent to a worker: {why}")
 
 
-def find(what: str, value: object, pickler: Callable[[], Any], depth: int = _MAX_DEPTH) -> str:
-    """Name the innermost part of ``value`` that cannot be pickled, as a path from ``what``; "" if all of it can.
-
-    A part that lies too deep, or behind too many others, is named by the object that holds it. ``pickler`` makes a
-    pickler to try parts with.
-    """
-    return _Search(pickler).find(what, value, depth)
-
-
 def _find_in_call(
     function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], pickler: Callable[[], Any]
 ) -> str:
-    search = _Search(pickler)
-    where = search.find(f"the entrypoint {_name(function)}", function, _MAX_DEPTH)
+    search = Search(pickler)
+    where = search.find(f"the entrypoint {_name(function)}", function)
     seen = set()  # by id: several ranks may have the same arguments
     for rank, values in arguments.items():
         for position, value in enumerate(values):
@@ -74,20 +65,23 @@ def _find_in_call(
                 return where
             if id(value) not in seen:
                 seen.add(id(value))
-                where = search.find(f"argument {position} of rank {rank}", value, _MAX_DEPTH)
+                where = search.find(f"argument {position} of rank {rank}", value)
     return where
 
 
-class _Search:
-    """Walks through the parts of an object, at most `_MAX_PARTS` of them."""
+class Search:
+    """Walks through the parts of an object, at most `_MAX_PARTS`. ``pickler`` makes a pickler to try them with."""
 
     def __init__(self, pickler: Callable[[], Any]) -> None:
         self.left = _MAX_PARTS
         self._pickler = pickler
         self._path: set[int] = set()  # ids of the objects that hold the current one: an object may hold itself
 
-    def find(self, what: str, value: object, depth: int) -> str:
-        """As the function of this name."""
+    def find(self, what: str, value: object, depth: int = _MAX_DEPTH) -> str:
+        """Name the innermost part of ``value`` that cannot be pickled, as a path from ``what``; "" if all of it can.
+
+        A part that lies too deep, or behind too many others, is named by the object that holds it.
+        """
         self.left -= 1
         if self._can_be_pickled(value):
             return ""

@@ -17,10 +17,9 @@ from phalanx._engine.worker.mp_child import Child
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, skip_own_frames
 from phalanx._evidence.error_file import ERROR_FILE_ENV
-from phalanx._evidence.fatal_signals import catch_fatal_signals
 from phalanx._evidence.recording import exit_code
 from phalanx._evidence.sent import DESCRIPTORS_ENV
-from phalanx._evidence.stack_signals import offer_stacks
+from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -155,13 +154,12 @@ def _failed(error: BaseException) -> int:
 
 def _loaded(load: Callable[[], Call], child: Child) -> Call:
     """Load the function and its arguments, as `multiprocessing` does it in a child."""
-    child.inherit(begins=True)
+    child.inherit()
     try:
         return load()
     except main_module.UnguardedMainError as error:
         raise error.with_traceback(None) from None
     finally:
-        child.inherit(begins=False)
         child.settle()
         os.environ.update(child.environment)  # the top level of the main module may have changed it
         if "torch" in sys.modules:

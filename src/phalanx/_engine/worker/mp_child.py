@@ -100,21 +100,16 @@ class Child:
         failed: int = process._bootstrap(parent_sentinel=self._module._parent_process._sentinel)
         return codes[0] if codes else failed
 
-    def inherit(self, *, begins: bool) -> None:
-        """Set or clear the flag of `multiprocessing` that objects are unpickled from the parent.
-
-        While it is set, `multiprocessing` refuses to start children.
-        """
-        if begins:
-            self._process._inheriting = True
-        else:
-            vars(self._process).pop("_inheriting", None)
+    def inherit(self) -> None:
+        """Set the flag of `multiprocessing` that objects are unpickled from the parent: it starts no children then."""
+        self._process._inheriting = True
 
     def settle(self) -> None:
         """Restore the current process after the call was unpickled, which may have changed it; run the fork hooks.
 
         The hooks run only now, so that `multiprocessing` objects among the arguments are included.
         """
+        vars(self._process).pop("_inheriting", None)
         self._context._force_start_method(self._method)
         self._module._current_process = self._process
         self._process._name = self.name

@@ -36,10 +36,9 @@ try:
     from phalanx._base import linux
     from phalanx._evidence.describe import describe
     from phalanx._evidence.error_file import ERROR_FILE_ENV
-    from phalanx._evidence.fatal_signals import catch_fatal_signals
     from phalanx._evidence.recording import exit_code, note_exit, record, refused
     from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
-    from phalanx._evidence.stack_signals import offer_stacks
+    from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
 finally:
     if not __package__:  # the script may import another Phalanx, or none
         for _name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
