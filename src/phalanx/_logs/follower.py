@@ -103,7 +103,11 @@ class Follower:
     def left(self) -> int:
         """Return the number of bytes that are not read yet. Raises OSError."""
         self.open()
-        return max(0, self.content_size() - self.offset) + sum(content_size_of(path) for path in self._following())
+        following: list[str] = []
+        if self._is_over():
+            own = self._own_number()
+            following = [*(name for number, name in numbers(self.path).items() if number > own), self.path]
+        return max(0, self.content_size() - self.offset) + sum(map(content_size_of, following))
 
     def content_size(self) -> int:
         """Return the uncompressed size of the open file (modulo 4 GiB, if it is compressed). Raises OSError."""
@@ -221,13 +225,6 @@ class Follower:
             return self._is_same(os.stat(f"{self.path}.{number}"))
         except OSError:
             return False
-
-    def _following(self) -> list[str]:
-        """Return the files after the open one."""
-        if not self._is_over():
-            return []
-        own = self._own_number()
-        return [*(name for number, name in numbers(self.path).items() if number > own), self.path]
 
 
 TAIL_LINES = 20

@@ -126,7 +126,8 @@ def make_pump(
             if view not in copies:
                 views.counts[source.stream] += 1
     pump = Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
-    pump.readers = views.readers(on_reader_gone)
+    if on_reader_gone is not None:
+        pump.readers = {sink: partial(on_reader_gone, name) for sink, name in views.names.items()}
     return pump
 
 
@@ -181,7 +182,8 @@ class _Views:
         self.counts = {"stdout": 0, "stderr": 0}
         """How many sources of each stream are shown."""
         self.all: list[View] = []
-        self._names: dict[Sink, str] = {}
+        self.names: dict[Sink, str] = {}
+        """What each of their sinks is: "stdout" or "stderr"."""
 
     def global_rank(self, rank: int) -> int:
         return int(self._envs.get(rank, {}).get("RANK") or rank)
@@ -205,13 +207,9 @@ class _Views:
             if coloured:
                 self._coloured.add(view)
             self.all.append(view)
-            self._names[view.output.sink] = "stdout" if stream is sys.stdout else "stderr"
+            self.names[view.output.sink] = "stdout" if stream is sys.stdout else "stderr"
             self._by_output[output] = view
         return self._by_output[output]
-
-    def readers(self, call: Callable[[str], None] | None) -> dict[Sink, Callable[[], None]]:
-        """Return what calls ``call`` with "stdout" or "stderr" when nobody reads that any more, see `Pump.readers`."""
-        return {} if call is None else {sink: partial(call, name) for sink, name in self._names.items()}
 
     def message_view(self) -> View | None:
         """Return the view for our own messages: that on stderr. None if that has none, or if the format is JSON."""

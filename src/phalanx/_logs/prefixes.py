@@ -136,13 +136,8 @@ def _encoded(text: str) -> bytes:
 
 
 def template_or_default(template: str | None) -> str | None:
-    """Return ``template``, or if it is None that of the environment. Raises ValueError."""
-    return template_of_environment() if template is None else template
-
-
-def template_of_environment() -> str | None:
-    """Return the template in `TEMPLATE_ENV`, or None. Raises ValueError."""
-    return checked_template(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
+    """Return ``template``, or if it is None that of the environment, or None. Raises ValueError."""
+    return checked_template(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV) if template is None else template
 
 
 def checked_template(template: Any, name: str = "template") -> str | None:

@@ -159,10 +159,8 @@ class LogsSpecs(ABC):
         redirects, tee = self._by_rank(ranks)
 
         def stream(kind: Std) -> dict[int, str]:
-            is_shown = {
-                rank: self._shows(rank) and (kind in tee[rank] or kind not in redirects[rank]) for rank in ranks
-            }
-            return {rank: SYS_STREAM if is_shown[rank] else os.devnull for rank in ranks}
+            shown = [rank for rank in ranks if self._shows(rank) and (kind in tee[rank] or kind not in redirects[rank])]
+            return {rank: SYS_STREAM if rank in shown else os.devnull for rank in ranks}
 
         errors = {rank: os.path.join(folder, f"{rank}.json") for rank in ranks}
         return LogsDest(stream(Std.OUT), stream(Std.ERR), error_files=errors)

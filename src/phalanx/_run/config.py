@@ -10,7 +10,7 @@ import os
 
 from phalanx._base.tty import use_colour
 from phalanx._logs.console import ConsoleSpecs
-from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
+from phalanx._logs.prefixes import TEMPLATE_ENV, template_or_default
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def console_specs(chosen: ConsoleConfig, **more: Any) -> ConsoleSpecs:
             before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
             after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
             fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
-            format=chosen.log_format, template=template_of_environment() if template is None else template,
+            format=chosen.log_format, template=template_or_default(template),
             raw=chosen.raw, color=chosen.color, **more,
         )  # fmt: skip
     except ValueError as error:

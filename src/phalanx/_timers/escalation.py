@@ -309,20 +309,29 @@ class Escalation:
 
     # --- the steps
 
-    def _schedule(self, step: int, hangs: list[Hang]) -> None:
-        """Take step number ``step`` after its delay. As a timer's, the delay is extended if the keeper was stopped."""
-        delay = self._steps[step][1]
+    def _schedule(self, step: int, hangs: list[Hang], *, signalled: bool = False) -> None:
+        """Take step number ``step`` after its delay. As a timer's, the delay is extended if the keeper was stopped.
+
+        Until then, drop processes that were ``signalled``, survive and leave their block. An exception that the signal
+        has raised leaves the block at once, and may end the process a little later: so they are looked at once a
+        second, and not at once.
+        """
+        delay = self._steps[step][1] if step < len(self._steps) else _FOREVER
+        part = _SURVIVED if signalled else wait_slice(delay)  # in parts, so that a pause is seen
         began = clock.now()
 
-        def look() -> None:
+        def look(hangs: list[Hang]) -> None:
             now = clock.now()
             left = began + delay + self._loop.pauses.lost(began) - now
-            if left > 0:  # in parts, so that a pause is seen
-                self._loop.at(now + min(left, wait_slice(delay)), look)
-            else:
+            if left <= 0:
                 self._take_step(step, hangs)
+            elif rest := self._still_hung(hangs) if signalled else hangs:
+                self._loop.at(now + min(left, part), lambda: look(rest))
 
-        look()
+        if signalled and hangs:
+            self._loop.at(began + min(delay, part), lambda: look(hangs))
+        elif not signalled:
+            look(hangs)
 
     def _take_step(self, step: int, hangs: list[Hang]) -> None:
         hangs = self._still_hung(hangs)
@@ -352,28 +361,9 @@ class Escalation:
         if number:
             self._signal(hangs, number)
             if number != linux.SIGKILL:
-                self._watch_survivors(step + 1, hangs, clock.now(), _FOREVER if last else self._steps[step + 1][1])
+                self._schedule(step + 1, hangs, signalled=True)
         elif last:  # not sooner: to a launcher that is stopped for long, reports are not sent without end
             self._rearm(hangs)
-
-    def _watch_survivors(self, step: int, hangs: list[Hang], began: float, delay: float) -> None:
-        """Take step number ``step`` as `_schedule` does; until then, drop processes that survive and leave their block.
-
-        An exception that the signal has raised leaves the block at once, and may end the process a little later: so a
-        process is checked once a second, and not at once.
-        """
-
-        def due() -> float:
-            return began + delay + self._loop.pauses.lost(began)
-
-        def look() -> None:
-            if clock.now() >= due():
-                self._take_step(step, hangs)
-            else:
-                self._watch_survivors(step, self._still_hung(hangs), began, delay)
-
-        if hangs:
-            self._loop.at(min(due(), clock.now() + _SURVIVED), look)
 
     def _rearm(self, hangs: list[Hang]) -> None:
         """Have timers expire again, after as long as they had; report if a worker goes on meanwhile."""

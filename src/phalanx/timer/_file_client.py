@@ -208,13 +208,14 @@ class FileTimerClient(PipeTimerClient):
         line = (request.to_json() + "\n").encode("ascii")
         if len(line) > LINE_LIMIT:  # never from `acquire`, which shortens
             raise ValueError(f"a request takes at most {LINE_LIMIT} bytes, this one has {len(line)}")
+        fd = self._fd()
         while True:
             try:
                 self._write(line, _FULL_PATIENCE)
             except BrokenPipeError:  # the server has ended; perhaps another one runs, or will
                 fresh = self._open()
                 # dup2 replaces the file in one step: other threads write to one or the other.
-                os.dup2(fresh, self._fd(), inheritable=False)
+                os.dup2(fresh, fd, inheritable=False)
                 os.close(fresh)
             else:
                 return

@@ -92,9 +92,9 @@ class PipeRequestQueue(RequestQueue):
             self._epoll = stack.enter_context(unpatched.module("select").epoll())
             bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.pop_all()
+        self._fd, self._bell, self._readable = fd, bell, []
         self._epoll.register(fd, select.EPOLLIN)
         self._epoll.register(bell, select.EPOLLIN)
-        self._fd, self._bell = fd, bell
 
     def _wait(self, seconds: float) -> bool:
         """Wait for a request, for at most ``seconds``. Returns whether the bell or a watched descriptor was ready."""
