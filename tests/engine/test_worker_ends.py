@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "forkserver", "fork")
 
-pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -54,7 +54,6 @@ def failure_of(function: Callable[..., Any], *arguments: object, **options: Any)
 # --- interrupts
 
 
-@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("in_use", [True, False], ids=["multiprocessing", "without"])
 def test_an_interrupt_leaves_time_for_the_interpreters_end(
@@ -98,7 +97,6 @@ def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
 # --- evidence
 
 
-@pytest.mark.slow
 @each_method
 def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> None:
     failure = failure_of(clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
@@ -143,7 +141,6 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
     assert (logs / "0/stdout.log").read_text() == ""
 
 
-@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
 def test_what_is_told_is_cut(method: str, letter: str) -> None:
@@ -155,7 +152,6 @@ def test_what_is_told_is_cut(method: str, letter: str) -> None:
     assert len(failure.traceback.encode()) < 25_000
 
 
-@pytest.mark.slow
 @each_method
 def test_a_traceback_that_no_file_takes_is_printed(tmp_path: Path, logs: Path, method: str) -> None:
     text = f"""
@@ -194,7 +190,6 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
     assert result.outcomes[0].state == "failed"
 
 
-@pytest.mark.slow
 def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
     assert failure_of(fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
 
@@ -214,7 +209,6 @@ def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method:
                 assert connection.recv(1) == b""
 
 
-@pytest.mark.slow
 def test_a_worker_waits_for_a_deaf_launcher_a_bounded_time() -> None:
     theirs, ours = worker_messages.pair()
     with closing(ours), closing(theirs):
@@ -264,7 +258,6 @@ if __name__ == "__main__":
     return out, first, second
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "not flushed"])
 def test_a_stream_from_before_the_fork_is_flushed(tmp_path: Path, flushed: bool) -> None:
     """Whether or not the launcher's flush before the fork has reached what was in its buffers."""
@@ -290,7 +283,6 @@ def end():
     assert streams(tmp_path, text, "fork") == (before + "end of the host\n", *told)
 
 
-@pytest.mark.slow
 def test_a_module_that_was_preloaded_may_have_kept_a_stream(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text("import sys\nout = sys.stdout\n")
     text = f"""
@@ -306,7 +298,6 @@ def work(rank):
     assert streams(tmp_path, text, "forkserver") == ("", "end;", "end;")
 
 
-@pytest.mark.slow
 def test_a_stream_locked_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
     """By a thread that is not there after it: it is in the middle of a write."""
     text = """
@@ -357,7 +348,6 @@ def end():
     assert streams(tmp_path, text, method) == ("", "of the worker\n", "of the worker\n")
 
 
-@pytest.mark.slow
 @each_method
 def test_what_passes_on_goes_on_doing_so(tmp_path: Path, method: str) -> None:
     """The class of many a training script, which writes to a file as well, set up at the top."""
@@ -381,7 +371,6 @@ def end():
     assert (tmp_path / "train.log").read_text() == "step\n" * 2
 
 
-@pytest.mark.slow
 @each_method
 def test_streams_are_unbuffered_where_the_interpreters_are(tmp_path: Path, method: str) -> None:
     text = """
@@ -393,7 +382,6 @@ def work(rank):
     assert found == ("", "no line end", "no line end")
 
 
-@pytest.mark.slow
 @each_method
 def test_an_object_may_stand_in_for_a_stream(tmp_path: Path, method: str) -> None:
     """One that `sitecustomize` has put there, which can do little. What is printed through it is out at each line."""
