@@ -16,17 +16,8 @@ from phalanx._engine import worker_messages
 from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._engine.worker.mp_child import Child
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
+from tests.support import ending_workers as does
 from tests.support.disks import fill
-from tests.support.ending_workers import (
-    clear_and_fail,
-    clear_and_leave,
-    close_all_and_return,
-    fail_after,
-    fail_in_a_fork_too,
-    fail_without_a_byte,
-    interrupted_where_that_is_blocked,
-    leave_with_a_text_that_nobody_takes,
-)
 from tests.support.helpers import TIMEOUT
 from tests.support.workers import FAILED, run_script
 
@@ -89,7 +80,7 @@ if __name__ == "__main__":
 @each_method
 def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
     """As of an interpreter."""
-    failure = failure_of(interrupted_where_that_is_blocked, start_method=method)
+    failure = failure_of(does.interrupted_where_that_is_blocked, start_method=method)
     assert failure.exitcode == 128 + signal.SIGINT
     assert failure.message.startswith("KeyboardInterrupt")
 
@@ -99,7 +90,7 @@ def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
 
 @each_method
 def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> None:
-    failure = failure_of(clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
+    failure = failure_of(does.clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
     assert (failure.message, failure.exitcode) == ("ValueError: after that", 1)
     assert failure.error_file == str(logs / "0/error.json")
     assert "clear_and_fail" in failure.traceback
@@ -109,7 +100,7 @@ def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> 
 @each_method
 def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
     with start_processes(
-        "test", clear_and_leave, {0: (ready.address, gate.address)}, start_method=method, log_dir=logs
+        "test", does.clear_and_leave, {0: (ready.address, gate.address)}, start_method=method, log_dir=logs
     ) as group:
         ready.wait()
         assert (logs / "0/error.json.exit").exists()
@@ -123,7 +114,7 @@ def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: 
 @pytest.mark.parametrize("stderr", ["", "broken", "absent"])
 def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stderr: str) -> None:
     """And the launcher, which may, writes the file."""
-    failure = failure_of(fail_without_a_byte, stderr, start_method=method, redirects=Std.ALL, log_dir=logs)
+    failure = failure_of(does.fail_without_a_byte, stderr, start_method=method, redirects=Std.ALL, log_dir=logs)
     assert failure.message == "ValueError: no room"
     assert failure.exitcode in FAILED[method]
     assert failure.traceback.startswith("Traceback")
@@ -144,7 +135,7 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
 @each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
 def test_what_is_told_is_cut(method: str, letter: str) -> None:
-    failure = failure_of(fail_without_a_byte, "", letter * 500_000, start_method=method)
+    failure = failure_of(does.fail_without_a_byte, "", letter * 500_000, start_method=method)
     assert failure.message.startswith(f"ValueError: {letter * 100}")
     assert "\n... cut ...\n" in failure.message
     assert len(failure.message.encode()) < 5_000
@@ -175,7 +166,12 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
     logs = small_disk / "logs"
     logs.mkdir()
     with start_processes(
-        "test", fail_after, {0: (ready.address, gate.address)}, log_dir=logs, redirects=Std.ALL, start_method=method
+        "test",
+        does.fail_after,
+        {0: (ready.address, gate.address)},
+        log_dir=logs,
+        redirects=Std.ALL,
+        start_method=method,
     ) as group:
         ready.wait()
         fill(small_disk)
@@ -191,7 +187,7 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
 
 
 def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
-    assert failure_of(fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
+    assert failure_of(does.fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
 
 
 @each_method
@@ -200,7 +196,7 @@ def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen(64)
-        failure = failure_of(close_all_and_return, str(tmp_path / "socket"), start_method=method)
+        failure = failure_of(does.close_all_and_return, str(tmp_path / "socket"), start_method=method)
         assert "the value cannot be returned: this process has closed" in failure.message
         listener.setblocking(False)
         for _ in range(40):
@@ -415,6 +411,6 @@ def work(rank):
 
 @each_method
 def test_streams_that_raise_keep_nobody_from_leaving(method: str) -> None:
-    failure = failure_of(leave_with_a_text_that_nobody_takes, start_method=method)
+    failure = failure_of(does.leave_with_a_text_that_nobody_takes, start_method=method)
     assert failure.message.endswith("no error was recorded")
     assert failure.exitcode == (120 if method == "spawn" else 1)  # as an interpreter has it, whose flush fails
