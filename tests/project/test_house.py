@@ -59,7 +59,7 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 472,
+    "private modules imported": 470,
     "private attributes": 542,
     "private names patched": 246,
     "long names": 258,
