@@ -159,17 +159,6 @@ PROGRAMS = {
             return A().get(), counter, os.path.join("a", "b"), j.dumps([1]), made.f(), __name__
         assert there(check) == (2, 2, "a/b", "[1]", 3, "__main__") and counter == 0
         """,
-    "an array that a function refers to is a writable copy": """
-        import numpy
-        weights, large = numpy.arange(10.0), numpy.zeros(1 << 18)
-        strided = numpy.asfortranarray(numpy.ones((3, 4)))[:, ::2]
-        def check():
-            for array in (weights, large, strided):
-                assert array.flags.writeable
-                array += 1
-            return weights
-        assert (there(check) == numpy.arange(10.0) + 1).all() and weights[0] == 0
-        """,
     "private methods by reference": """
         import io, multiprocessing.reduction, pickle
         from phalanx._engine.pickling import by_value, picklers

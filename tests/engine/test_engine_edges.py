@@ -19,8 +19,6 @@ from phalanx._base.loop import Loop
 from phalanx._base.threads import Latch
 from phalanx._engine.host_signals import acquire, release
 from phalanx._engine.mirror import Mirror
-from phalanx._engine.pickling.call_pickler import pack
-from phalanx._engine.pickling.payload import Payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from tests.support import workers
 from tests.support.helpers import TIMEOUT, descendants
@@ -64,21 +62,6 @@ def test_a_grace_without_end(ready: Ready, gate: Gate) -> None:
     assert group.wait(0) is not None
 
 
-def test_arguments_that_ranks_share_are_written_once() -> None:
-    shared = (bytes(1_000_000),)
-    memfd = pack(print, dict.fromkeys(range(8), shared)).memfd
-    try:
-        assert os.fstat(memfd).st_size < 2 * len(shared[0])
-        view = Payload(os.dup(memfd), [])
-        for rank in (0, 7):
-            view.index["fds"][rank] = []
-            view.take(rank)
-            assert view.load(rank) == (print, shared)
-        view.close()
-    finally:
-        os.close(memfd)
-
-
 IN_A_REMOVED_FOLDER = """
 import os, sys
 if __name__ == "__main__":
@@ -98,15 +81,6 @@ def test_a_working_directory_that_has_been_removed(method: str, tmp_path: Path) 
     """
     done = workers.run_script(tmp_path, IN_A_REMOVED_FOLDER, method, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("{0: 3}\n", "")
-
-
-def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Writer:
-        def write(self, text: str) -> None: ...
-
-    monkeypatch.setattr("sys.stdout", Writer())
-    with start_processes("g", len, ("abc",), nprocs=1, start_method="fork") as group:
-        assert group.wait().return_values == {0: 3}
 
 
 @pytest.mark.long
@@ -189,18 +163,6 @@ def test_a_signal_while_a_thread_of_ours_starts(tmp_path: Path) -> None:
     done = workers.run_script(tmp_path, STARTING)
     assert (done.stdout, done.stderr) == ("SIGTERM\n", "said all the same\nand so is this\n")
     assert done.returncode == 0
-
-
-def test_signals_are_given_back_once_however_often() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    first, second = object(), object()
-    acquire(first)
-    acquire(second)
-    release(first)
-    release(first)
-    assert signal.getsignal(signal.SIGTERM) is not before
-    release(second)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow

@@ -922,8 +922,9 @@ def test_why_a_script_cannot_be_run_again_is_explained(name: str, method: str, t
     done = try_main(tmp_path, text, method)
     output = done.stdout if "_engine" in untold else done.stdout + done.stderr
     assert (done.returncode == 1) == (not done.stdout or "below" in name)
+    times = 2 if "raises" in name and method == "forkserver" else 1
     for pattern in told:
-        assert re.search(pattern, output, re.MULTILINE), output
+        assert len(re.findall(pattern, output, re.MULTILINE)) >= times, output
     for pattern in untold:
         assert not re.search(pattern, output, re.MULTILINE), output
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 RUN = (sys.executable, "-m", "phalanx", "run")
 
 
@@ -55,7 +55,6 @@ def leaving(tmp_path: Path, gate: Gate, ready: Ready, **options: Any) -> Iterato
         yield group, pid
 
 
-@pytest.mark.slow
 def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     with leaving(tmp_path, gate, ready, linger=TIMEOUT) as (group, _pid):
         until(lambda: state_of(group) == "LINGERING")
@@ -68,7 +67,6 @@ def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: R
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"linger": 0.3}, {}], ids=["lingers", "in the library, nothing does unless asked"])
 def test_it_is_ended_when_its_time_is_over(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
@@ -108,7 +106,6 @@ def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     assert [(left.command, left.exitcode) for left in result.leftovers] == [("sleep 600", -9 if way == "kill" else -15)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("way", [fork_plain, fork_session, fork_daemon])
 def test_whose_it_was(ready: Ready, gate: Gate, method: str, way: Callable[[str], None]) -> None:
@@ -123,7 +120,6 @@ def test_whose_it_was(ready: Ready, gate: Gate, method: str, way: Callable[[str]
     assert {left.exitcode for left in result.leftovers} <= {-15, -9}
 
 
-@pytest.mark.slow
 @pytest.mark.each_python
 @pytest.mark.parametrize("options", [(), ("--preload", "json")], ids=["executed", "preloaded"])
 def test_a_fork_of_a_worker_is_called_as_the_program_is(tmp_path: Path, ready: Ready, options: tuple[str, ...]) -> None:
@@ -149,7 +145,6 @@ def test_one_that_ignores_sigterm_is_killed(ready: Ready) -> None:
     assert [(left.pid, left.signal_sent, left.exitcode) for left in result.leftovers] == [(pid, 9, -9)]
 
 
-@pytest.mark.slow
 def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     """A resource tracker ignores SIGTERM, and ends when its worker has: it may have to be waited for."""
     script = tmp_path / "script.py"
@@ -158,7 +153,6 @@ def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     assert "ended what was left behind" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_many_are_counted() -> None:
     script = "for i in $(seq 100); do setsid sleep 600 & done; exit 0"
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group:
@@ -185,7 +179,6 @@ def running(tmp_path: Path, gate: Gate, ready: Ready, *options: str) -> Iterator
         yield run, pid
 
 
-@pytest.mark.slow
 def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     with running(tmp_path, gate, ready) as (run, pid):
         assert run.stdout is not None
@@ -198,7 +191,6 @@ def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate:
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.slow
 def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     with running(tmp_path, gate, ready, "--linger", "0") as (run, pid):
         out, _ = run.communicate(timeout=TIMEOUT)
@@ -278,7 +270,6 @@ libc.munmap(page, 4096)  # waits for that one, with the lock of all of its memor
 """
 
 
-@pytest.mark.slow
 def test_what_waits_for_a_disk_holds_up_nobody_who_looks_at_it(
     disk: Disk, ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -90,7 +90,6 @@ class StopTheKeeper(DefaultLogsSpecs):
                     return super().reify(envs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "launcher"])
 @pytest.mark.parametrize("_turn", range(3))
 def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
@@ -193,7 +192,6 @@ def sleeps(task: str) -> bool:
 
 
 @pytest.mark.each_python
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_a_stopped_keeper_whose_guard_is_killed_is_woken(kind: str, ready: Ready) -> None:
     """By the kernel: nobody needs to ask."""
@@ -222,7 +220,6 @@ def running(kind: str, ready: Ready) -> PContext:
     return start_processes("g", pauses, (ready.address,), nprocs=2, start_method=kind)
 
 
-@pytest.mark.slow
 def test_a_keeper_that_is_stopped_repeatedly_is_replaced(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then its guard is killed: the last resort is not called off by what has been said of the loss before."""
     shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3, DRAIN_WAIT=0.1)
@@ -240,7 +237,6 @@ def test_a_keeper_that_is_stopped_repeatedly_is_replaced(ready: Ready, monkeypat
             group.wait(0)
 
 
-@pytest.mark.slow
 def test_a_stopped_keeper_is_woken_by_a_close(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.2)
     with running("binary", ready) as group:
@@ -283,7 +279,6 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.slow
 def test_helpers_are_missed_though_a_fork_holds_their_socket(ready: Ready) -> None:
     """It would tell of their end never."""
     with forks_with_every_descriptor() as forks:
@@ -297,7 +292,6 @@ def test_helpers_are_missed_though_a_fork_holds_their_socket(ready: Ready) -> No
         group.close()
 
 
-@pytest.mark.slow
 def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("binary", ready) as group:
         pids = ready.pids(2)
@@ -341,7 +335,6 @@ def test_without_descriptors_the_failed_search_is_reported(ready: Ready, monkeyp
     assert wait_gone(pids) == set()
 
 
-@pytest.mark.slow
 def test_the_last_resort_finds_one_whose_first_thread_ended(ready: Ready, tmp_path: Path) -> None:
     """Its state is that of a zombie, and its own environment is empty: those of its threads are not."""
     script = tmp_path / "leaderless.py"
@@ -363,7 +356,6 @@ def test_the_last_resort_finds_one_whose_first_thread_ended(ready: Ready, tmp_pa
             assert len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
-@pytest.mark.slow
 def test_the_last_resort_waits_for_no_silent_process(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that sits in a page fault of a disk that does not answer."""
     never = threading.Event()
@@ -467,7 +459,6 @@ def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
         assert not group.is_open
 
 
-@pytest.mark.slow
 def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -> None:
     """The wait for the start ends with it, and the group can be closed."""
     script = tmp_path / "script.py"
@@ -500,7 +491,6 @@ except SignalException as error:
 
 
 @pytest.mark.each_python
-@pytest.mark.slow
 @pytest.mark.parametrize("guard_goes", [False, True])
 def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
     guard_goes: bool, ready: Ready, capfd: pytest.CaptureFixture[str]
@@ -534,7 +524,6 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
     assert f'File "{keeper_module.__file__}", line ' in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ended", ["failed", "stopped", "succeeded"])
 def test_a_guard_killed_late_does_not_change_the_end(
     ended: str, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
@@ -580,7 +569,6 @@ def deaf_unless_done(ended: str, rank: int, address: str, gate: str) -> None:
         signal.pause()
 
 
-@pytest.mark.slow
 def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper hears it after some workers: they are killed, and nothing else is started."""
     disk.freeze()
@@ -637,7 +625,6 @@ def pause(address: str) -> None:
         signal.pause()
 
 
-@pytest.mark.slow
 def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """Function workers die with their keeper. Of zombies that it inherits, no SIGCHLD tells."""
     with start_processes("g", pause, (ready.address,), nprocs=2, start_method="spawn") as group:
@@ -655,7 +642,6 @@ def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, mo
     assert time.monotonic() - began < protocol.KILL_WAIT / 2
 
 
-@pytest.mark.slow
 def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
     script = "import signal; from tests.engine.test_lost_helpers import sleep_in_a_group; sleep_in_a_group()"
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
@@ -701,7 +687,6 @@ print(verb, *fields)
 """
 
 
-@pytest.mark.slow
 def test_a_guard_needs_no_disk_to_take_over(tmp_path: Path) -> None:
     """Also where log files are rotated: the guard has started nothing that fills them."""
     done = run_script(tmp_path, TAKE_OVER)
@@ -801,7 +786,6 @@ def failing_at(gate: Gate, ready: Ready, *, stays: bool = False) -> PContext:
     return start_processes("g", sys.executable, args)
 
 
-@pytest.mark.slow
 def test_a_lost_keepers_last_words_are_read(ready: Ready, gate: Gate) -> None:
     with failing_at(gate, ready) as group:
         ready.wait(2)
@@ -819,7 +803,6 @@ def test_a_lost_keepers_last_words_are_read(ready: Ready, gate: Gate) -> None:
     assert result.root_cause.exitcode == 3
 
 
-@pytest.mark.slow
 def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     ready: Ready, gate: Gate, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -837,7 +820,6 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overdue",
     [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],
@@ -881,7 +863,6 @@ def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch:
     assert not supervisor.link.watchdog.killed
 
 
-@pytest.mark.slow
 def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3)
     wake = KeeperClient.wake
@@ -896,7 +877,6 @@ def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monke
         monkeypatch.setattr(KeeperClient, "wake", wake)
 
 
-@pytest.mark.slow
 def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, gate: Gate) -> None:
     """What became of the others since is not known."""
     with failing_at(gate, ready, stays=True) as group:
@@ -928,7 +908,6 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
     return bytes(LARGE)
 
 
-@pytest.mark.slow
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
     read = linux.read_sealed
@@ -997,7 +976,6 @@ def test_a_close_in_the_groups_thread_waits_not_for_itself(ready: Ready) -> None
     group.close()
 
 
-@pytest.mark.slow
 def test_a_handler_may_close_a_group_amid_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds what the end of the first one needs."""
     monkeypatch.setattr(display, "REACTION", 0.3)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -52,7 +52,6 @@ def pausing(ready: Ready) -> tuple[str, tuple[str, ...]]:
     return sys.executable, ("-S", "-c", f"import signal; {ready.python()}; signal.pause()")
 
 
-@pytest.mark.slow
 def test_folders_that_cannot_be_made_now_hold_up_no_stop(
     ready: Ready, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +95,6 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
     assert not made
 
 
-@pytest.mark.slow
 def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a disk has held up and that comes between two removals would keep those above it."""
     asked, answer, steps = threading.Event(), threading.Event(), []
@@ -188,7 +186,6 @@ print(sorted(name for name in set(sys.modules) - before if name.startswith("phal
 """
 
 
-@pytest.mark.slow
 def test_what_the_end_needs_is_imported_before(tmp_path: Path) -> None:
     """The disk may not answer by then."""
     done = run_script(tmp_path, IMPORTS, cwd=tmp_path)
@@ -240,7 +237,6 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
             process.kill()
 
 
-@pytest.mark.slow
 def test_a_record_that_cannot_be_written_delays_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
     setting = f"""
@@ -260,7 +256,6 @@ def test_a_record_that_cannot_be_written_delays_no_signal(tmp_path: Path, ready:
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
 def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Here it is a stand-in whose flush does not return; a terminal of another user, or a socket, are no better."""
     setting = f"""
@@ -299,7 +294,6 @@ def test_reports_come_in_order_and_a_fork_has_its_own(
     assert capfd.readouterr().err == "one\ntwo\nthree\nfour\n"
 
 
-@pytest.mark.slow
 def test_a_launcher_without_descriptors_reports_all_the_same(tmp_path: Path) -> None:
     """What the report needs is loaded before, and stderr is there."""
     script = tmp_path / "train.py"

@@ -555,25 +555,6 @@ def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     assert len(modules.importers(marked)) == 2
 
 
-def test_functions_and_results_by_value_as_under_spawn() -> None:
-    base = 10
-
-    class Pair:
-        def __init__(self, left: int, right: int) -> None:
-            self.left, self.right = left, right
-
-    def swap(pair: Pair) -> Pair:
-        return Pair(pair.right, pair.left + base)
-
-    for options in ({"start_method": "spawn"}, {"start_method": "forkserver", "preload": ["json"]}):
-        with start_processes("by value", swap, (Pair(1, 2),), nprocs=2, **options) as group:
-            result = group.wait()
-        assert [(pair.left, pair.right) for pair in result.return_values.values()] == [(2, 11)] * 2
-        with start_processes("lambda", lambda n: n + base, (1,), nprocs=2, **options) as group:
-            result = group.wait()
-        assert result.return_values == {0: 11, 1: 11}
-
-
 # --- nothing is left
 
 

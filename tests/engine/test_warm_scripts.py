@@ -121,14 +121,6 @@ def test_what_else_a_script_may_rely_on(house: WarmHouse, name: str) -> None:
         assert left.read_text() == "all of it"
 
 
-def test_an_interrupted_script_dies_of_the_signal(house: WarmHouse) -> None:
-    house.write("script.py", MORE["interrupted, with exit handlers, threads and files"])
-    worker = house.as_worker("script.py")
-    assert worker.status == 130
-    assert "SIGINT" in worker.report
-    assert "at exit" in worker.out
-
-
 def test_faulthandler_by_the_environment(house: WarmHouse) -> None:
     house.env["PYTHONFAULTHANDLER"] = "1"
     house.write("script.py", "import os; os.abort()")

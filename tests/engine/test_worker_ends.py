@@ -16,17 +16,8 @@ from phalanx._engine import worker_messages
 from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._engine.worker.mp_child import Child
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
+from tests.support import ending_workers as does
 from tests.support.disks import fill
-from tests.support.ending_workers import (
-    clear_and_fail,
-    clear_and_leave,
-    close_all_and_return,
-    fail_after,
-    fail_in_a_fork_too,
-    fail_without_a_byte,
-    interrupted_where_that_is_blocked,
-    leave_with_a_text_that_nobody_takes,
-)
 from tests.support.helpers import TIMEOUT
 from tests.support.workers import FAILED, run_script
 
@@ -37,7 +28,7 @@ if TYPE_CHECKING:
 
 METHODS = ("spawn", "forkserver", "fork")
 
-pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = [pytest.mark.each_python, pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -54,7 +45,6 @@ def failure_of(function: Callable[..., Any], *arguments: object, **options: Any)
 # --- interrupts
 
 
-@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("in_use", [True, False], ids=["multiprocessing", "without"])
 def test_an_interrupt_leaves_time_for_the_interpreters_end(
@@ -90,7 +80,7 @@ if __name__ == "__main__":
 @each_method
 def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
     """As of an interpreter."""
-    failure = failure_of(interrupted_where_that_is_blocked, start_method=method)
+    failure = failure_of(does.interrupted_where_that_is_blocked, start_method=method)
     assert failure.exitcode == 128 + signal.SIGINT
     assert failure.message.startswith("KeyboardInterrupt")
 
@@ -98,10 +88,9 @@ def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
 # --- evidence
 
 
-@pytest.mark.slow
 @each_method
 def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> None:
-    failure = failure_of(clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
+    failure = failure_of(does.clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
     assert (failure.message, failure.exitcode) == ("ValueError: after that", 1)
     assert failure.error_file == str(logs / "0/error.json")
     assert "clear_and_fail" in failure.traceback
@@ -111,7 +100,7 @@ def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> 
 @each_method
 def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
     with start_processes(
-        "test", clear_and_leave, {0: (ready.address, gate.address)}, start_method=method, log_dir=logs
+        "test", does.clear_and_leave, {0: (ready.address, gate.address)}, start_method=method, log_dir=logs
     ) as group:
         ready.wait()
         assert (logs / "0/error.json.exit").exists()
@@ -125,7 +114,7 @@ def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: 
 @pytest.mark.parametrize("stderr", ["", "broken", "absent"])
 def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stderr: str) -> None:
     """And the launcher, which may, writes the file."""
-    failure = failure_of(fail_without_a_byte, stderr, start_method=method, redirects=Std.ALL, log_dir=logs)
+    failure = failure_of(does.fail_without_a_byte, stderr, start_method=method, redirects=Std.ALL, log_dir=logs)
     assert failure.message == "ValueError: no room"
     assert failure.exitcode in FAILED[method]
     assert failure.traceback.startswith("Traceback")
@@ -143,11 +132,10 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
     assert (logs / "0/stdout.log").read_text() == ""
 
 
-@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
 def test_what_is_told_is_cut(method: str, letter: str) -> None:
-    failure = failure_of(fail_without_a_byte, "", letter * 500_000, start_method=method)
+    failure = failure_of(does.fail_without_a_byte, "", letter * 500_000, start_method=method)
     assert failure.message.startswith(f"ValueError: {letter * 100}")
     assert "\n... cut ...\n" in failure.message
     assert len(failure.message.encode()) < 5_000
@@ -155,7 +143,6 @@ def test_what_is_told_is_cut(method: str, letter: str) -> None:
     assert len(failure.traceback.encode()) < 25_000
 
 
-@pytest.mark.slow
 @each_method
 def test_a_traceback_that_no_file_takes_is_printed(tmp_path: Path, logs: Path, method: str) -> None:
     text = f"""
@@ -179,7 +166,12 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
     logs = small_disk / "logs"
     logs.mkdir()
     with start_processes(
-        "test", fail_after, {0: (ready.address, gate.address)}, log_dir=logs, redirects=Std.ALL, start_method=method
+        "test",
+        does.fail_after,
+        {0: (ready.address, gate.address)},
+        log_dir=logs,
+        redirects=Std.ALL,
+        start_method=method,
     ) as group:
         ready.wait()
         fill(small_disk)
@@ -194,9 +186,8 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
     assert result.outcomes[0].state == "failed"
 
 
-@pytest.mark.slow
 def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
-    assert failure_of(fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
+    assert failure_of(does.fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
 
 
 @each_method
@@ -205,7 +196,7 @@ def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen(64)
-        failure = failure_of(close_all_and_return, str(tmp_path / "socket"), start_method=method)
+        failure = failure_of(does.close_all_and_return, str(tmp_path / "socket"), start_method=method)
         assert "the value cannot be returned: this process has closed" in failure.message
         listener.setblocking(False)
         for _ in range(40):
@@ -214,7 +205,6 @@ def test_a_worker_without_descriptors_can_return_nothing(tmp_path: Path, method:
                 assert connection.recv(1) == b""
 
 
-@pytest.mark.slow
 def test_a_worker_waits_for_a_deaf_launcher_a_bounded_time() -> None:
     theirs, ours = worker_messages.pair()
     with closing(ours), closing(theirs):
@@ -264,7 +254,6 @@ if __name__ == "__main__":
     return out, first, second
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "not flushed"])
 def test_a_stream_from_before_the_fork_is_flushed(tmp_path: Path, flushed: bool) -> None:
     """Whether or not the launcher's flush before the fork has reached what was in its buffers."""
@@ -290,7 +279,6 @@ def end():
     assert streams(tmp_path, text, "fork") == (before + "end of the host\n", *told)
 
 
-@pytest.mark.slow
 def test_a_module_that_was_preloaded_may_have_kept_a_stream(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text("import sys\nout = sys.stdout\n")
     text = f"""
@@ -306,7 +294,6 @@ def work(rank):
     assert streams(tmp_path, text, "forkserver") == ("", "end;", "end;")
 
 
-@pytest.mark.slow
 def test_a_stream_locked_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
     """By a thread that is not there after it: it is in the middle of a write."""
     text = """
@@ -357,7 +344,6 @@ def end():
     assert streams(tmp_path, text, method) == ("", "of the worker\n", "of the worker\n")
 
 
-@pytest.mark.slow
 @each_method
 def test_what_passes_on_goes_on_doing_so(tmp_path: Path, method: str) -> None:
     """The class of many a training script, which writes to a file as well, set up at the top."""
@@ -381,7 +367,6 @@ def end():
     assert (tmp_path / "train.log").read_text() == "step\n" * 2
 
 
-@pytest.mark.slow
 @each_method
 def test_streams_are_unbuffered_where_the_interpreters_are(tmp_path: Path, method: str) -> None:
     text = """
@@ -393,7 +378,6 @@ def work(rank):
     assert found == ("", "no line end", "no line end")
 
 
-@pytest.mark.slow
 @each_method
 def test_an_object_may_stand_in_for_a_stream(tmp_path: Path, method: str) -> None:
     """One that `sitecustomize` has put there, which can do little. What is printed through it is out at each line."""
@@ -427,6 +411,6 @@ def work(rank):
 
 @each_method
 def test_streams_that_raise_keep_nobody_from_leaving(method: str) -> None:
-    failure = failure_of(leave_with_a_text_that_nobody_takes, start_method=method)
+    failure = failure_of(does.leave_with_a_text_that_nobody_takes, start_method=method)
     assert failure.message.endswith("no error was recorded")
     assert failure.exitcode == (120 if method == "spawn" else 1)  # as an interpreter has it, whose flush fails

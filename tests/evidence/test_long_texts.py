@@ -163,14 +163,6 @@ def test_data_that_are_small_are_not_touched(value: Any) -> None:
     assert truncate_data(data) == data
 
 
-def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": "m" * (16 * MIB)}))
-    failure = ProcessFailure(0, 77, 1, path)
-    assert failure.unreadable == f"unreadable: it is longer than {READ_LIMIT} bytes"
-    assert failure.unreadable in format_report("x", {0: failure})
-
-
 @pytest.mark.parametrize("piece", ["x", "\x00", "\ud800", "𝄞", "é", '"'])
 def test_what_is_recorded_can_be_read_whatever_it_takes_as_json(piece: str, tmp_path: Path) -> None:
     path = tmp_path / "error.json"

@@ -28,30 +28,12 @@ from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _early, _raised, verdict
 from phalanx.errors import Outcome
 from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
+from tests.support import racing_workers as does
 from tests.support.command import Launcher
 from tests.support.disks import until
 from tests.support.families import KINDS
 from tests.support.helpers import TIMEOUT, pass_gate, rest, tell, wait_gone
 from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
-from tests.support.racing_workers import (
-    SLOW_EXIT,
-    crashes,
-    ends_at_once,
-    exits_while_handling,
-    fail_and_stay,
-    fail_below,
-    handled_before,
-    kills_itself_for_its_peer,
-    leave_slowly,
-    loses_its_peer,
-    one_has_handled,
-    outlives,
-    part,
-    raises,
-    return_and_stay,
-    serve_and_leave,
-    slow_part,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +109,7 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
         if kind == "binary":
             group = start_processes("race", sys.executable, {rank: part_as_program(rank, *where) for rank in range(4)})
         else:
-            group = start_processes("race", part, {rank: (rank, *where) for rank in range(4)}, start_method=kind)
+            group = start_processes("race", does.part, {rank: (rank, *where) for rank in range(4)}, start_method=kind)
         with group:
             ready.wait(4)
             gate.open()
@@ -156,7 +138,7 @@ def test_evidence_counts_more_than_the_order_of_exits(
     # left when the grace period is over, it is killed on its way out, and has failed all the same.
     where = (ready.address, gate.address, str(tmp_path / "r2"))
     args = {rank: (rank, *where) for rank in range(3)}
-    worker = functools.partial(slow_part, rank_0_waits=not in_peace)
+    worker = functools.partial(does.slow_part, rank_0_waits=not in_peace)
     settle, grace = (TIMEOUT, TIMEOUT) if in_peace else (2.0, 0.1)
     with start_processes("evidence", worker, args, start_method=method, settle=settle, grace=grace) as group:
         ready.wait(3)
@@ -203,14 +185,14 @@ def test_who_was_killed_comes_before_whose_connection_broke(
     assert failure_module.KILL_NOTICED_NS >= 100 * 10**6
     monkeypatch.setattr(failure_module, "KILL_NOTICED_NS", 10 * 10**9)
     for _ in range(ROUNDS):
-        result = run_connected(loses_its_peer, gate.address, method=method, opened=gate.open, settle=TIMEOUT)
+        result = run_connected(does.loses_its_peer, gate.address, method=method, opened=gate.open, settle=TIMEOUT)
         assert result.failures.keys() == {0, 1}
         assert cause(result) == 0
 
 
 def test_who_kills_itself_for_a_lost_peer_is_not_the_cause(tmp_path: Path) -> None:
     args = {rank: (rank, str(tmp_path / "s")) for rank in range(3)}
-    with start_processes("p", kills_itself_for_its_peer, args) as group:
+    with start_processes("p", does.kills_itself_for_its_peer, args) as group:
         result = group.wait()
     assert cause(result) == 0, result.failures
 
@@ -406,7 +388,7 @@ def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None
 @pytest.mark.parametrize("method", METHODS)
 def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) -> None:
     args = {rank: (rank, gate.address) for rank in range(3)}
-    with start_processes("all", raises, args, start_method=method, settle=TIMEOUT) as group:
+    with start_processes("all", does.raises, args, start_method=method, settle=TIMEOUT) as group:
         gate.open(3)
         result = group.wait()
     assert sorted(result.failures) == [0, 1, 2]
@@ -430,7 +412,7 @@ def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_fatal_signal_leaves_the_python_stack(method: str) -> None:
-    result = run(crashes, {0: ()}, start_method=method)
+    result = run(does.crashes, {0: ()}, start_method=method)
     failure = result.failures[0]
     assert failure.exitcode == -signal.SIGSEGV
     assert failure.message == f"Signal 11 (SIGSEGV) received by PID {failure.pid}"
@@ -524,11 +506,11 @@ def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: s
     times: dict[str, Any] = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
         argv: dict[int, tuple[str, ...]] = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
-        with script_group(tmp_path, SLOW_EXIT, argv, **times) as group:
+        with script_group(tmp_path, does.SLOW_EXIT, argv, **times) as group:
             result = group.wait()
     else:
         args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
-        result = run(serve_and_leave, args, start_method=kind, **times)
+        result = run(does.serve_and_leave, args, start_method=kind, **times)
     assert cause(result) == 0
     assert result.failures[0].exitcode == 3
     assert states(result) == ["failed", "failed"]
@@ -557,7 +539,7 @@ def staying(tmp_path: Path, kind: str, how: str, nprocs: int = 2, **options: Any
     """Start a group whose last rank fails, and stays, as `STAYS` has it. The others rest."""
     args = {rank: (1 if rank == nprocs - 1 else 0, how, str(tmp_path / "done")) for rank in range(nprocs)}
     if kind != "script":
-        return start_processes("stays", fail_and_stay, args, start_method=kind, **options)
+        return start_processes("stays", does.fail_and_stay, args, start_method=kind, **options)
     argv = {rank: tuple(map(str, each)) for rank, each in args.items()}
     return script_group(tmp_path, SCRIPT_OF_STAYS, argv, **options)
 
@@ -648,7 +630,7 @@ def test_a_failed_rank_that_stays_gets_an_ordered_signal(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_fork_that_fails_is_not_its_worker(method: str) -> None:
-    result = run(fail_below, {0: ()}, start_method=method)
+    result = run(does.fail_below, {0: ()}, start_method=method)
     assert result.return_values == {0: "went on"}
 
 
@@ -670,7 +652,7 @@ def test_who_returns_later_is_announced_later_and_nobody_twice(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper_link, "LATE", 0.2)
-    with start_processes("stays", return_and_stay, {0: ("",), 1: (gate.address,)}, start_method="fork"):
+    with start_processes("stays", does.return_and_stay, {0: ("",), 1: (gate.address,)}, start_method="fork"):
         until(lambda: len(caplog.messages) == 1)
         gate.open()
         until(lambda: len(caplog.messages) == 2)
@@ -695,7 +677,7 @@ def test_an_exit_that_takes_long(
 
     monkeypatch.setattr(Children, "_look", look_and_say)  # under fork, the keeper has what we have
     args = {rank: (str(tmp_path), rank, way, ready.address, gate.address) for rank in range(2)}
-    with start_processes("slow", leave_slowly, args, start_method="fork", settle=TIMEOUT) as group:
+    with start_processes("slow", does.leave_slowly, args, start_method="fork", settle=TIMEOUT) as group:
         ready.wait()
         disk.freeze()
         gate.open(2)
@@ -723,7 +705,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
     if kind == "script":
         result = run_script(tmp_path, SCRIPT, way, "")
     else:
-        result = run(handled_before, {0: (way, "")}, start_method=kind)
+        result = run(does.handled_before, {0: (way, "")}, start_method=kind)
     failure = result.failures[0]
     info = failure.error_file_data["message"]["extraInfo"]
     if way == "raise":
@@ -746,7 +728,7 @@ def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str,
     if kind == "script":
         result = run_script(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way)
     else:
-        result = run(exits_while_handling, {0: (way,)}, start_method=kind)
+        result = run(does.exits_while_handling, {0: (way,)}, start_method=kind)
     if way == "0":
         assert result.succeeded
         return
@@ -762,7 +744,7 @@ def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str,
 
 def test_a_failure_has_its_own_time(ready: Ready) -> None:
     ways = ("exit", "_exit", "kill", "abort", "waits")
-    result = run(ends_at_once, {rank: (way, ready.address) for rank, way in enumerate(ways)}, settle=2.5)
+    result = run(does.ends_at_once, {rank: (way, ready.address) for rank, way in enumerate(ways)}, settle=2.5)
     assert states(result) == ["failed"] * 4 + ["stopped"]
     offset = time.time() - time.monotonic()
     for failure in result.failures.values():
@@ -788,7 +770,7 @@ def test_an_exception_handled_long_ago_is_no_failure(
 ) -> None:
     monkeypatch.setattr("phalanx._outcomes.failure.SOON_NS", 0)  # of the launcher, for which a moment is long now
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
-    with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
+    with start_processes("handled", does.one_has_handled, args, start_method=method, settle=0.0) as group:
         ready.wait(2)
         gate.open()
         result = group.wait()
@@ -980,7 +962,7 @@ def test_who_loses_a_connection_when_rank_0_has_ended_is_told(
     """The store of torch's programs is in rank 0."""
     args, logs = {rank: (rank, gate.address, error) for rank in (0, 1)}, DefaultLogsSpecs(str(tmp_path))
     envs = {0: serves, 1: serves | {"RANK": "1"}}
-    with start_processes("late", outlives, args, envs=envs, logs_specs=logs, start_method="fork") as group:
+    with start_processes("late", does.outlives, args, envs=envs, logs_specs=logs, start_method="fork") as group:
         until(lambda: set(group.alive) == {1})
         gate.open()
         result = group.wait()
