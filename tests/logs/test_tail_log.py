@@ -116,6 +116,14 @@ def test_a_console_that_raises(file: Path) -> None:
     assert tail.stopped()
 
 
+def test_undecodable_bytes_are_replaced(file: Path, console: Console) -> None:
+    tail = TailLog("t", {0: str(file)}, console).start()
+    append(file, b"a\xff\n\xe2\x82")
+    append(file, b"\xac\n\x00\n")
+    tail.stop()
+    assert console.getvalue() == "[t0]:a\N{REPLACEMENT CHARACTER}\n[t0]:€\n[t0]:\0\n"
+
+
 # --- which lines, and what stands before them
 
 
