@@ -90,6 +90,20 @@ def test_what_is_no_process_is_refused(mp_queue: Any, pid: Any, caplog: pytest.L
     assert caplog.text.count(f"a timer of process {pid!r} is refused") == 1
 
 
+def test_a_client_sends_the_monotonic_deadline(mp_queue: Any) -> None:
+    client = LocalTimerClient(mp_queue)
+    before = clock.now()
+    client.acquire("scope", clock.wall() + 5)
+    after = clock.now()
+    client.release("scope")
+    client.acquire("scope", -1)
+    first, *releases = [mp_queue.get(timeout=TIMEOUT) for _ in range(3)]
+    assert first._deadline is not None
+    assert before - 0.1 < first._deadline - 5 < after + 0.1
+    assert first._born == Stat(os.getpid()).start
+    assert releases == [TimerRequest(os.getpid(), "scope", -1)] * 2
+
+
 def test_a_full_queue_is_waited_for_with_a_bound(mp_queue: Any) -> None:
     client = LocalTimerClient(mp_queue, patience=0.05)
 
