@@ -18,7 +18,7 @@ from phalanx._logs.lines import Cutter, Source
 from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from tests.support.fake_clock import FakeClock
-from tests.support.pump_tools import Memory, Rotated, append, rig
+from tests.support.pump_tools import Memory, Rotated, append, rig, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -362,7 +362,7 @@ def test_a_rotated_file_is_followed_through_all_its_parts(parts: list[bytes], li
                 rotator.write(part)
                 if not at_once:
                     it.catch_up()
+            until(it.loop, lambda: [len(streams) for streams in it.watch._watches.values()] == [1])
             it.finish()
-            assert sum(map(len, it.watch._watches.values())) == 1
         with open(out, "rb") as file:
             assert file.read() == ended(b"".join(parts))

@@ -151,6 +151,29 @@ def test_a_number_that_nobody_expects(tmp_path: Path) -> None:
         assert read_on(it) == b"next\n"
 
 
+@pytest.mark.parametrize("call", ["os.stat", "posix.open"])
+def test_a_rotation_between_two_calls_loses_no_byte(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a read at the end of the file; and after the look at what was set aside, before the file is opened."""
+    path = tmp_path / "log"
+    append(str(path), b"one\n")
+    real, turns, got, buffer = getattr(os, call.partition(".")[2]), list[str](), b"", bytearray(4)
+
+    def late(name: object, *args: object, **options: object) -> object:
+        if os.path.basename(str(name)) == "log" and not turns:
+            turns.append(call)
+            append(str(path), b"two\n")
+            rotate(path, 1)
+            append(str(path), b"three\n")
+        return real(name, *args, **options)
+
+    with followed(path) as it:
+        if call == "os.stat":
+            got = bytes(buffer[: it.read(buffer)])
+        monkeypatch.setattr(call, late)
+        assert got + read_on(it) == b"one\ntwo\nthree\n"
+    assert turns
+
+
 def test_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
     """The file has two numbers: it got the first one, but not its new name, and grew on."""
     path = tmp_path / "log"

@@ -57,16 +57,6 @@ def append(path: Path, text: bytes) -> None:
 # --- files
 
 
-def test_a_file_that_is_there(file: Path, console: Console) -> None:
-    append(file, b"before\n")
-    tail = TailLog("t", {0: str(file)}, console).start()
-    console.wait_for("before\n")
-    append(file, b"after\n")
-    console.wait_for("after\n")
-    tail.stop()
-    assert console.getvalue() == "[t0]:before\n[t0]:after\n"
-
-
 @pytest.mark.parametrize("below", ["0.log", "new/0.log", "a/new/folder/0.log"])
 def test_a_file_that_appears_later(tmp_path: Path, console: Console, below: str) -> None:
     path = tmp_path / below
@@ -124,6 +114,14 @@ def test_a_console_that_raises(file: Path) -> None:
     tail = TailLog("t", {0: str(file)}, Broken()).start()
     tail.stop()
     assert tail.stopped()
+
+
+def test_undecodable_bytes_are_replaced(file: Path, console: Console) -> None:
+    tail = TailLog("t", {0: str(file)}, console).start()
+    append(file, b"a\xff\n\xe2\x82")
+    append(file, b"\xac\n\x00\n")
+    tail.stop()
+    assert console.getvalue() == "[t0]:a\N{REPLACEMENT CHARACTER}\n[t0]:€\n[t0]:\0\n"
 
 
 # --- which lines, and what stands before them
@@ -281,13 +279,6 @@ def shown_by(kind: Any, files: dict[int, str], console: TextIO, text: bytes, **o
     assert tail.stopped()
 
 
-def test_a_number_in_the_place_that_the_interval_once_had(file: Path, console: Console) -> None:
-    append(file, b"line\n")
-    tail = TailLog("trainer", {0: str(file)}, console, 0.05).start()
-    tail.stop()
-    assert console.getvalue() == "[trainer0]:line\n"
-
-
 def test_a_folder_is_refused(tmp_path: Path, file: Path, console: Console) -> None:
     tail = TailLog("trainer", {0: str(file), 1: str(tmp_path)}, console)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
@@ -319,7 +310,7 @@ def test_the_same_text_as_the_originals(tmp_path: Path, options: dict[str, Any])
     assert texts[0] == max(texts[1:], key=len)
 
 
-def test_files_may_be_path_objects(file: Path, console: Console) -> None:
+def test_a_path_and_the_interval_of_old_are_taken(file: Path, console: Console) -> None:
     file.write_bytes(b"a\n")
-    TailLog("t", {0: file}, console).start().stop()
+    TailLog("t", {0: file}, console, 0.05).start().stop()
     assert console.getvalue() == "[t0]:a\n"

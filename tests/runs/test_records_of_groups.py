@@ -222,7 +222,7 @@ def is_record(thread: threading.Thread) -> bool:
 @pytest.mark.long
 def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate: Gate) -> None:
     gate.open()
-    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
+    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT, run_id="night")
     seen = []
     for attempt in range(2):
         envs = {0: {"TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": "7"}}
@@ -234,6 +234,7 @@ def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate:
             group.wait(TIMEOUT)
         seen.append(record(tmp_path / "own"))
     assert [found["state"] for found in seen] == ["succeeded", "failed"]
+    assert seen[0]["run_id"] == "night"
     assert [[attempt["number"] for attempt in found["attempts"]] for found in seen] == [[0], [0, 1]]
     assert seen[0]["attempts"] == seen[1]["attempts"][:1]
     assert seen[0]["started"] == seen[1]["started"] < seen[1]["attempts"][1]["started"]

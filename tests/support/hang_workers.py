@@ -271,6 +271,14 @@ def end_well(after: float = 0.1) -> None:
     hang(after)
 
 
+def one_ends_well(gate: str, second: str) -> str:
+    """Rank 0 hangs, and ends well by SIGTERM; rank 1 waits for a gate."""
+    if os.environ["RANK"] == "0":
+        end_well()
+    pass_gate(gate)
+    return second
+
+
 def survive_and_return(gate: str) -> str:
     """Be got out of a block by SIGTERM, work on, and return."""
     survive()

@@ -191,6 +191,16 @@ def test_any_time_above_0_will_do(after: Any, table: TimerTable) -> None:
     assert len(_beats.seat.free) == SLOTS
 
 
+def test_more_timers_than_there_are_slots(table: TimerTable) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(SLOTS):
+            stack.enter_context(expires(60))
+        with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"), expires(60):
+            pass
+        assert len(armed(table)) == SLOTS
+    assert armed(table) == []
+
+
 def test_a_thousand_scopes_leave_no_residue(table: TimerTable) -> None:
     client = Client()
     for number in range(1000):
@@ -236,6 +246,18 @@ def test_a_decorated_coroutine_function(table: TimerTable) -> None:
     assert asyncio.run(both()) == [1, 2]
     assert counts[0] == 2
     assert armed(table) == []
+
+
+def test_a_decorated_function_names_its_line_to_a_client() -> None:
+    client = Client()
+
+    @expires(60, client=client)
+    def work() -> None:
+        assert list(client.held) == [f"{__file__}:{line}"]
+
+    line = work.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]  # functools sets it
+    work()
+    assert client.held == {}
 
 
 def test_what_has_no_code_can_be_decorated(table: TimerTable) -> None:

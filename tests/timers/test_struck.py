@@ -56,6 +56,16 @@ def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
     assert result.outcomes[0].describe() == "failed: exited with code 0"
 
 
+@pytest.mark.long
+def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
+    group = start(
+        hang_workers.one_ends_well, (gate.address, "done"), events, 2, on_expiry="terminate", start_method="fork"
+    )
+    result = result_of(group)
+    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
+    assert result.root_cause is result.failures[0]
+
+
 @pytest.mark.slow
 def test_a_process_below_that_hangs_and_ends_well(events: Events) -> None:
     failure = failure_of(start(hang_workers.end_well_below, (), events, on_expiry="terminate"))

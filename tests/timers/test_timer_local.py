@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,13 @@ from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
+from tests.support.disks import until
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT, Ready, wait_gone
+from tests.timers.test_pairs import Sleeper, WatchedLocal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.each_python
 
@@ -44,16 +45,6 @@ def mp_queue() -> Iterator[Any]:
     it._writer.close()
 
 
-@contextlib.contextmanager
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A child of ours that does nothing, and leaves when told."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
 def request(pid: int, scope: str, after: float) -> TimerRequest:
     """As a client in another process makes it."""
     it = TimerRequest(pid, scope, clock.wall() + after)
@@ -61,26 +52,6 @@ def request(pid: int, scope: str, after: float) -> TimerRequest:
     it._born = Stat(pid).start
     it._taken = clock.now()
     return it
-
-
-def until(condition: Callable[[], object], server: LocalTimerServer) -> None:
-    """Wait until something holds in the server's thread, which is asked at each of its turns."""
-    turned = threading.Event()
-    original = server.register_timers
-
-    def register(timer_requests: list[TimerRequest]) -> None:
-        original(timer_requests)
-        turned.set()
-
-    server.register_timers = register  # type: ignore[method-assign]  # an instance's own, for the time of the wait
-    deadline = clock.now() + TIMEOUT
-    while not condition():
-        assert clock.now() < deadline
-        queue_: Any = server._request_queue
-        queue_._wake()
-        turned.wait(0.01)
-        turned.clear()
-    server.register_timers = original  # type: ignore[method-assign]  # as it was
 
 
 @pytest.mark.slow
@@ -111,12 +82,26 @@ def test_the_example_of_the_originals_documentation(
 
 @pytest.mark.parametrize("pid", [1 << 30, "text"])
 def test_what_is_no_process_is_refused(mp_queue: Any, pid: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with LocalTimerServer(mp_queue) as server, sleeper() as worker:
+    with WatchedLocal(mp_queue) as server, Sleeper() as worker:
         for _ in range(2):
             mp_queue.put(TimerRequest(pid, "scope", clock.wall() - 1))
         mp_queue.put(request(worker.pid, "scope", 60))
-        until(lambda: server._timers, server)
+        server.wait_until(lambda: server.held)
     assert caplog.text.count(f"a timer of process {pid!r} is refused") == 1
+
+
+def test_a_client_sends_the_monotonic_deadline(mp_queue: Any) -> None:
+    client = LocalTimerClient(mp_queue)
+    before = clock.now()
+    client.acquire("scope", clock.wall() + 5)
+    after = clock.now()
+    client.release("scope")
+    client.acquire("scope", -1)
+    first, *releases = [mp_queue.get(timeout=TIMEOUT) for _ in range(3)]
+    assert first._deadline is not None
+    assert before - 0.1 < first._deadline - 5 < after + 0.1
+    assert first._born == Stat(os.getpid()).start
+    assert releases == [TimerRequest(os.getpid(), "scope", -1)] * 2
 
 
 def test_a_full_queue_is_waited_for_with_a_bound(mp_queue: Any) -> None:
@@ -129,8 +114,8 @@ def test_a_full_queue_is_waited_for_with_a_bound(mp_queue: Any) -> None:
     with pytest.raises(TimeoutError, match=r"nothing out of its queue, which is full, for 0\.05 s: was it started"):
         fill()
     held = mp_queue.qsize()
-    with LocalTimerServer(mp_queue) as server:
-        until(lambda: not mp_queue.qsize(), server)
+    with WatchedLocal(mp_queue):
+        until(lambda: not mp_queue.qsize())
         client.release("scope")  # there is room again
     assert held > 100
 
@@ -155,8 +140,8 @@ def test_a_bounded_queue_keeps_count() -> None:
         client.release("scope")
     with pytest.raises(TimeoutError):
         client.release("scope")
-    with LocalTimerServer(bounded) as server:
-        until(lambda: not bounded.qsize(), server)
+    with WatchedLocal(bounded):
+        until(lambda: not bounded.qsize())
     client.release("scope")
     assert bounded.get(timeout=TIMEOUT) == TimerRequest(os.getpid(), "scope", -1)  # by the queue's own means
     bounded.close()
@@ -164,13 +149,13 @@ def test_a_bounded_queue_keeps_count() -> None:
 
 
 def test_half_a_message_does_not_stop_the_server(mp_queue: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with LocalTimerServer(mp_queue) as server, sleeper() as worker:
+    with WatchedLocal(mp_queue), Sleeper() as worker:
         os.write(mp_queue._writer.fileno(), struct.pack("!i", 1 << 30) + b"half a mes")
-        until(lambda: "its contents are lost" in caplog.text, server)
+        until(lambda: "its contents are lost" in caplog.text)
         os.write(mp_queue._writer.fileno(), struct.pack("!i", 3) + b"abc")
-        until(lambda: "cannot be unpickled" in caplog.text, server)
+        until(lambda: "cannot be unpickled" in caplog.text)
         mp_queue.put("not a request")
-        until(lambda: "not a timer request" in caplog.text, server)
+        until(lambda: "not a timer request" in caplog.text)
         mp_queue.put(request(worker.pid, "scope", 0))
         assert not wait_gone([worker.pid])
 
@@ -178,11 +163,11 @@ def test_half_a_message_does_not_stop_the_server(mp_queue: Any, caplog: pytest.L
 @pytest.mark.parametrize("kind", ["SimpleQueue", "JoinableQueue"])
 def test_other_queues_of_multiprocessing(kind: str) -> None:
     it: Any = getattr(SPAWN, kind)()
-    with LocalTimerServer(it) as server, sleeper() as worker:
+    with WatchedLocal(it) as server, Sleeper() as worker:
         LocalTimerClient(it).acquire("of this process, which is refused", clock.wall())
         it.put(request(worker.pid, "scope", 0.05))
         assert not wait_gone([worker.pid])
-        until(lambda: not server._timers, server)
+        until(lambda: not server.get_expired_timers(math.inf))
     it._reader.close()
     it._writer.close()
     if kind == "JoinableQueue":
@@ -194,7 +179,7 @@ def test_queues_without_a_pipe_work_and_are_woken_too() -> None:
     it: Any = queue.Queue()
     client = LocalTimerClient(it)
     start = clock.now()
-    with LocalTimerServer(it, max_interval=60), sleeper() as worker:
+    with LocalTimerServer(it, max_interval=60), Sleeper() as worker:
         client.release("scope")
         it.put(request(worker.pid, "scope", 0.05))
         assert not wait_gone([worker.pid])
@@ -211,63 +196,62 @@ def test_a_client_travels_to_a_process(mp_queue: Any) -> None:
 def test_who_decides_whom_to_end_gets_every_request(mp_queue: Any) -> None:
     """Keyed by rank or by name: no number is taken for a pid, though there is a process that has it."""
 
-    class Ranked(LocalTimerServer):
+    class Ranked(WatchedLocal):
         def _reap_worker(self, worker_id: Any) -> bool:
             reaped.put(worker_id)
             return True
 
     reaped: queue.Queue[Any] = queue.Queue()
-    with Ranked(mp_queue, max_interval=60) as server, sleeper() as chance:
+    with Ranked(mp_queue) as server, Sleeper() as chance:
         ids = ["trainer/0", ("node", 3), 0, 1, -1, os.getpid(), chance.pid]
         for each in ids:
             mp_queue.put(TimerRequest(each, "step", clock.wall() + 60))
-        until(lambda: len(server._timers) == len(ids), server)
-        chance.communicate()
+        server.wait_until(lambda: len(server.held) == len(ids))
+        chance.exit()
         mp_queue.put(TimerRequest(1 << 40, "step", clock.wall() - 1))
         assert reaped.get(timeout=TIMEOUT) == 1 << 40
-        until(lambda: not server._victims, server)
-        assert len(server._timers) == len(ids)
+        until(lambda: len(server.get_expired_timers(math.inf)) == len(ids))
         for each in ids:
             mp_queue.put(TimerRequest(each, "step", clock.wall() - 1))
         assert {reaped.get(timeout=TIMEOUT) for _ in ids} == set(ids)
-        until(lambda: not server._timers, server)
+        until(lambda: not server.get_expired_timers(math.inf))
 
 
 def test_who_decides_and_lets_the_original_end_it(mp_queue: Any) -> None:
-    class Counting(LocalTimerServer):
+    class Counting(WatchedLocal):
         def _reap_worker(self, worker_id: Any) -> bool:
             reaped.append(worker_id)
             return super()._reap_worker(worker_id)
 
     reaped: list[Any] = []
-    with Counting(mp_queue) as server, sleeper() as foreign, sleeper() as ours, sleeper() as left:
+    with Counting(mp_queue) as server, Sleeper() as foreign, Sleeper() as ours, Sleeper() as left:
         mp_queue.put(request(left.pid, "scope", 60))
-        until(lambda: server._timers, server)
-        left.communicate()
-        until(lambda: not server._timers, server)  # a process that asked for itself, and has exited
+        server.wait_until(lambda: server.held)
+        left.exit()
+        server.wait_until(lambda: not server.held)  # a process that asked for itself, and has exited
         mp_queue.put(TimerRequest(foreign.pid, "scope", clock.wall()))
         mp_queue.put(request(ours.pid, "scope", 0))
         assert not wait_gone([foreign.pid, ours.pid])
-        until(lambda: not server._timers, server)
+        until(lambda: not server.get_expired_timers(math.inf))
         assert sorted(reaped) == sorted([foreign.pid, ours.pid])
 
 
 def test_a_server_in_a_fork_is_nobodys(mp_queue: Any) -> None:
     """To stop it there hangs at no lock, and takes nothing out of what the parent's waits for."""
-    with LocalTimerServer(mp_queue, max_interval=60) as server, sleeper() as worker:
+    with WatchedLocal(mp_queue) as server, Sleeper() as worker:
         mp_queue.put(request(worker.pid, "scope", 60))
-        until(lambda: server._timers, server)
+        server.wait_until(lambda: server.held)
         with server._requests._gate:
 
             def stop() -> bool:
                 signal.alarm(20)
                 server.stop()
                 server.stop()
-                return not server._timers
+                return not server.get_expired_timers(math.inf)
 
             assert code_of_fork(stop) == 0
-        worker.communicate()
-        until(lambda: not server._timers, server)
+        worker.exit()
+        server.wait_until(lambda: not server.held)
 
 
 def test_the_worker_pays_for_the_client_alone() -> None:
