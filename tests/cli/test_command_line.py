@@ -57,7 +57,7 @@ def test_nothing_completes_a_command_that_is_not_there(place: Place) -> None:
         "runs prune --keep 0 --dry-run", "logs", "logs -f", "logs -n 1", "stack --help",
     ],
 )  # fmt: skip
-def test_a_command_whose_reader_has_gone_ends_as_one_that_dies_of_sigpipe(place: Place, argv: str) -> None:
+def test_a_command_whose_reader_has_gone_dies_of_sigpipe(place: Place, argv: str) -> None:
     script = place.write("print('one')")
     assert place.run(script).status == 0
     place.env["PHALANX_LOG_DIR"] = str(place.logs)

@@ -64,7 +64,7 @@ def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, fir
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_workers_of_a_job_and_one_launcher_stops_the_job(place: Place, ready: Ready) -> None:
+def test_a_signal_to_all_workers_and_one_launcher_stops_the_job(place: Place, ready: Ready) -> None:
     script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
     program = place.write(LAUNCHER, "launcher.py")
     options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-conf",

@@ -300,7 +300,7 @@ def test_json(place: Place) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--log-max-size", "64k")])
-def test_a_long_line_in_json_is_whole_again_when_its_parts_are_joined(place: Place, options: tuple[str, ...]) -> None:
+def test_a_long_line_in_json_is_whole_when_joined(place: Place, options: tuple[str, ...]) -> None:
     script = place.write("""
         import os
         for text in ("€" * 300_000, "x" * 262_144, "short"):
@@ -419,22 +419,6 @@ def test_a_line_of_several_ranks_tells_the_host_as_others_do(logs: Path, capfd: 
     group(logs, console, "echo", dict.fromkeys(range(2), ("x",)), envs=envs)
     prefix = re.escape(f"\033[1m[{os.uname().nodename} 0-1]\033[0m ")
     assert re.fullmatch(rf"{prefix}\d+\.\d{{3}} x\n", capfd.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    "choice,variable,tty,coloured",
-    [
-        ("auto", None, False, False), ("auto", None, True, True), ("auto", "1", True, False), ("auto", "", True, True),
-        ("always", None, False, True), ("always", "1", True, True), ("never", None, True, False),
-    ],
-)  # fmt: skip
-def test_color(place: Place, choice: str, variable: str | None, tty: bool, coloured: bool) -> None:
-    if variable is not None:
-        place.env["NO_COLOR"] = variable
-    show = on_a_terminal if tty else lambda *arguments: sh(*arguments).out
-    out = show(place, "echo x", "--color", choice)
-    assert ("\033[36m[0]\033[0m x" in out) is coloured
-    assert ("\033" in out) is coloured
 
 
 def test_prefixes_of_twelve_ranks(place: Place) -> None:
@@ -614,7 +598,7 @@ def test_bars_off_a_terminal(place: Place, ready: Ready, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file", "appended"])
-def test_both_streams_in_one_place_do_not_break_each_others_lines(place: Place, gate: Gate, kind: str) -> None:
+def test_streams_in_one_place_do_not_break_each_others_lines(place: Place, gate: Gate, kind: str) -> None:
     """What `>log 2>&1` is to give."""
     code = f"printf 'name? '; read x <{gate.address}; echo wait >&2; read x <{gate.address}; echo me; echo done >&2"
     with contextlib.ExitStack() as stack:

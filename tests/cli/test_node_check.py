@@ -275,7 +275,7 @@ def test_a_check_that_cannot_be_started(place: Place, options: tuple[object, ...
 
 
 @pytest.mark.long
-def test_a_signal_during_the_start_leaves_no_run_without_a_record(place: Place) -> None:
+def test_a_signal_during_the_start_leaves_no_unrecorded_run(place: Place) -> None:
     place.env["PARTS"] = "/_group/ /_logs/specs /_logs/layout"
     moment, step, found = 1, int(os.environ.get("PHALANX_STEP", "17")), 0
     while True:

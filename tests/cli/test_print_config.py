@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from phalanx.cli._commands import cli
 from phalanx.cli._declare import declarations
 from phalanx.cli._run_config import RunConfig, as_job_file
 from phalanx.cli.run import run
@@ -109,21 +111,25 @@ def test_a_real_one(place: Place) -> None:
     assert "default" not in again.out.replace('"default"', "")
 
 
-@pytest.mark.long
-def test_what_a_run_refuses_is_refused(place: Place) -> None:
-    script = place.write("")
-    for option in ("--print-config", "--dry-run"):
-        refused(place.run(option, "no_such.py"), "script 'no_such.py' does not exist")
-        refused(place.run(option, "--grace", "x", script), "'--grace'")
-        refused(place.run(option, "--ranks", "3", script), "--ranks: there is no rank 3")
-        refused(place.run(option, "--nice", "-3", "--cpu-bind", "0-999999", script), "--cpu-bind: '0-999999'")
-        done = place.run(option, "--no-python", "no-such-program")
-        real = place.run("--no-python", "no-such-program")
-        assert (done.status, done.out) == (real.status, "") == (1, "")
-        assert "SCRIPT: no such binary: 'no-such-program'" in done.err
-        refused(place.run(option, "--log-dir", script, script, logs=False), "--log-dir")
-        refused(place.run(option), "Missing argument 'SCRIPT'")
-    refused(place.run("--print-config", "--dry-run", script), "--print-config and --dry-run exclude each other")
+@pytest.mark.parametrize("option", ["--print-config", "--dry-run"])
+def test_a_question_is_refused_what_a_run_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    for argv, words in (
+        ("no_such.py", "script 'no_such.py' does not exist"),
+        ("--grace x script.py", "'--grace'"),
+        ("--ranks 3 script.py", "--ranks: there is no rank 3"),
+        ("--nice -3 --cpu-bind 0-999999 script.py", "--cpu-bind: '0-999999'"),
+        ("--log-dir script.py script.py", "--log-dir"),
+        ("--no-python no-such-program", "SCRIPT: no such binary: 'no-such-program'"),
+        ("", "Missing argument 'SCRIPT'"),
+        ("--print-config --dry-run script.py", "--print-config and --dry-run exclude each other"),
+    ):
+        done = CliRunner().invoke(cli, ["run", option, *argv.split()])
+        assert done.exit_code == (1 if "binary" in words else 2)
+        assert words in done.output
 
 
 def test_what_no_job_file_can_hold(place: Place) -> None:

@@ -191,9 +191,7 @@ def test_a_stop_after_a_failure_with_restarts_left_ends_the_run(
 
 
 @pytest.mark.slow
-def test_a_last_failure_before_a_stop_ends_the_run(
-    place: Place, ready: Ready, gate: Gate
-) -> None:
+def test_a_last_failure_before_a_stop_ends_the_run(place: Place, ready: Ready, gate: Gate) -> None:
     options = ("--max-restarts", 1, "--never-restart-on", 3)
     done = stopped_while_ending(place, ready, gate, signal.SIGTERM, *options, settles=False)
     assert done.status == 3, done

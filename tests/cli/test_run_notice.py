@@ -94,7 +94,7 @@ def test_what_is_no_notice_is_refused(place: Place, notice: str) -> None:
     assert f"'--notice': '{notice}': expected a signal that a process can handle and a time" in done.err
 
 
-def test_a_worker_that_launches_takes_the_flags_address_for_no_option(place: Place) -> None:
+def test_a_worker_that_launches_has_the_flag_as_no_option(place: Place) -> None:
     script = place.write("""
         import os
         names = [name for name in os.environ if "STOP" in name or "NOTICE" in name]

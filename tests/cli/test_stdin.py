@@ -268,7 +268,7 @@ def test_a_run_started_in_the_background_has_no_terminal(shell: Shell, place: Pl
 
 
 @pytest.mark.slow
-def test_each_attempt_of_a_run_in_the_foreground_reads_the_terminal(shell: Shell, place: Place, ready: Ready) -> None:
+def test_each_attempt_in_the_foreground_reads_the_terminal(shell: Shell, place: Place, ready: Ready) -> None:
     script = place.write(f"""
         import os, signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])

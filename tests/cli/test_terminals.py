@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,17 +20,6 @@ EVIL = "evil\033[2J\033]0;title\007"
 SHOWN = r"evil\x1b[2J\x1b]0;title\x07"
 
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    place = Place(folder)
-    for name in VARIABLES:
-        place.env.pop(name, None)
-    place.env |= {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
-    return place
 
 
 def phalanx(place: Place, *argv: object) -> Done:
@@ -82,7 +70,7 @@ FAILING = "echo line; exit 3"
         ({"NO_COLOR": "1"}, ("--color", "always"), True),
     ],
 )
-def test_lines_and_the_report_in_a_pipe(
+def test_a_pipe_has_colours_where_they_are_forced(
     place: Place, env: dict[str, str], options: tuple[str, ...], coloured: bool
 ) -> None:
     place.env |= env
@@ -90,11 +78,6 @@ def test_lines_and_the_report_in_a_pipe(
     assert done.status == 3
     assert ("\033[" in done.out) is coloured
     assert ("\033[" in done.err[done.err.index("====") - 10 :]) is coloured
-
-
-def test_a_dumb_terminal_gets_no_colours(place: Place) -> None:
-    place.env["TERM"] = "dumb"
-    assert "\033" not in on_a_terminal(place, FAILING)
 
 
 ASKED = r"""printf 'it is <%s>\n' "${FORCE_COLOR-unset}" """
@@ -121,7 +104,7 @@ def test_workers_use_colours_where_the_console_has_them(
     assert f"it is <{value}>" in on_a_terminal(place, ASKED, *options)
 
 
-def test_workers_write_no_colours_where_only_one_stream_is_a_terminal(place: Place) -> None:
+def test_workers_have_no_colours_with_one_terminal_alone(place: Place) -> None:
     place.env["TERM"] = "xterm"
     with terminal() as (ours, theirs), start_sh(place, ASKED, stderr=theirs) as launcher:
         os.close(theirs)
@@ -152,18 +135,12 @@ def test_coloured_tracebacks_are_compared(place: Place) -> None:
     assert "ValueError: the same" in shown[shown.index("=====") :], "the report has its own colours"
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_runs_in_a_pipe(place: Place, force: bool) -> None:
+def test_runs_are_coloured_as_the_terminal_and_the_variables_want(place: Place) -> None:
     put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")
-    if force:
-        place.env["FORCE_COLOR"] = "1"
-    done = phalanx(place, "runs", "--log-dir", place.logs)
-    assert ("\033[31m\033[1mfailed" in done.out) is force
-    assert ("\033" in done.out) is force
-
-
-def test_runs_on_a_terminal_that_is_dumb(place: Place) -> None:
-    put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")
+    for force, coloured in ({}, False), ({"FORCE_COLOR": "1"}, True):
+        place.env |= force
+        assert ("\033" in phalanx(place, "runs", "--log-dir", place.logs).out) is coloured
+    del place.env["FORCE_COLOR"]
     for env, coloured in (({"TERM": "dumb"}, False), ({"TERM": "dumb", "FORCE_COLOR": "1"}, True)):
         place.env |= env
         with terminal() as (ours, theirs):

@@ -453,7 +453,7 @@ def test_events_go_to_a_plugin(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_events_that_their_handler_does_not_take_are_said_to_be_lost(place: Place) -> None:
+def test_events_that_a_handler_does_not_take_are_lost_aloud(place: Place) -> None:
     install(place)
     done = place.run("--event-log-handler", "stuck", "--no-python", "true")
     assert (done.status, done.err.count("\n")) == (0, 2), done

@@ -32,7 +32,7 @@ def test_the_torchrun_on_the_path_is_phalanx(place: Place) -> None:
     assert "unknown" not in done.err, "a variable of ours"
 
 
-def test_the_command_has_its_own_arguments_and_takes_the_place_of_the_process(place: Place) -> None:
+def test_the_command_takes_the_place_of_the_process(place: Place) -> None:
     done = shim(place, "sh", "-c", 'echo $$ "$0" "$@"; exit 7', "--help", "-x")
     assert done.out.endswith(" --help -x\n")
     assert done.status == 7
@@ -113,7 +113,7 @@ def test_a_python_without_phalanx_is_left_alone(place: Place) -> None:
     assert done.err == ""
 
 
-def test_torch_distributed_launch_is_refused_unless_the_script_reads_the_environment() -> None:
+def test_torch_distributed_launch_needs_use_env() -> None:
     args = get_args_parser().parse_args(["it.py"])
     args.use_env = False
     with pytest.raises(SystemExit, match=r"add --use-env, and let the script read LOCAL_RANK"):

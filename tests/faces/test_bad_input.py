@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 import shutil
@@ -123,12 +122,6 @@ def test_options_that_cannot_be(options: dict[str, Any], kind: type[Exception], 
         start_processes(**dict[str, Any](name="n", entrypoint=workers.nothing) | options)
 
 
-@pytest.mark.parametrize("path", [5, b"logs", True, DefaultLogsSpecs])
-def test_folders_that_are_no_paths(path: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"log_dir: expected the path of a folder, got {path!r}")):
-        DefaultLogsSpecs(path)
-
-
 @pytest.mark.parametrize("args", [{0: (1,)}, {1, 2}, "ab"])
 def test_arguments_of_spawn_that_are_no_tuple(args: Any) -> None:
     """`start_processes` has a mapping by rank; here, keys would go to the function."""
@@ -149,39 +142,34 @@ def test_whole_numbers_of_numpy() -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_log_dir_that_is_not_there(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    with pytest.raises(FileNotFoundError, match=re.escape(f"log_dir: '{missing}' does not exist")):
-        start_processes("n", "true", {0: ()}, {0: {}}, str(missing))
-    assert not missing.exists()
+@pytest.mark.parametrize(
+    "name,kind,words",
+    [
+        ("missing", FileNotFoundError, "log_dir: '{}' does not exist"),
+        ("file", NotADirectoryError, "log_dir: '{}' is not a folder"),
+        ("file/below", NotADirectoryError, "file"),
+        ("full", RuntimeError, "log_dir: '{}' is not empty; it holds a, b, c …"),
+    ],
+)
+def test_a_log_dir_that_cannot_be_is_refused(tmp_path: Path, name: str, kind: type[Exception], words: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    for letter in "abcd":
+        (tmp_path / "full" / letter).touch()
+    path = str(tmp_path / name)
+    with pytest.raises(kind, match=re.escape(words.format(path))):
+        start_processes("n", "true", {0: ()}, {0: {}}, path)
+    assert not (tmp_path / "missing").exists()
 
 
-@pytest.mark.usefixtures("nothing_starts")
-def test_log_dir_that_is_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    text = re.escape(f"log_dir: '{file}' is not a folder")
-    with pytest.raises(NotADirectoryError, match=text):
-        start_processes("n", "true", {0: ()}, {0: {}}, str(file))
-    with pytest.raises(NotADirectoryError, match=text):
-        DefaultLogsSpecs(str(file))
-    with pytest.raises(NotADirectoryError):  # below a file
-        start_processes("n", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(str(file / "below")))
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_log_dir_that_is_not_empty(logs: Path) -> None:
-    for name in "abcd":
-        (logs / name).touch()
-    with pytest.raises(RuntimeError, match=re.escape(f"log_dir: '{logs}' is not empty; it holds a, b, c …")):
-        start_processes("n", "true", {0: ()}, {0: {}}, str(logs))
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_log_dir_that_cannot_be_written() -> None:
+@pytest.mark.parametrize("path", [5, b"logs", True, DefaultLogsSpecs, "/dev/null/x", "/proc/1/task/logs"])
+def test_a_folder_of_logs_specs_that_cannot_be_is_refused(path: Any) -> None:
     """Root may write almost anywhere; not in /proc."""
-    with pytest.raises(OSError, match="/proc/1/task/logs"):
-        start_processes("n", "true", {0: ()}, {0: {}}, DefaultLogsSpecs("/proc/1/task/logs", Std.ALL))
+    kind, words = (
+        (OSError, path) if isinstance(path, str) else (TypeError, f"expected the path of a folder, got {path!r}")
+    )
+    with pytest.raises(kind, match=re.escape(words)):
+        start_processes("n", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(path, Std.ALL))
 
 
 @root_only
@@ -265,37 +253,44 @@ def test_log_dir_removed_before_a_failure(logs: Path, ready: Ready, gate: Gate, 
     assert [path.name for path in logs.rglob("*") if path.is_file()] == ["error.json"]
 
 
-@pytest.mark.slow
-def test_log_dir_removed_before_the_value_fails(logs: Path, ready: Ready, gate: Gate) -> None:
-    def work() -> workers.NeverLoads:
-        workers.announce(address, gate_address)
-        return workers.NeverLoads()
-
-    address, gate_address = ready.address, gate.address
-    with start_processes("n", work, {0: ()}, log_dir=logs) as group:
-        ready.wait()
-        shutil.rmtree(logs)
-        gate.open()
-        result = group.wait()
-    assert result is not None
-    assert result.failures.keys() == {0}
-
-
 # --- binaries
 
 
+class Textless:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.usefixtures("nothing_starts")
-def test_unknown_binary(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="entrypoint: no such binary: 'no-such-program'") as caught:
-        start_processes("n", "no-such-program", {0: ()}, {0: {"PATH": "/first:/second"}})
-    assert "PATH of rank 0: /first:/second" in str(caught.value)
-    monkeypatch.setenv("PATH", "/third")
-    with pytest.raises(FileNotFoundError, match="PATH of rank 0: /third"):
-        start_processes("n", "no-such-program", {0: ()})
-    with pytest.raises(FileNotFoundError, match=r"no such binary: '/no/such/program'$"):
-        start_processes("n", "/no/such/program", {0: ()})
-    with pytest.raises(ValueError, match="empty string"):
-        start_processes("n", "", {0: ()})
+@pytest.mark.parametrize(
+    "binary,argument,kind,words",
+    [
+        ("no-such", "", FileNotFoundError, "entrypoint: no such binary: 'no-such'.*PATH of rank 0: /first:/second"),
+        ("/no/such/program", "", FileNotFoundError, "no such binary: '/no/such/program'$"),
+        ("", "", ValueError, "empty string"),
+        ("HERE", "", IsADirectoryError, "entrypoint: 'HERE' is a folder, not a binary"),
+        ("HERE/plain", "", PermissionError, "entrypoint: 'HERE/plain' is not executable"),
+        ("HERE/no line", "", OSError, "worker 0 was not started.*a script needs a first line like #!/bin/sh.*HERE/no"),
+        ("HERE/no sh", "", FileNotFoundError, "worker 0 was not started.*the interpreter that its first line names"),
+        ("/bin/true", "LONG", OSError, "worker 0 was not started.*Argument list too long"),
+        ("/bin/true", "a\0b", ValueError, "args: rank 0: .*null"),
+        ("/bin/true", Textless(), RuntimeError, "no text"),
+    ],
+)
+def test_a_binary_that_cannot_start_is_named(
+    tmp_path: Path, binary: str, argument: object, kind: type[Exception], words: str
+) -> None:
+    for name, text, mode in (("plain", "", 0o644), ("no line", "echo\n", 0o755), ("no sh", "#!/no/such/sh\n", 0o755)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    envs = {0: {"PATH": "/first:/second"}}
+    with pytest.raises(kind, match=f"(?s){words.replace('HERE', str(tmp_path))}"):
+        start_processes(
+            "n",
+            binary.replace("HERE", str(tmp_path)),
+            {0: ("x" * (1 << 20) if argument == "LONG" else argument,)},
+            envs,
+        )
 
 
 def test_a_binary_on_the_path_of_its_worker(tmp_path: Path) -> None:
@@ -307,73 +302,15 @@ def test_a_binary_on_the_path_of_its_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_folder_as_binary(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match=re.escape(f"entrypoint: '{tmp_path}' is a folder, not a binary")):
-        start_processes("n", str(tmp_path), {0: ()})
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_binary_that_is_not_executable(tmp_path: Path) -> None:
-    script = tmp_path / "script.sh"
-    script.write_text("#!/bin/sh\n")
-    with pytest.raises(PermissionError, match=re.escape(f"entrypoint: '{script}' is not executable")):
-        start_processes("n", str(script), {0: ()})
-
-
-def _program(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_script_without_its_first_line(tmp_path: Path) -> None:
-    script = _program(tmp_path / "script", "echo hello\n")
-    with pytest.raises(
-        OSError, match=r"worker 0 was not started.*a script needs a first line like #!/bin/sh"
-    ) as caught:
-        start_processes("n", script, {0: ()})
-    assert script in str(caught.value)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_a_script_whose_interpreter_is_missing(tmp_path: Path) -> None:
-    script = _program(tmp_path / "script", "#!/no/such/interpreter\n")
-    with pytest.raises(FileNotFoundError, match=r"worker 0 was not started.*the interpreter that its first line names"):
-        start_processes("n", script, {0: ()})
-
-
-@pytest.mark.usefixtures("nothing_starts")
 def test_one_rank_cannot_start_and_the_others_are_gone(tmp_path: Path) -> None:
     """Rank 1's PATH leads to another program of the same name."""
     for folder, first in (("good", "#!/bin/sh"), ("bad", "#!/no/such/interpreter")):
         (tmp_path / folder).mkdir()
-        _program(tmp_path / folder / "twin", f"{first}\nexec sleep 600\n")
+        (tmp_path / folder / "twin").write_text(f"{first}\nexec sleep 600\n")
+        (tmp_path / folder / "twin").chmod(0o755)
     envs = {rank: {"PATH": f"{tmp_path / ('bad' if rank == 2 else 'good')}:{os.environ['PATH']}"} for rank in range(4)}
     with pytest.raises(OSError, match="worker 2 was not started"):
         start_processes("n", "twin", dict.fromkeys(range(4), ()), envs)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_arguments_that_are_too_long() -> None:
-    with pytest.raises(OSError, match=r"worker 0 was not started.*Argument list too long"):
-        start_processes("n", "true", {0: ("x" * (1 << 20),)})
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_an_argument_with_a_null_byte() -> None:
-    with pytest.raises(ValueError, match=r"args: rank 0: .*null"):
-        start_processes("n", "echo", {0: ("a\0b",)})
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_an_argument_whose_text_cannot_be_had() -> None:
-    class Textless:
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    with pytest.raises(RuntimeError, match="no text"):
-        start_processes("n", "echo", {0: (Textless(),)})
 
 
 # --- what cannot be pickled
@@ -381,7 +318,7 @@ def test_an_argument_whose_text_cannot_be_had() -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_an_entrypoint_that_cannot_be_pickled(method: str) -> None:
+def test_what_cannot_be_pickled_is_named(method: str) -> None:
     lock = threading.Lock()
 
     def guarded() -> None:
@@ -391,11 +328,6 @@ def test_an_entrypoint_that_cannot_be_pickled(method: str) -> None:
     with pytest.raises(TypeError, match=r"the variable 'lock' of the entrypoint .*guarded") as caught:
         start_processes("n", guarded, {0: ()}, start_method=method)
     assert "_thread.lock" in str(caught.value)
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_an_argument_that_cannot_be_pickled(method: str) -> None:
     with pytest.raises(
         TypeError, match=r"item 'lock' of argument 1 of rank 2 .*_thread.lock.* cannot be sent to a worker"
     ):
@@ -506,7 +438,7 @@ def holding_itself() -> list[object]:
         (workers.echo, threading.Lock().acquire, "'__self__' of argument 0 of rank 0 (_thread.lock)"),
     ],
 )
-def test_a_search_for_what_cannot_be_pickled_survives_what_it_finds(function: Any, argument: Any, text: str) -> None:
+def test_what_cannot_be_pickled_is_found_in_anything(function: Any, argument: Any, text: str) -> None:
     with pytest.raises(TypeError, match=re.escape(text)) as caught:
         start_processes("n", function, {0: (argument,)})
     why = "TypeError: (cannot pickle '_thread.lock'|not me)"
@@ -547,55 +479,38 @@ def test_an_argument_that_cannot_be_unpickled(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data,text",
+    "data,message,unreadable",
     [
-        (b'{"message": {"mess', "damaged or half written"),
-        (b"", "it is empty"),
-        (b"[1, 2]", "no JSON object"),
-        (b"\xff\xfe\x00", "damaged"),
-        (b"[" * 100000, "unreadable"),
+        (b'{"message": {"mess', "exited with code 9; no error was recorded", "damaged or half written"),
+        (b"", "exited with code 9; no error was recorded", "it is empty"),
+        (b"[1, 2]", "exited with code 9; no error was recorded", "no JSON object"),
+        (b'{"message": {"message": "caf\xe9", "extraInfo": {}}}', "caf\ufffd", ""),
+        (None, "exited with code 9; no error was recorded", "longer than"),
     ],
 )
-def test_a_bad_error_file(data: bytes, text: str) -> None:
-    result = run(workers.write_error_file, {0: (data,)})
-    failure = result.failures[0]
-    assert failure.exitcode == 9
-    assert failure.message == "exited with code 9; no error was recorded"
-    assert text in failure.unreadable
-
-
-def test_an_error_file_that_is_not_utf8() -> None:
-    result = run(workers.write_error_file, {0: (b'{"message": {"message": "caf\xe9", "extraInfo": {}}}',)})
-    assert result.failures[0].message == "caf\ufffd"
-
-
-def test_a_huge_error_file() -> None:
-    result = run(workers.write_huge_error_file, {0: ()})
-    assert "longer than" in result.failures[0].unreadable
-    assert result.failures[0].exitcode == 9
+def test_an_error_file_of_a_workers_own_is_read_if_it_can_be(data: bytes | None, message: str, unreadable: str) -> None:
+    function, args = (workers.write_error_file, (data,)) if data is not None else (workers.write_huge_error_file, ())
+    failure = run(function, {0: args}).failures[0]
+    assert (failure.exitcode, failure.message) == (9, message)
+    assert unreadable in failure.unreadable
 
 
 @each_method
-def test_an_exception_without_a_text(method: str) -> None:
-    result = run(workers.raise_bad_text, {0: ()}, start_method=method)
-    assert result.failures[0].message == "BadTextError: <__str__ raised RuntimeError>"
-    assert "raise_bad_text" in result.failures[0].traceback
-
-
-@each_method
-def test_an_exception_that_cannot_be_unpickled(method: str) -> None:
-    result = run(workers.raise_two_arguments, {0: ()}, start_method=method)
-    assert result.failures[0].message == "TwoArgumentsError: the text of it"
-    assert "raise_two_arguments" in result.failures[0].traceback
-
-
-@pytest.mark.slow
-@each_method
-def test_an_exception_with_a_huge_text(method: str) -> None:
-    result = run(workers.fail, {0: ("x" * (30 << 20),)}, start_method=method)
-    message = result.failures[0].message
-    assert message.startswith("ValueError: xxx")
-    assert len(message) < 2 << 20
+@pytest.mark.parametrize(
+    "function,args,message",
+    [
+        (workers.raise_bad_text, (), "BadTextError: <__str__ raised RuntimeError>"),
+        (workers.raise_two_arguments, (), "TwoArgumentsError: the text of it"),
+        (workers.fail, ("huge",), "ValueError: xxx"),
+    ],
+    ids=["no text", "cannot be unpickled", "huge text"],
+)
+def test_an_unusual_exception_is_reported(method: str, function: Any, args: tuple[Any, ...], message: str) -> None:
+    given = ("x" * (30 << 20),) if args == ("huge",) else args
+    failure = run(function, {0: given}, start_method=method).failures[0]
+    assert failure.message.startswith(message)
+    assert len(failure.message) < 2 << 20
+    assert function.__name__ in failure.traceback
 
 
 @each_method
@@ -636,7 +551,7 @@ with open("/proc/self/status") as file:
 
 
 @pytest.mark.long
-def test_a_gigabyte_without_a_newline(tmp_path: Path, logs: Path) -> None:
+def test_a_gigabyte_without_a_newline_takes_little_memory(tmp_path: Path, logs: Path) -> None:
     """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
 
     Where the machine is so busy that there is more to show than the end has time for, that is said before the figure.
@@ -737,13 +652,3 @@ def test_processes_run_out(tmp_path: Path, kind: str) -> None:
         os.rmdir(cgroup)
     assert (done.stderr, done.returncode) == ("", 0)
     assert int(done.stdout) == 12
-
-
-def test_error_files_are_json(logs: Path) -> None:
-    """The format that other tools read."""
-    result = run(workers.fail, {0: ("why",)}, log_dir=logs)
-    data = json.loads((logs / "0/error.json").read_text())
-    assert data["message"]["message"] == "ValueError: why"
-    assert data["message"]["extraInfo"].keys() >= {"py_callstack", "timestamp"}
-    assert result.failures[0].error_file_data == data
-    assert result.failures[0].error_file == str(logs / "0/error.json")

@@ -106,63 +106,52 @@ def test_docstrings_are_true(module: ModuleType) -> None:
     assert found.failed == 0
 
 
+SMALL: list[tuple[ModuleType, dict[str, Any], set[str], set[str]]] = [
+    (log_throughput, {"LINES": 1000}, {"wrong"}, set(log_throughput.SPEEDS)),
+    (log_delay, {"SECONDS": 0.3}, {"missing"}, {"median", "p99", "most"}),
+    # Lines which fit into the pipe: nothing is left to be said.
+    (slow_console, {"LINES": 10}, {"files not whole", "files spoken of", "lines unaccounted for"}, {"writing"}),
+    (warm_torch, {"MODULE": "json", "WORKERS": 2}, set(), {"first start", "second start"}),
+    (restart, {"MODULE": "json", "WORKERS": 2, "RESTARTS": 2}, set(), {"cold"}),
+    (run_true, {"TIMES": {PHALANX: 1, FLOOR: 1}}, set(), set(run_true.CASE.units)),
+    (big_argument, {"SIZE": 8_000_000, "REPEATS": 1}, set(), set(big_argument.CASE.units)),
+    (
+        timer_expiry,
+        {"TIMES": {PHALANX: 1}, "FAR": 0.3, "FAR_TIMES": 1},
+        set(),
+        {f"{kind}, {what}" for kind in timers.KINDS for what in ("sent", "dead")},
+    ),
+    (
+        timer_cost,
+        {"PAIRS": dict.fromkeys(timers.KINDS, 100)},
+        {f"{name}, errors" for name in timer_cost.NAMES.values()},
+        set(timer_cost.NAMES.values()),
+    ),
+    (timer_flood, {"WORKERS": 2, "PAIRS": 50}, {"errors"}, {"wall"}),
+    (timer_load, {"WORKERS": 2, "SECONDS": 0.2}, {"group, deaths", "group, left"}, {"group, timers"}),
+    (hang_report, {"TIMES": 1}, set(), {"signalled", "report"}),
+]
+"""A case, what makes it small, its figures that are to be 0, and those that are more, where they are there."""
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("own_temporary_folder")
-def test_throughput_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_throughput, "LINES", 1000)
-    ours, floor = (log_throughput.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) == set(log_throughput.CASE.units)
-    assert set(floor.figures) == set(log_throughput.SPEEDS)
-    assert ours.figures["wrong"] == [0]
+@pytest.mark.parametrize("module,small,zero,more", SMALL, ids=[row[0].CASE.name for row in SMALL])
+def test_a_case_measures_in_small(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, small: dict[str, Any], zero: set[str], more: set[str]
+) -> None:
+    for name, value in small.items():
+        whole = {**getattr(module, name), **value} if isinstance(value, dict) else value
+        monkeypatch.setattr(module, name, whole)
+    contenders = module.CASE.contenders
+    ours = contenders[PHALANX]()
     assert ours.notes == ()
-    assert all(sample.figures[name][0] > 0 for sample in (ours, floor) for name in log_throughput.SPEEDS)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_delay_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_delay, "SECONDS", 0.3)
-    for contender in (PHALANX, FLOOR):
-        figures = log_delay.CASE.contenders[contender]().figures
-        assert set(figures) == set(log_delay.CASE.units)
-        assert figures["missing"] == [0]
-        assert 0 < figures["median"][0] <= figures["p99"][0] <= figures["most"][0]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_slow_console_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_console, "LINES", 10)  # which fit into the pipe: nothing is left to be said
-    ours, floor = (slow_console.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) == set(slow_console.CASE.units)
-    assert ours.notes == ()
-    for none in ("files not whole", "files spoken of", "lines unaccounted for"):
-        assert ours.figures[none] == [0], none
-    assert floor.figures["writing"][0] > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_warm_starts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_torch, "MODULE", "json")
-    monkeypatch.setattr(warm_torch, "WORKERS", 2)
-    ours, floor = (warm_torch.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) == set(warm_torch.CASE.units)
-    assert len(ours.figures["second start"]) == warm_torch.SECOND
-    assert floor.figures["first start"][0] > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_restarts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "MODULE", "json")
-    monkeypatch.setattr(restart, "WORKERS", 2)
-    monkeypatch.setattr(restart, "RESTARTS", 2)
-    ours, floor = (restart.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) | {"cold, c10d"} == set(restart.CASE.units)
-    for values in (*ours.figures.values(), floor.figures["cold"]):
-        assert len(values) == 2
-        assert min(values) > 0
+    assert set(ours.figures) | {"cold, c10d"} == set(module.CASE.units) | {"cold, c10d"}
+    floor = contenders[FLOOR]().figures if FLOOR in contenders else {}
+    assert set(floor) <= set(module.CASE.units)
+    assert all(ours.figures[name] == [0] for name in zero)
+    for figures in (ours.figures, floor):
+        assert all(min(figures[name]) > 0 for name in more & set(figures))
 
 
 @pytest.fixture
@@ -200,82 +189,6 @@ def test_broadcast_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(figures["told"]) == 4
         assert len(figures["regrouped"]) == 2
         assert 0 < min(figures["told"]) <= max(figures["told"]) <= max(figures["regrouped"])
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_a_whole_launcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for contender in (PHALANX, FLOOR):
-        monkeypatch.setitem(run_true.TIMES, contender, 1)
-        figures = run_true.CASE.contenders[contender]().figures
-        assert set(figures) == set(run_true.CASE.units)
-        assert all(len(values) == 1 and values[0] > 0 for values in figures.values())
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_a_big_argument_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(big_argument, "SIZE", 8_000_000)
-    monkeypatch.setattr(big_argument, "REPEATS", 1)
-    ours, floor = (big_argument.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) == set(big_argument.CASE.units)
-    assert set(floor.figures) < set(ours.figures)
-    assert all(min(values) > 0 for values in ours.figures.values())
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_expiry_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(timer_expiry.TIMES, PHALANX, 1)
-    monkeypatch.setattr(timer_expiry, "FAR", 0.3)
-    monkeypatch.setattr(timer_expiry, "FAR_TIMES", 1)
-    figures = timer_expiry.CASE.contenders[PHALANX]().figures
-    assert set(figures) == set(timer_expiry.CASE.units)
-    for kind in timers.KINDS:
-        assert figures[f"{kind}, sent"][0] > 0  # perhaps more than the other: a worker may be dead before we have noted
-        assert figures[f"{kind}, dead"][0] > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_cost_of_timers_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_cost, "PAIRS", dict.fromkeys(timers.KINDS, 100))
-    ours, floor = (timer_cost.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
-    assert set(ours.figures) == set(timer_cost.CASE.units)
-    assert set(floor.figures) == {*timer_cost.NAMES.values(), timer_cost.WRITTEN}
-    for name in timer_cost.NAMES.values():
-        assert ours.figures[f"{name}, errors"] == [0]
-        assert len(ours.figures[name]) == len(floor.figures[name]) == timer_cost.BATCHES
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_flood_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_flood, "WORKERS", 2)
-    monkeypatch.setattr(timer_flood, "PAIRS", 50)
-    figures = timer_flood.CASE.contenders[PHALANX]().figures
-    assert figures["errors"] == [0]
-    assert figures["wall"][0] > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_load_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_load, "WORKERS", 2)
-    monkeypatch.setattr(timer_load, "SECONDS", 0.2)
-    figures = timer_load.CASE.contenders[PHALANX]().figures
-    assert set(figures) == set(timer_load.CASE.units)
-    assert figures["group, deaths"] == figures["group, left"] == [0]
-    assert figures["group, timers"][0] > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_report_of_a_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_report, "TIMES", 1)
-    figures = hang_report.CASE.contenders[PHALANX]().figures
-    assert set(figures) == set(hang_report.CASE.units)
-    assert 0 < figures["signalled"][0] < figures["report"][0]
 
 
 def test_a_case_may_want_the_interpreter_of_another_contender(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,15 @@ def linger(index: int, address: str, gate: str) -> None:
         tell(address, f"{index} done")
 
 
-def host(_index: int, address: str, gate: str, what: str, host_gate: str) -> None:
+def host(_index: int, address: str, gate: str, what: str, host_gate: str, method: str = "spawn") -> None:
     """Start a group that nobody joins, and say when we are about to leave."""
     import phalanx.spawn as mp
     from tests.support.helpers import pass_gate, tell
 
     if what == "failing":
-        mp.spawn(fail, (1, "nobody joined me"), 2, join=False)
+        mp.spawn(fail, (1, "nobody joined me"), 2, join=False, start_method=method)
         return
-    mp.spawn(linger, (address, gate), 2, join=False, daemon=what == "daemon")
+    mp.spawn(linger, (address, gate), 2, join=False, daemon=what == "daemon", start_method=method)
     pass_gate(host_gate)
     tell(address, f"leaving {os.getpid()}")
     if what == "interrupted":
