@@ -8,7 +8,6 @@ import json
 import os
 import re
 import select
-import shlex
 import signal
 import struct
 import subprocess
@@ -216,14 +215,6 @@ def test_fold(place: Place) -> None:
 def ranks_of(prefix: str) -> set[int]:
     parts = (part.partition("-") for part in prefix.strip(" [").split(","))
     return {rank for first, _, last in parts for rank in range(int(first), int(last or first) + 1)}
-
-
-def test_a_line_that_waits_for_its_equals_does_not_wait_long(place: Place, gate: Gate) -> None:
-    code = f"[ $RANK = 0 ] && echo alone; read x <{gate.address}"
-    with start_sh(place, code, "--fold", n=2) as launcher:
-        assert launcher.read_until("alone\n", "stdout") == "[0] alone\n"
-        os.write(gate._fd, b"\n\n\n\n")
-        launcher.process.wait(LIMIT)
 
 
 # --- times
@@ -498,8 +489,8 @@ def test_numbers_of_another_library() -> None:
 
 def test_filtered_files_have_the_chosen_lines_of_all_ranks(place: Place) -> None:
     code = "echo loss=$RANK; echo nothing; echo 'a WARNING: é'; echo loss=9 >&2; echo ERROR >&2"
-    filters = ("--duplicate-stdout-filters", "loss,é,,", "--duplicate-stderr-filters", "ERROR")
-    filters += ("--duplicate-stdout-filters", "WARNING")
+    stdout, stderr = "--duplicate-stdout-filters", "--duplicate-stderr-filters"
+    filters = (stdout, "loss,é,,", stderr, "ERROR", stdout, "WARNING")
     done = sh(place, code, *filters, "--local-ranks-filter", 1, n=3)
     (folder,) = place.logs.glob("*/attempt_0")
     assert sorted((folder / "filtered_stdout.log").read_text().splitlines()) == sorted(
@@ -662,22 +653,6 @@ def resize(fd: int, columns: int, rows: int) -> None:
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
 
-def test_both_streams_of_a_rank_in_order_on_one_terminal(place: Place, gate: Gate) -> None:
-    """Each line is written when the one before it has been seen."""
-    code = f"for i in 1 2 3 4; do echo out $i; read x <{gate.address}; echo err $i >&2; read x <{gate.address}; done"
-    with terminal() as (ours, theirs), start_sh(place, code, "-t", 3, stdout=theirs, stderr=theirs) as launcher:
-        os.close(theirs)
-        shown = read_until(ours, "out 1")
-        for n in range(1, 5):
-            os.write(gate._fd, b"\n")
-            shown += read_until(ours, f"err {n}")
-            os.write(gate._fd, b"\n")
-            shown += read_until(ours, f"out {n + 1}") if n < 4 else read_until(ours, "what never comes")
-        launcher.process.wait(LIMIT)
-    lines = [line.split("] ")[-1] for line in re.sub(r"\033\[[0-9;]*m", "", shown).splitlines()[1:]]
-    assert lines == [f"{stream} {n}" for n in range(1, 5) for stream in ("out", "err")]
-
-
 BARS = """
     import os
     rank = os.environ["RANK"]
@@ -748,25 +723,6 @@ def feed_until(screen: Emulator, fd: int, seen: Any) -> None:
         ready, _, _ = select.select([fd], [], [], TIMEOUT)
         assert ready, screen.text()
         screen.feed(os.read(fd, 65536).decode())
-
-
-@pytest.mark.long
-def test_more_live_lines_than_a_screen_takes(place: Place, ready: Ready, gate: Gate) -> None:
-    says = f"{shlex.quote(PYTHON)} -c '{ready.python('1').replace(chr(39), chr(34))}'"
-    code = f"printf 'bar %s' $RANK; {says}; read x <{gate.address}"
-    with terminal() as (ours, theirs):
-        resize(theirs, 400, 6)
-        with start_sh(place, code, n=6, stdout=theirs, stderr=theirs) as launcher:
-            os.close(theirs)
-            ready.wait(6)
-            screen = Emulator(400)
-            feed_until(
-                screen, ours, lambda: screen.text()[-3:] == ["[0] bar 0", "[1] bar 1", "... and 4 more"]
-            )  # fmt: skip
-            os.write(gate._fd, b"\n" * 6)
-            screen.feed(read_until(ours, "what never comes"))
-            launcher.process.wait(LIMIT)
-    assert sorted(screen.text()[1:]) == [f"[{rank}] bar {rank}" for rank in range(6)]
 
 
 def test_a_dumb_terminal_gets_no_moves(place: Place) -> None:

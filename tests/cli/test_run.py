@@ -818,15 +818,6 @@ def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: 
     assert "SIGHUP" not in done.err
 
 
-@pytest.mark.slow
-def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready) -> None:
-    script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid} {os.getppid()}'")))
-    with place.start("--nproc-per-node", 2, script) as launcher:
-        pids = [int(pid) for line in ready.wait(2) for pid in line.split()]
-        launcher.send(signal.SIGKILL)
-        assert not wait_gone(pids)
-
-
 # --- launchers above and below
 
 
@@ -839,17 +830,6 @@ def test_a_run_inside_a_run(place: Place) -> None:
     assert done.status == 0, done
     expected = [f"[{outer}] [{inner}] inner {inner} 3" for outer in range(2) for inner in range(3)]
     assert sorted(done.out.splitlines()) == expected
-
-
-@pytest.mark.slow
-def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> None:
-    inner = place.write("import os; assert os.environ['RANK'] != '1', 'the inner cause'", "inner.py")
-    argv = [*RUN, "--log-dir", str(place.folder / "inner-logs"), "--nproc-per-node", "2", inner]
-    done = place.run("--no-python", *argv)
-    assert done.status == 1
-    report = done.err[done.err.rindex("Root Cause") :]
-    assert "AssertionError: the inner cause" in report
-    assert f'File "{inner}", line 1' in report
 
 
 @pytest.mark.slow

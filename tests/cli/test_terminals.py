@@ -135,7 +135,7 @@ def test_coloured_tracebacks_are_compared(place: Place) -> None:
     assert "ValueError: the same" in shown[shown.index("=====") :], "the report has its own colours"
 
 
-def test_runs_are_coloured_as_the_terminal_and_the_variables_want(place: Place) -> None:
+def test_runs_are_coloured_as_terminal_and_variables_want(place: Place) -> None:
     put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")
     for force, coloured in ({}, False), ({"FORCE_COLOR": "1"}, True):
         place.env |= force

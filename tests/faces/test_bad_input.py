@@ -147,7 +147,7 @@ def test_whole_numbers_of_numpy() -> None:
     [
         ("missing", FileNotFoundError, "log_dir: '{}' does not exist"),
         ("file", NotADirectoryError, "log_dir: '{}' is not a folder"),
-        ("file/below", NotADirectoryError, "file"),
+        ("file/below", FileNotFoundError, "log_dir: '{}' does not exist"),
         ("full", RuntimeError, "log_dir: '{}' is not empty; it holds a, b, c …"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_module_that_was_loaded_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_a_namespace", [False, True])
-def test_a_module_of_a_folder_that_the_launcher_has_left_goes_by_name(tmp_path: Path, of_a_namespace: bool) -> None:
+def test_a_module_of_a_folder_that_was_left_goes_by_name(tmp_path: Path, of_a_namespace: bool) -> None:
     name = "package.here" if of_a_namespace else "here"
     _write(tmp_path / f"{name.replace('.', '/')}.py", "import sys\ndef found(): return __name__ in sys.modules\n")
     code = f"""
@@ -102,7 +102,7 @@ def test_a_module_of_a_folder_that_the_launcher_has_left_goes_by_name(tmp_path: 
     assert done.stdout == "{0: True}\n", done
 
 
-def test_a_module_that_a_worker_cannot_import_is_named_with_the_ways_out(tmp_path: Path) -> None:
+def test_a_module_that_a_worker_cannot_import_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "away" / "tail.py", "def half(number): return number / 2\n")
     program = _write(
         tmp_path / "program.py",

@@ -53,7 +53,7 @@ def nested(folder: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_what_a_worker_is_told_of_its_logs_is_not_told_to_groups_of_its_own(tmp_path: Path, method: str) -> None:
+def test_a_workers_log_variables_do_not_reach_its_own_groups(tmp_path: Path, method: str) -> None:
     specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ERR)
     args = (str(tmp_path),)
     with start_processes("outer", nested, args, nprocs=1, logs_specs=specs, start_method=method) as group:

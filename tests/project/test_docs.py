@@ -144,7 +144,7 @@ def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:
     assert found == shown, f"make transcripts ARGS={name} shows it as it is"
 
 
-def test_every_transcript_has_its_scenario_and_every_scenario_its_place() -> None:
+def test_each_transcript_has_a_scenario_and_each_has_its_place() -> None:
     it = tool("transcripts")
     places = []
     for page in PAGES:
@@ -169,7 +169,7 @@ def test_what_differs_from_run_to_run_is_put_in_one_form() -> None:
     assert steady.put("loss 2.30, 12 epochs") == "loss 2.30, 12 epochs"
 
 
-def test_the_tables_of_group_agent_and_protocol_are_those_in_the_code() -> None:
+def test_tables_of_group_agent_and_protocol_are_the_codes() -> None:
     table = tool("render_table")
     assert table.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
 

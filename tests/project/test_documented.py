@@ -180,7 +180,7 @@ def set_by_environment(command: click.Command) -> set[str]:
     return {param.opts[0] for param in command.params if param.envvar}.union(*map(set_by_environment, below))
 
 
-def test_the_page_names_options_of_other_commands_that_variables_set() -> None:
+def test_the_page_names_variables_of_other_commands() -> None:
     text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
     commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_runs.rerun, cli_stack.stack)

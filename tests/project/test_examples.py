@@ -114,9 +114,7 @@ def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
         pytest.param(2, 2, (), id="cold"),
     ],
 )
-def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed(
-    ranks: int, restarts: int, options: tuple[str, ...]
-) -> None:
+def test_digits_ddp_has_the_same_weights_after_kills(ranks: int, restarts: int, options: tuple[str, ...]) -> None:
     # By this seed, the first two kills come once the attempt has saved a checkpoint.
     words = ("--ranks", ranks, "--restarts", restarts, "--seed", 88, *options)
     (output,) = finish(start(EXAMPLES / "kill_ranks.py", *words), limit=300.0)

@@ -59,10 +59,10 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 479,
-    "private attributes": 588,
+    "private modules imported": 476,
+    "private attributes": 584,
     "private names patched": 246,
-    "long names": 400,
+    "long names": 337,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
 

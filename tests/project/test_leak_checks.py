@@ -118,7 +118,7 @@ def test_a_handler_a_mask_and_a_flag_are_named(leak_mark: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_environment_the_folder_and_temporary_files_are_named(leak_mark: str, tmp_path: Path) -> None:
+def test_environment_folder_and_temporary_files_are_named(leak_mark: str, tmp_path: Path) -> None:
     def leak() -> None:
         os.environ["FORGOTTEN"] = "1"
         os.chdir(tmp_path)

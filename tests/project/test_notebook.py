@@ -245,7 +245,7 @@ for method in ("spawn", "forkserver", "fork"):
 """
 
 
-def test_classes_of_a_cell_go_there_and_back_and_are_the_notebooks_still(notebook: Notebook) -> None:
+def test_classes_of_a_cell_come_back_as_the_notebooks(notebook: Notebook) -> None:
     """Also after the cell has been executed once more: those are other classes, of the same names."""
     again = "old = Model\n" + DEFINITIONS + "\nassert Model is not old"
     _, _, first, anew, second, old = notebook.run(

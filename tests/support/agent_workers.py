@@ -114,12 +114,6 @@ def runs_an_agent() -> tuple[str, dict[int, Any]]:
     return result.state.value, result.return_values
 
 
-def refuses_to_start(path: str) -> None:
-    """Fail in the first attempt, and have the next find no program."""
-    os.unlink(path)
-    sys.exit(1)
-
-
 class Meeting(RendezvousHandler):
     """A rendezvous of a user's own, of one machine."""
 

@@ -77,10 +77,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def return_generator() -> Any:
-    return (number for number in range(3))
-
-
 def return_nested_lock() -> Any:
     return {"model": {"lock": threading.Lock()}}
 
