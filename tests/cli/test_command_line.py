@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli._commands import cli
-from phalanx.cli._declare import sections
+from phalanx.cli._declare import SECTIONS, sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
 from tests.support.command import RUN, Done, Launcher, Place
@@ -77,6 +77,7 @@ def test_help_is_in_sections() -> None:
     """Each option is in one, and those that people need first are first."""
     shown = CliRunner().invoke(run, ["--help"]).output
     headings = re.findall(r"^([A-Z].*):$", shown, re.MULTILINE)
+    assert {heading for heading, _ in sections(RunConfig)} == set(SECTIONS)
     assert headings[:2] == ["Workers", "Restarts"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is

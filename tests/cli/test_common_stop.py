@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,12 +28,6 @@ import os, signal
 {ready}
 signal.pause()
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A folder of its own."""
-    return Place(tmp_path)
 
 
 @pytest.mark.slow

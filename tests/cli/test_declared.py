@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx._group.arguments import GRACE, SETTLE
-from phalanx.cli._declare import SECTIONS, Declared, Flag, Maybe, Option, click_options, declarations, sections
+from phalanx.cli._declare import Declared, Flag, Maybe, Option, click_options, declarations
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
 from phalanx.launcher import LaunchConfig
@@ -41,21 +41,12 @@ def test_defaults_are_those_that_are_declared() -> None:
     }
 
 
-def test_each_is_in_a_section_and_says_what_it_is() -> None:
-    shown = [name for _, names in sections(RunConfig) for name in names]
-    hidden = {declared.long for declared in EVERY.values() if not declared.section}
-    assert len(shown) == len(set(shown))
-    assert set(shown) | hidden == {declared.long for declared in EVERY.values()}
-    assert {heading for heading, _ in sections(RunConfig)} == set(SECTIONS)
-    for declared in EVERY.values():
-        assert declared.sentence.endswith("."), declared.long
-
-
 def test_each_name_is_there_once() -> None:
     names = [name for declared in EVERY.values() for name in (declared.long, *declared.names)]
     assert len(set(names)) == len(names)
     variables = [name for declared in EVERY.values() for name in declared.variables]
     assert len(set(variables)) == len(variables)
+    assert all(declared.sentence.endswith(".") for declared in EVERY.values())
 
 
 def test_a_value_is_typed_frozen_and_compared_by_what_it_says() -> None:

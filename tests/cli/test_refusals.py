@@ -41,6 +41,10 @@ VALUES = {
     "--min-uptime": ([""], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
     "--master-port": (["65536", "x"], "expected a whole number, 0 to 65535"),
     "--signals-to-handle": (["TREM", "SIGKILL", "SIGCHLD", "SIGTERM,STOP", ","], ""),
+    "--notice": (
+        ["USR1", "USR1:", ":60", "USR1:0", "USR1:-1", "USR1:inf", "KILL:60", "FOO:60", ""],
+        "expected a signal that a process can handle and a time",
+    ),
     "--log-line-prefix-template": (["${rank", "$ {rank}", "${}", "5 $"], "has a $ that begins no variable"),
 }
 """An option, values of it that cannot be, and the words that follow the value."""

@@ -531,14 +531,6 @@ def test_a_worker_that_closes_all_its_descriptors_and_fails(
     assert result.failures[0].message == "ValueError: without a descriptor"
 
 
-@each_method
-def test_a_worker_that_closes_all_its_descriptors_and_returns(method: str) -> None:
-    """Its value has no way to travel: that is a failure that says so, not a hang and not a silent None."""
-    result = run(workers.close_everything_and_return, {0: (5,)}, start_method=method)
-    assert result.return_values == {}
-    assert "the value cannot be returned: this process has closed" in result.failures[0].message
-
-
 LONG = """
 import sys
 from phalanx.multiprocessing import Std, start_processes

@@ -29,7 +29,7 @@ from phalanx.multiprocessing import (
     start_processes,
 )
 from tests.support import workers
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive
 from tests.support.workers import run_script
 
 METHODS = ("spawn", "forkserver", "fork")
@@ -429,12 +429,6 @@ def test_manager_proxies(tmp_path: Path, method: str) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("{0: 0, 1: 1, 2: 4}\n", "", 0)
 
 
-@pytest.mark.slow
-@each_method
-def test_a_worker_uses_multiprocessing_itself(method: str) -> None:
-    assert values_of(run(workers.start_a_process_of_my_own, {0: ()}, start_method=method)) == {0: 7}
-
-
 # --- waiting and closing
 
 
@@ -617,22 +611,6 @@ def ended(nprocs: int) -> PContext:
 
 
 @pytest.mark.slow
-def test_threads_that_wait_have_one_result(restored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-    monkeypatch.setattr(workers.Restored, "on_restore", lambda _self: never.wait(0.2))
-    results: list[RunProcsResult] = []
-    with ended(2) as group:
-        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(restored) == [0, 1]
-    assert len(results) == 4
-    assert len(set(map(id, results))) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SignalException])
 def test_an_interrupt_while_values_are_unpickled_loses_none(
     kind: type[BaseException], restored: list[int], monkeypatch: pytest.MonkeyPatch
@@ -796,35 +774,6 @@ def test_leaving_without_a_return(method: str) -> None:
     result = run(workers.leave_at_once, {0: (7,)}, start_method=method)
     assert result.failures[0].exitcode == 7
     assert result.failures[0].message == "exited with code 7; no error was recorded"
-
-
-@each_method
-def test_keyboard_interrupt_in_a_worker(method: str) -> None:
-    result = run(workers.interrupt, {0: ()}, start_method=method)
-    failure = result.failures[0]
-    assert failure.exitcode == -signal.SIGINT
-    assert failure.signal_name() == "SIGINT"
-    assert failure.message.startswith("KeyboardInterrupt")
-    assert "workers.py" in failure.traceback
-
-
-def test_a_signal_that_nobody_here_sent(ready: Ready, gate: Gate) -> None:
-    with waiting(ready, gate, 1) as group:
-        pid = group.pids()[0]
-        os.kill(pid, signal.SIGUSR1)
-        result = group.wait()
-    assert result is not None
-    assert result.failures[0].message == f"Signal 10 (SIGUSR1) received by PID {pid}"
-    assert result.failures[0].error_file == "<N/A>"
-    assert result.failures[0].error_file_data == {"message": "<NONE>"}
-    assert wait_gone([pid]) == set()
-
-
-def test_a_binary_fails_with_its_last_words(logs: Path) -> None:
-    result = run("sh", {0: ("-c", "echo first >&2; echo last >&2; exit 4")}, redirects=Std.ALL, log_dir=logs)
-    failure = result.failures[0]
-    assert (failure.exitcode, failure.stderr_tail) == (4, "first\nlast")
-    assert failure.stderr_file == str(logs / "0/stderr.log")
 
 
 # --- the files of a group

@@ -3,27 +3,21 @@
 A target does with the bytes what Phalanx does, and checks what must hold whatever they are: nothing is raised but what
 is documented, what is kept is bounded, and nobody is named as a process to signal but who may be.
 
-``tests/project/test_fuzz.py`` runs them with hypothesis. By hand, with examples changed at random::
-
-    python -m tests.support.fuzz --inputs 1000000               # each target
-    python -m tests.support.fuzz error_file --atheris           # guided by coverage, where atheris is installed
+``tests/project/test_fuzz.py`` runs them with hypothesis; ``PHALANX_TEST_INPUTS=1000000`` gives them more inputs.
 """
 
 from __future__ import annotations
 
-import argparse
 import marshal
 import math
 import os
 import random
-import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -338,62 +332,3 @@ def _timeline(folder: str) -> bytes:
     times.close()
     with open(times.path, "rb") as file:
         return file.read()
-
-
-def main() -> int:
-    """Try inputs by hand."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.fuzz", description="Try inputs on what others can write."
-    )
-    parser.add_argument("targets", nargs="*", metavar="TARGET")
-    parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="inputs of each target")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, metavar="N")
-    parser.add_argument("--atheris", action="store_true", help="let the coverage of the code guide one target")
-    options = parser.parse_args()
-    with Fuzz() as fuzz:
-        for name in options.targets or list(fuzz.targets):
-            _try(name, fuzz.targets[name], options)
-    return 0
-
-
-def _try(name: str, target: Kind, options: argparse.Namespace) -> None:
-    if options.atheris:
-        _guided(target, options.inputs)
-        return
-    began, chance = time.monotonic(), random.Random(options.seed)  # noqa: S311 - no secret
-    memory = 0
-    for number in range(options.inputs):
-        data = changed(target.seeds, chance)
-        try:
-            target.check(data)
-        except BaseException:
-            sys.stderr.write(f"{name}: input {number} of seed {options.seed}: {data!r}\n")
-            raise
-        if number == options.inputs // 10:
-            memory = _resident()
-    took, grown = time.monotonic() - began, (_resident() - memory) / 1024
-    sys.stdout.write(f"{name}: {options.inputs:,} inputs in {took:.1f} s; {grown:.1f} MB more from the tenth part on\n")
-
-
-def _guided(target: Kind, inputs: int) -> None:
-    from importlib import import_module
-
-    atheris = import_module("atheris")  # it is installed by whoever wants it
-
-    atheris.instrument_all()
-    with tempfile.TemporaryDirectory() as corpus:
-        for number, seed in enumerate(target.seeds):
-            with open(os.path.join(corpus, str(number)), "wb") as file:
-                file.write(seed)
-        atheris.Setup([sys.argv[0], corpus, f"-runs={inputs}", "-max_len=4096", "-rss_limit_mb=2048"], target.check)
-        atheris.Fuzz()
-
-
-def _resident() -> int:
-    """The memory of this process in kB (2^10 bytes)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -73,10 +73,6 @@ def leave_at_once(code: int) -> None:
     os._exit(code)
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def return_nested_lock() -> Any:
     return {"model": {"lock": threading.Lock()}}
 
@@ -244,20 +240,6 @@ def use_proxies(shared: Any, rank: int) -> None:
     shared[rank] = rank * rank
 
 
-def start_a_process_of_my_own() -> int:
-    """A worker may use `multiprocessing` itself."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=use_queue, args=(queue, 7))
-    process.start()
-    rank, _pid = queue.get(timeout=20)
-    process.join()
-    assert process.exitcode == 0
-    return int(rank)
-
-
 def prints(*texts: str) -> None:
     for text in texts:
         sys.stdout.write(text + "\n")
@@ -303,11 +285,6 @@ def close_everything(address: str, gate: str) -> None:
     os.closerange(0, 4096)
     announce(address, gate)
     raise ValueError("without a descriptor")
-
-
-def close_everything_and_return(number: int) -> int:
-    os.closerange(0, 4096)
-    return number
 
 
 def print_after(address: str, gate: str, text: str) -> None:
