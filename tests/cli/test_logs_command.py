@@ -285,21 +285,14 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
         return written - 0.05 < seen < (between if written < between else begun) + 0.05
 
     rows = [json.loads(line) for line in lines(place, "--log-format", "json")]
-    assert len(rows) == 8
-    for row in rows:
-        seen = datetime.fromisoformat(row["time"]).timestamp()
-        if row["text"] != "same":
-            assert is_of_writing(seen, float(row["text"].split()[1]))
-        assert seen <= begun
-    for row in lines(place, "--timestamps", "--grep", "first|last"):
-        _prefix, moment, _what, written = row.split()
-        assert is_of_writing(datetime.fromisoformat(moment).timestamp(), float(written))
-    found = [line.split() for line in lines(place, "--elapsed", "--grep", "first|last")]
-    firsts, lasts = ([float(words[1]) for words in found if words[2] == what] for what in ("first", "last"))
-    assert len(firsts) == len(lasts) == 2
-    assert all(first > 0.0 and last - first > 0.25 for first, last in zip(firsts, lasts, strict=True))
+    shown = [(row["time"], row["text"]) for row in rows if row["text"] != "same"]
+    assert (len(rows), len(shown)) == (8, 4)
+    shown += [tuple(line.split(" ", 2)[1:]) for line in lines(place, "--timestamps", "--grep", "first|last")]
+    for seen, text in shown:
+        assert is_of_writing(datetime.fromisoformat(seen).timestamp(), float(text.split()[1]))
     around = [line.split() for line in lines(place, "--elapsed", "--rank", 1, "--grep", "last", "-B", 3)]
     assert [words[2] for words in around] == ["first", "same", "same", "last"]
+    assert float(around[0][1]) > 0.0
     assert float(around[2][1]) - float(around[1][1]) > 0.25  # context has the time at which it was written
 
 
@@ -592,71 +585,46 @@ def test_a_file_system_of_a_network_is_known_by_its_number(tmp_path: Path, monke
     assert not linux.is_network_filesystem(str(tmp_path / "missing"))
 
 
-BLIND = """
-import sys
+UNWATCHED = """
+import errno, os, sys
 from phalanx._base import linux
 add = linux.inotify_add
-linux.inotify_add = lambda fd, path, mask=0: add(fd, sys.argv[1])
-linux.is_network_filesystem = lambda path: True
-sys.argv[:] = ["phalanx", *sys.argv[2:]]
+def refuse(number):
+    raise OSError(number, os.strerror(number))
+{patch}
 from phalanx.__main__ import main
 main()
 """
+BLIND = "linux.inotify_add = lambda fd, path, mask=0: add(fd, '.'); linux.is_network_filesystem = lambda path: True"
 
 
-def goes_on_to_the_end(folder: Path, follower: Launcher) -> None:
+@pytest.mark.parametrize(
+    "patch,said",
+    [
+        (BLIND, "they are looked at every 1 s\n"),  # another machine's: its kernel does not notify this one
+        ("linux.inotify = lambda: refuse(errno.EMFILE)", ": log files are looked at 10 times a second\n"),
+        ("linux.inotify_add = lambda *_: refuse(errno.ENOSPC)", ": log files are looked at 10 times a second\n"),
+    ],
+    ids=["network", "no instance", "no watch"],
+)
+def test_following_without_inotify_reads_again_and_again(place: Place, patch: str, said: str) -> None:
     """A file that grows, a rank that appears, and the folder's removal are seen."""
-    with open(folder / "attempt_0" / "0" / "stdout.log", "a") as file:
-        file.write("y\n")
-    assert follower.read_until("y\n", "stdout") == "[0] y\n"
-    (folder / "attempt_0" / "1").mkdir()
-    (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
-    assert follower.read_until("z\n", "stdout") == "[1] z\n"
-    shutil.rmtree(folder)
-    assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
-
-
-def test_a_folder_of_another_machine(place: Place) -> None:
-    """Its kernel tells us nothing: files, ranks and the end are seen by looking."""
     folder = place.logs / "old_x"
     (folder / "attempt_0" / "0").mkdir(parents=True)
     path = folder / "attempt_0" / "0" / "stdout.log"
     path.write_text("x\n")
-    argv = [PYTHON, "-c", BLIND, str(place.folder / "still"), "logs", "--log-dir", str(place.logs), "-f"]
-    (place.folder / "still").touch()
+    argv = [PYTHON, "-c", UNWATCHED.format(patch=patch), "logs", "--log-dir", str(place.logs), "-f"]
     with Launcher(argv, cwd=place.folder, env=place.env) as follower:
         follower.read_until("x\n", "stdout")
-        said = follower.read_until("\n")
-        assert said.endswith("they are looked at every 1 s\n")
-        goes_on_to_the_end(folder, follower)
-
-
-NONE_LEFT = """
-import errno, os, sys
-from phalanx._base import linux
-def refuse(*args):
-    raise OSError(number, os.strerror(number))
-call, number = ("inotify", errno.EMFILE) if sys.argv[1] == "instance" else ("inotify_add", errno.ENOSPC)
-setattr(linux, call, refuse)
-sys.argv[:] = ["phalanx", *sys.argv[2:]]
-from phalanx.__main__ import main
-main()
-"""
-
-
-@pytest.mark.parametrize("what", ["instance", "watch"])
-def test_following_where_no_inotify_is_left(place: Place, what: str) -> None:
-    """Files, ranks and the end are seen by looking."""
-    folder = place.logs / "old_x"
-    path = folder / "attempt_0" / "0" / "stdout.log"
-    path.parent.mkdir(parents=True)
-    path.write_text("x\n")
-    argv = [PYTHON, "-c", NONE_LEFT, what, "logs", "--log-dir", str(place.logs), "-f"]
-    with Launcher(argv, cwd=place.folder, env=place.env) as follower:
-        follower.read_until("x\n", "stdout")
-        said = follower.read_until("\n")
-        assert said.endswith(": log files are looked at 10 times a second\n")
-        goes_on_to_the_end(folder, follower)
+        assert follower.read_until("\n").endswith(said)
+        with open(path, "a") as file:
+            file.write("y\n")
+        assert follower.read_until("y\n", "stdout") == "[0] y\n"
+        (folder / "attempt_0" / "1").mkdir()
+        (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
+        assert follower.read_until("z\n", "stdout") == "[1] z\n"
+        shutil.rmtree(folder)
+        assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
 
 
 @pytest.mark.parametrize("what", ["link", "folder"])

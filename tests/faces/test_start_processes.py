@@ -389,7 +389,7 @@ if __name__ == "__main__":
     with start_processes("s", function, {0: (arg,), 1: (arg,)}, start_method=sys.argv[1]) as group:
         result = group.wait()
     assert not result.is_failed(), result.root_cause
-    assert bytes(segment.buf[:4]) == (b"data" if by_name else b"wata")
+    assert bytes(segment.buf[:4]) == b"wata"
     SharedMemory(segment.name).close()  # still there
     segment.close()
     segment.unlink()
