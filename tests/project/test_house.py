@@ -59,7 +59,7 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 474,
+    "private modules imported": 473,
     "private attributes": 584,
     "private names patched": 246,
     "long names": 337,
