@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.cli._commands import cli
 from phalanx.cli._job_file import MOST_BYTES, statements
-from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS
 from tests.support.command import Place, refused
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('NAME')]))"
@@ -97,31 +95,6 @@ def test_a_flag_that_is_gone_may_be_false(job: Path) -> None:
 
 
 # --- each option
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_an_option_of_a_file(name: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line goes before the file, and the file before the environment."""
-    setting = SETTINGS[name]
-    declared = getattr(RunOptions, name)
-    written = f'"{setting.text}"' if str in declared.written else setting.text
-    for key in (name, name.replace("_", "-")):
-        job.write_text(f"{key} = {written}")
-        monkeypatch.setenv(f"PHALANX_{name.upper()}", setting.other)
-        assert parsed("-f", job, "x.py")[name] == setting.value
-        assert parsed("--" + key, setting.other, "-f", job, "x.py")[name] == setting.as_other
-        job.write_text("")
-        assert parsed("-f", job, "x.py")[name] == setting.as_other
-        monkeypatch.delenv(f"PHALANX_{name.upper()}")
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_flag_of_a_file(name: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, value in (("true", True), ("false", False)):
-        job.write_text(f"{name} = {text}")
-        monkeypatch.setenv(f"PET_{name.upper()}", "0" if value else "1")
-        assert parsed("-f", job, "x.py")[name] is value
-        assert parsed("-f", job, f"--{name}", "x.py")[name] is True
 
 
 def test_lists(job: Path) -> None:

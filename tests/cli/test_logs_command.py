@@ -287,9 +287,9 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
     rows = [json.loads(line) for line in lines(place, "--log-format", "json")]
     shown = [(row["time"], row["text"]) for row in rows if row["text"] != "same"]
     assert (len(rows), len(shown)) == (8, 4)
-    shown += [
-        (line.split(" ", 2)[1], line.split(" ", 2)[2]) for line in lines(place, "--timestamps", "--grep", "first|last")
-    ]
+    for line in lines(place, "--timestamps", "--grep", "first|last"):
+        _prefix, seen, text = line.split(" ", 2)
+        shown.append((seen, text))
     for seen, text in shown:
         assert is_of_writing(datetime.fromisoformat(seen).timestamp(), float(text.split()[1]))
     around = [line.split() for line in lines(place, "--elapsed", "--rank", 1, "--grep", "last", "-B", 3)]

@@ -17,7 +17,6 @@ from phalanx.cli._commands import cli
 from phalanx.cli._declare import as_job_file, declarations
 from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
-from tests.cli.test_run import FLAGS, SETTINGS
 from tests.support.command import Place, refused
 
 NAMES = [declared.name for declared in declarations(RunOptions)]
@@ -39,40 +38,6 @@ def said(text: str, key: str) -> str:
     """Who has said it."""
     (line,) = (line for line in text.splitlines() if line.startswith(f"{key} = "))
     return line.rpartition(" # ")[2]
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_printed_is_read_back_to_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, key, job = SETTINGS[name], name.replace("_", "-"), tmp_path / "job.toml"
-    for text, value in ((setting.text, setting.value), (setting.other, setting.as_other)):
-        shown, values = printed(f"--{key}", text)
-        assert values[name] == value
-        assert said(shown, key) == "command line"
-        job.write_text(shown)
-        again, from_file = printed("-f", job)
-        assert from_file == values
-        line = shown.splitlines().index(next(row for row in shown.splitlines() if row.startswith(f"{key} = "))) + 1
-        assert said(again, key) == f"{job}, line {line}"
-        monkeypatch.setenv(f"PET_{name.upper()}", text)
-        shown, by_variable = printed()
-        assert by_variable == values
-        assert said(shown, key) == f"PET_{name.upper()}"
-        monkeypatch.delenv(f"PET_{name.upper()}")
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_flags(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, job = name.replace("_", "-"), tmp_path / "job.toml"
-    shown, _ = printed()
-    assert said(shown, key) == "default"
-    job.write_text(shown)
-    monkeypatch.setenv(f"PHALANX_{name.upper()}", "1")
-    assert printed("-f", job)[1][name] is False
-    shown, values = printed()
-    assert (values[name], said(shown, key)) == (True, f"PHALANX_{name.upper()}")
-    monkeypatch.delenv(f"PHALANX_{name.upper()}")
-    job.write_text(shown)
-    assert printed("-f", job)[1] == values
 
 
 def test_every_option_is_printed_or_said_not_to_be_set() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -21,11 +20,9 @@ import pytest
 
 import phalanx
 from phalanx._placement import devices
-from phalanx._run.stdin import NONE
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
-from phalanx.multiprocessing import Std
 from tests.support.command import LIMIT, RUN, VARIABLES, Launcher, Place, read_until, terminal
 from tests.support.helpers import Gate, Ready, alive, let_a_request_pass, wait_gone
 
@@ -197,118 +194,8 @@ def test_visible_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPat
 # --- options
 
 
-class Setting(NamedTuple):
-    text: str
-    other: str
-    value: object
-    as_other: object
-
-
-SETTINGS = {
-    "nproc_per_node": Setting("3", "2", 3, 2),
-    "run_id": Setting("night", "day", "night", "day"),
-    "role": Setting("a", "b", "a", "b"),
-    "log_dir": Setting("/tmp/a", "/tmp/b", "/tmp/a", "/tmp/b"),
-    "redirects": Setting("1", "0:3,12:1", Std.OUT, {0: Std.ALL, 12: Std.OUT}),
-    "tee": Setting("0:3,12:1", "2", {0: Std.ALL, 12: Std.OUT}, Std.ERR),
-    "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
-    "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
-    "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
-    "stdin": Setting("0", "none", 0, NONE),
-    "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
-    "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
-    "after_context": Setting("2", "0", 2, 0),
-    "before_context": Setting("2", "0", 2, 0),
-    "context": Setting("2", "0", 2, 0),
-    "log_format": Setting("json", "text", "json", "text"),
-    "log_line_prefix_template": Setting("${rank} ", "${host} ", "${rank} ", "${host} "),
-    "color": Setting("never", "always", "never", "always"),
-    "drain": Setting("1.5", "0", 1.5, 0.0),
-    "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
-    "log_keep": Setting("3", "1", 3, 1),
-    "log_mode": Setting("750", "2755", 0o750, 0o2755),
-    "keep_attempts": Setting("7", "5", 7, 5),
-    "keep_runs": Setting("3", "1", 3, 1),
-    "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
-    "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
-    "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
-    "nice": Setting("-5", "19", -5, 19),
-    "rlimit": Setting("nofile=64,as=8GiB", "core=0:1", {"nofile": "64", "as": "8GiB"}, {"core": ("0", "1")}),
-    "grace": Setting("1.5", "0", 1.5, 0.0),
-    "settle": Setting("1.5", "0", 1.5, 0.0),
-    "linger": Setting("1.5", "0", 1.5, 0.0),
-    "notice": Setting("USR1:60", "SIGUSR2:0.5", (10, 60.0), (12, 0.5)),
-    "orphan_grace": Setting("1.5", "0", 1.5, 0.0),
-    "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
-    "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
-    "nnodes": Setting("1:4", "2", (1, 4), (2, 2)),
-    "node_rank": Setting("1", "0", 1, 0),
-    "rejoin_delay": Setting("5", "0.5", 5.0, 0.5),
-    "on_sigterm": Setting("leave", "stop", "leave", "stop"),
-    "exclude_after": Setting("3", "1", 3, 1),
-    "node_check": Setting("true", "nvidia-smi -L", "true", "nvidia-smi -L"),
-    "exit_barrier_timeout": Setting("60", "inf", 60.0, math.inf),
-    "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
-    "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
-    "backoff_jitter": Setting("0.5", "1", 0.5, 1.0),
-    "min_uptime": Setting("30", "1m:5", (30.0, 3), (60.0, 5)),
-    "max_no_progress": Setting("3", "1", 3, 1),
-    "never_restart_on": Setting("2,SIGILL", "3", [2, -4], [3]),
-    "always_restart_on": Setting("75", "kill", [75], [-9]),
-    "signals_forward": Setting("USR1,WINCH", "none", [signal.SIGUSR1, signal.SIGWINCH], []),
-    "monitor_interval": Setting("0.1", "5", 0.1, 5.0),
-    "start_method": Setting("fork", "forkserver", "fork", "forkserver"),
-    "master_addr": Setting("host", "other", "host", "other"),
-    "master_port": Setting("29500", "1", 29500, 1),
-    "local_addr": Setting("127.0.0.1", "localhost", "127.0.0.1", "localhost"),
-    "rdzv_id": Setting("night", "7", "night", "7"),
-    "rdzv_backend": Setting("c10d", "etcd-v2", "c10d", "etcd-v2"),
-    "rdzv_endpoint": Setting("localhost:0", "[::1]:29500,b", [("localhost", 0)], [("::1", 29500), ("b", 0)]),
-    "rdzv_conf": Setting("timeout=60,is_host=1", "a=b", {"timeout": "60", "is_host": "1"}, {"a": "b"}),
-    "signals_to_handle": Setting("SIGTERM,usr1", "none", [signal.SIGTERM, signal.SIGUSR1], []),
-    "numa_binding": Setting("node", "core-complex", "node", "core-complex"),
-    "logs_specs": Setting("mine", "yours", "mine", "yours"),
-    "event_log_handler": Setting("console", "mine", "console", "mine"),
-}
-FLAGS = (
-    "module",
-    "no_python",
-    "run_path",
-    "standalone",
-    "insecure",
-    "keep",
-    "fold",
-    "timestamps",
-    "elapsed",
-    "ignore_case",
-    "log_compress",
-    "no_force_color",
-    "raw",
-    "virtual_local_rank",
-)
-
-
 def parsed(*argv: str) -> dict[str, Any]:
     return command.make_context("run", list(argv)).params
-
-
-def test_every_option_is_among_these() -> None:
-    others = ("script", "args", "print_config", "dry_run")
-    assert {name for name in parsed("script.py") if name not in others} == {*SETTINGS, *FLAGS}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = SETTINGS[name]
-    dashes, underscores = "--" + name.replace("_", "-"), "--" + name
-    for spelling in (dashes, underscores):
-        assert parsed(spelling, setting.text, "script.py")[name] == setting.value
-        assert parsed(f"{spelling}={setting.text}", "script.py")[name] == setting.value
-    monkeypatch.setenv(f"PET_{name.upper()}", setting.text)
-    assert parsed("script.py")[name] == setting.value
-    monkeypatch.setenv(f"PHALANX_{name.upper()}", setting.other)
-    assert parsed("script.py")[name] == setting.as_other
-    assert parsed(dashes, setting.text, "script.py")[name] == setting.value
 
 
 def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,17 +249,6 @@ def test_the_command_line_from_python_is_as_torchs(place: Place) -> None:
         for which in ("torch", "phalanx"):
             done = place.program(sys.executable, script, which, code)
             assert (done.status, done.out) == (0, said), (which, done)
-
-
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("prefix", ["PET", "PHALANX"])
-def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parsed("script.py")[name] is False
-    assert parsed("--" + name, "script.py")[name] is True
-    monkeypatch.setenv(f"{prefix}_{name.upper()}", "1")
-    assert parsed("script.py")[name] is True
-    monkeypatch.setenv(f"{prefix}_{name.upper()}", "0")
-    assert parsed("script.py")[name] is False
 
 
 @pytest.mark.slow

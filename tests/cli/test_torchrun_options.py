@@ -19,7 +19,7 @@ from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.timer import FileTimerServer
 from tests.support import agent_workers
-from tests.support.command import Place, refused
+from tests.support.command import Place
 from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -285,10 +285,7 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
 
 
 @pytest.mark.long
-def test_a_health_port_that_is_none_or_taken(place: Place, port: int) -> None:
-    place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "eighty"
-    for asked in ((), ("--dry-run",)):
-        refused(place.run(*asked, place.write("")), "TORCHELASTIC_HEALTH_CHECK_PORT: expected a port, 1 to 65535")
+def test_a_health_port_that_is_taken_is_named(place: Place, port: int) -> None:
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
     with socket.create_server(("127.0.0.1", port)):
         done = place.run(place.write(""))
