@@ -36,10 +36,11 @@ class Whole(click.IntRange):
 
 
 class Folder(click.Path):
-    """A folder, which need not be there yet."""
+    """A folder, which need not be there yet; or ``other``."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: str = "") -> None:
         super().__init__(file_okay=False)
+        self._other = other
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See `click.ParamType`."""
@@ -47,7 +48,7 @@ class Folder(click.Path):
             self.fail("'': expected the name of a folder", param, ctx)
         if not os.path.isabs(value) and is_here_gone():
             self.fail(f"{value!r}: {GONE}; give an absolute path", param, ctx)
-        return super().convert(value, param, ctx)
+        return value if value == self._other else super().convert(value, param, ctx)
 
 
 def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import click
 
@@ -66,14 +65,6 @@ ELSEWHERE = {
     ),
 }
 """Options of other launchers and of earlier versions, and what they are here."""
-
-
-class LogDir(Folder):
-    """A folder, or /dev/null, which torchrun's users give to have no logs."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType`."""
-        return value if value == os.devnull else super().convert(value, param, ctx)
 
 
 def steps(text: str) -> tuple[tuple[str, float], ...]:
@@ -240,7 +231,7 @@ class LogOptions(Declared, section=LOGS):
     )
     log_dir = Maybe(
         str,
-        kind=LogDir(),
+        kind=Folder(os.devnull),  # which torchrun's users give to have no logs
         paths=("",),
         metavar="FOLDER",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",

@@ -58,17 +58,9 @@ def read_since(text: str) -> float:
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @click_options(ConsoleOptions)
 def logs(
-    run: str | None,
-    *,
-    log_dir: str | None,
-    follow: bool,
-    lines: int | None,
-    since: float | None,
-    until: float | None,
-    attempt: int | None,
-    stream: str | None,
-    **shown: Any,
-) -> None:
+    run: str | None, *, log_dir: str | None, follow: bool, lines: int | None, since: float | None, until: float | None,
+    attempt: int | None, stream: str | None, **shown: Any,
+) -> None:  # fmt: skip
     """Print what the ranks of RUN wrote, in the order of time.
 
     \b
@@ -163,12 +155,8 @@ class Interrupts:
             found = signal.sigwaitinfo({signal.SIGINT})
             if self._over:
                 return
-            if not (found.si_code == _SI_KERNEL and _piped()):
+            is_piped = False
+            with contextlib.suppress(OSError):  # closed
+                is_piped = stat.S_ISFIFO(os.fstat(1).st_mode)
+            if not (found.si_code == _SI_KERNEL and is_piped):
                 self._stop()
-
-
-def _piped() -> bool:
-    try:
-        return stat.S_ISFIFO(os.fstat(1).st_mode)
-    except OSError:  # closed
-        return False

@@ -29,7 +29,7 @@ from phalanx.cli._options import LOG_DIR, Whole, places, refusal, resolved, run_
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from phalanx._runs.catalog import RunDir
@@ -136,15 +136,9 @@ def runs(
 @click.option("--log-dir", **{**LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
 @click.pass_context
 def prune(
-    ctx: click.Context,
-    *,
-    older: float | None,
-    keep: int | None,
-    larger: int | None,
-    dry_run: bool,
-    yes: bool,
+    ctx: click.Context, *, older: float | None, keep: int | None, larger: int | None, dry_run: bool, yes: bool,
     log_dir: str | None,
-) -> None:
+) -> None:  # fmt: skip
     """Remove old runs, and say before what would be freed.
 
     \b
@@ -182,9 +176,8 @@ def prune(
     rows += [
         (printable(it.run.name), it.run.state, format_duration(now - it.changed), format_size(it.size)) for it in chosen
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if chosen else ():
-        click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
+    for cells in _cells(rows) if chosen else ():
+        click.echo("  ".join(cells).rstrip())
     rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {format_size(total - freed)}"
     click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {format_size(freed)}; {rest}")
     if begun:
@@ -235,14 +228,17 @@ def _show(found: list[RunDir], nothing: str, names: list[str], *, as_json: bool)
         _draw(found, names)
     else:
         now = time.time()
-        rows = [_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         colour = use_colour(sys.stdout)
-        for row in rows:
-            cells = [_pad(*cell) for cell in zip(_HEADS, row, widths, strict=True)]
+        for cells in _cells([_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]):
             if colour:
-                cells[1] = _painted(row[1], cells[1])
+                cells[1] = _painted(cells[1].rstrip(), cells[1])
             click.echo("  ".join(cells).rstrip(), color=colour)
+
+
+def _cells(rows: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
+    """Yield the cells of each row of a table, as wide as their columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ([_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)] for row in rows)
 
 
 def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
@@ -264,11 +260,7 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
 
 
 def _draw(found: list[RunDir], names: list[str]) -> None:
-    """The table on a terminal: a cause has a line of its own, below, and what is too wide is cut, not wrapped.
-
-    Where the names of the scripts have no room, those of the runs are cut to beginnings that no other of ``names`` has,
-    and then the column STARTED is left out.
-    """
+    """Draw the table on a terminal: what is too wide is cut; names of runs first, to beginnings that no other has."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.text import Text
