@@ -22,7 +22,6 @@ from phalanx.cli._declare import (
     END,
     LOGS,
     MACHINES,
-    NUMBER,
     PLACEMENT,
     TEXT,
     TIMERS,
@@ -45,7 +44,6 @@ from phalanx.cli._options import (
     read_size,
     read_strings,
     text_of,
-    time_of,
 )
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals, signal_of
 from phalanx.multiprocessing import Placement, Std
@@ -275,11 +273,10 @@ class LogOptions(Declared, section=LOGS):
 class EndOptions(Declared, section=END):
     """What ends a run, and how long each step of that takes."""
 
-    hang_timeout = Maybe(
-        time_of(zero=False, endless=False),
+    hang_timeout = Time(
+        zero=False,
+        endless=False,
         section=TIMERS,
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Report a rank as hung when its last phalanx.timer.beat() is older. Default: expect none.",
     )
     on_expiry = Option(

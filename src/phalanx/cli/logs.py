@@ -22,7 +22,7 @@ from phalanx._base.text import parse_duration
 from phalanx._run.config import ConsoleConfig, console_specs
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._options import ConsoleOptions, Whole, refusal, resolved, run_argument
+from phalanx.cli._options import ConsoleOptions, Whole, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
@@ -80,29 +80,24 @@ def logs(
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since, --until: there is no time between them; --until is the later one")
     found = resolved(log_dir, run)
-    try:
-        starting = follow and found.state == "running"  # what is not there yet may come
-        attempts = attempt_folders(found.path)
-        if not attempts and not starting:
-            raise click.ClickException(f"{found.name} has no logs: its workers were never started")
-        number = attempt if attempt is not None else max(attempts, default=0)
-        known = ", ".join(map(str, sorted(attempts)))
-        if number not in attempts and number < max(attempts, default=0):
-            msg = f"--attempt: {found.name}: the logs of attempt {number} are not kept; there are those of {known}"
-            raise click.UsageError(msg)
-        if number not in attempts and not starting:
-            msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
-            raise click.UsageError(msg)
-        folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
-        streams = (stream,) if stream else STREAMS
-        reader = Reader(found, number, folder, console, streams, chosen=attempt is not None, follow=follow)
-    except OSError as error:
-        raise refusal(error) from None
+    starting = follow and found.state == "running"  # what is not there yet may come
+    attempts = attempt_folders(found.path)
+    if not attempts and not starting:
+        raise click.ClickException(f"{found.name} has no logs: its workers were never started")
+    number = attempt if attempt is not None else max(attempts, default=0)
+    known = ", ".join(map(str, sorted(attempts)))
+    if number not in attempts and number < max(attempts, default=0):
+        msg = f"--attempt: {found.name}: the logs of attempt {number} are not kept; there are those of {known}"
+        raise click.UsageError(msg)
+    if number not in attempts and not starting:
+        msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
+        raise click.UsageError(msg)
+    folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
+    streams = (stream,) if stream else STREAMS
+    reader = Reader(found, number, folder, console, streams, chosen=attempt is not None, follow=follow)
     try:
         with Interrupts(reader.interrupt):
             reader.read(since, until, last=lines)
-    except OSError as error:
-        raise refusal(error) from None
     finally:
         reader.close()
     _leave(reader, found.path)

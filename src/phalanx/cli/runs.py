@@ -25,7 +25,7 @@ from phalanx._run.config import MANY
 from phalanx._runs.record import CONFIG
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import ignore_environment, reading
-from phalanx.cli._options import LOG_DIR, Whole, places, refusal, resolved, run_argument
+from phalanx.cli._options import LOG_DIR, Whole, places, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ def runs(
                 msg = f"{param.opts[-1]} is for the list alone, not for {ctx.invoked_subcommand}"
                 raise click.UsageError(msg)
         return
+    from phalanx._runs.catalog import find
+
     where = places(log_dir)
-    there = _find(where)
+    there = find(where)
     found = [run for run in there if states is None or run.state in states][:number]
     try:
         nothing = f"no {'such ' * (states is not None)}runs in {' or '.join(where)}"
@@ -152,13 +154,14 @@ def prune(
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     import tempfile
 
+    from phalanx._runs.catalog import find
     from phalanx._runs.prune import choose, find_temporary, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
         raise click.UsageError("which runs? Give --older, --keep or --larger")
     assert ctx.parent is not None
     where = places(log_dir or ctx.parent.params["log_dir"])
-    stored = [measure(run) for run in _find(where)]
+    stored = [measure(run) for run in find(where)]
     chosen = choose(stored, time.time(), older=older, keep=keep, larger=larger)
     total = sum(it.size for it in stored)
     is_elsewhere = log_dir or ctx.parent.get_parameter_source("log_dir") is ParameterSource.COMMANDLINE
@@ -192,15 +195,6 @@ def prune(
     click.echo(f"removed {how_many(number, 'run')}, {format_size(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
-
-
-def _find(where: tuple[str, ...]) -> list[RunDir]:
-    from phalanx._runs.catalog import find
-
-    try:
-        return find(where)
-    except OSError as error:
-        raise refusal(error) from None
 
 
 def _hint(found: list[RunDir]) -> None:
@@ -403,8 +397,6 @@ def _check_file(found: RunDir, path: str) -> None:
             "that are not UTF-8, or the file could not be written"
         )
         raise click.ClickException(msg) from None
-    except OSError as error:
-        raise refusal(error) from None
 
 
 def _check_folder(found: RunDir) -> None:

@@ -213,11 +213,8 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
                 known = process if pid == rank.pid else None
                 targets.append(Target(rank.rank, pid, error_file, native=native, process=known))
         seconds = _NATIVE_PATIENCE if native else _PATIENCE + _EACH * len(targets)
-        try:
-            collection = held.enter_context(Collection(targets, seconds))
-            collection.begin()
-        except OSError as error:
-            raise click.ClickException(str(error.strerror)) from None
+        collection = held.enter_context(Collection(targets, seconds))
+        collection.begin()
         collection.wait()
         found = collection.finish()
         return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
