@@ -220,7 +220,7 @@ def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) ->
 
 
 @pytest.mark.long
-def test_runs_that_have_ended_have_no_stacks(place: Place) -> None:
+def test_runs_that_have_ended_have_no_stacks(place: Place, ready: Ready, gate: Gate) -> None:
     assert stack(place) == (1, "", f"Error: there are no runs in {place.logs}\n")
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()

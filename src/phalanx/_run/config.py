@@ -154,30 +154,26 @@ def colours_of_workers(console: ConsoleSpecs, env: Mapping[str, str]) -> dict[st
     return {"FORCE_COLOR": "1", "TTY_INTERACTIVE": os.environ.get("TTY_INTERACTIVE", "0")}
 
 
-def console_specs(chosen: ConsoleConfig, **more: Any) -> ConsoleSpecs:
+def console_specs(config: ConsoleConfig, **more: Any) -> ConsoleSpecs:
     """Return what these values say of the console. Raises ValueError."""
-    if chosen.timestamps and chosen.elapsed:
+    if config.timestamps and config.elapsed:
         raise ValueError("--timestamps and --elapsed exclude each other")
     try:
-        template = chosen.log_line_prefix_template
+        template = config.log_line_prefix_template
         return ConsoleSpecs(
-            ranks=chosen.ranks, grep=chosen.grep, exclude=chosen.exclude, ignore_case=chosen.ignore_case,
-            before=(chosen.context or 0) if chosen.before_context is None else chosen.before_context,
-            after=(chosen.context or 0) if chosen.after_context is None else chosen.after_context,
-            fold=chosen.fold, timestamps="iso" if chosen.timestamps else "elapsed" if chosen.elapsed else None,
-            format=chosen.log_format, template=template_or_default(template),
-            raw=chosen.raw, color=chosen.color, **more,
+            ranks=config.ranks, grep=config.grep, exclude=config.exclude, ignore_case=config.ignore_case,
+            before=(config.context or 0) if config.before_context is None else config.before_context,
+            after=(config.context or 0) if config.after_context is None else config.after_context,
+            fold=config.fold, timestamps="iso" if config.timestamps else "elapsed" if config.elapsed else None,
+            format=config.log_format, template=template_or_default(template),
+            raw=config.raw, color=config.color, **more,
         )  # fmt: skip
     except ValueError as error:
-        named = {
-            "format:": "--log-format:",
-            "template:": "--log-line-prefix-template:",
-            "fold, format:": "--fold:",
-            "before:": "--before-context:" if chosen.before_context else "--context:",
-            "after:": "--after-context:" if chosen.after_context else "--context:",
-            "ignore_case:": "--ignore-case:",
-        }
-        text = str(error)
-        head = next((name for name in named if text.startswith(name)), "")
-        text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"
-        raise ValueError(text) from None
+        name, colon, rest = str(error).partition(":")
+        options = {
+            "format": "log-format", "template": "log-line-prefix-template", "fold, format": "fold",
+            "before": "before-context" if config.before_context else "context",
+            "after": "after-context" if config.after_context else "context", "ignore_case": "ignore-case",
+        }  # fmt: skip
+        option = name if name.startswith(TEMPLATE_ENV) else f"--{options.get(name, name)}"
+        raise ValueError(f"{option}{colon}{rest}") from None

@@ -40,17 +40,7 @@ if TYPE_CHECKING:
 
 
 class JobNode:
-    """This machine's part of a job of many.
-
-    Args:
-        plan: What is to be done.
-        machines: How the others are met.
-        services: What runs beside the workers.
-        until_end: What is to be undone at the end.
-        asked: What was asked for.
-
-    Raises ValueError, RunError: this machine cannot take part.
-    """
+    """This machine's part of a job of many. Raises ValueError, RunError: it cannot take part."""
 
     def __init__(
         self, plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked

@@ -149,12 +149,7 @@ _FIELDS = (
 
 
 class OwnLogs(RunLogs):
-    """Logs whose files a plugin's object names.
-
-    Args:
-        name: The plugin's name.
-        made: The object. Its ``reify`` returns a `LogsDest`, or what has the same attributes, as torch's.
-    """
+    """Logs whose files a plugin's object names: its ``reify`` returns a `LogsDest`, or what is like it, as torch's."""
 
     keeps_few = True
 

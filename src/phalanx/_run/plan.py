@@ -64,27 +64,15 @@ path is long."""
 
 
 class RunPlan:
-    """What a run will do.
+    """What a run will do. ``forwarded``: the signals that are passed on to the workers. Raises ValueError.
 
-    Args:
-        config: What was asked for.
-        policy: When the workers are started again.
-        forwarded: The signals that are passed on to them.
-        notes: What is to be printed of the options that these two were made of.
-        makes_folder: Whether the default folder of runs is made, if it is not there yet.
-
-    Raises ValueError: what cannot be.
+    ``notes``: what is to be printed besides. ``makes_folder``: whether the default folder of runs is made, if need be.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        policy: RestartPolicy,
-        forwarded: list[signal.Signals],
-        notes: Sequence[str],
-        *,
+        self, config: RunConfig, policy: RestartPolicy, forwarded: list[signal.Signals], notes: Sequence[str], *,
         makes_folder: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         nprocs = config.nproc_per_node
         self.config, self.policy, self.forwarded = config, policy, forwarded
         # As with torchrun, --run-path goes before these.
@@ -131,11 +119,7 @@ class RunPlan:
     def _check_streams(
         self, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
     ) -> list[str]:
-        """What is to be said of options that a stream does not heed, because it is the launcher's own and in no file.
-
-        ``shown`` are the local ranks that the console shows (None: all). Raises ValueError where an option would have
-        no effect at all, or where lines of JSON would be mixed with others.
-        """
+        """Return lines on options that a stream of the launcher's own does not heed. ``shown``: local ranks."""
         nprocs, notes = self.config.nproc_per_node, []
         redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
         for stream, name in _STREAMS.items():
@@ -381,10 +365,7 @@ def _chosen(console: ConsoleSpecs) -> list[str]:
 
 
 def _doubts(script: str) -> list[str]:
-    """What is to be said when another environment than ours is active, or stands beside the script.
-
-    A tool install (``pipx``, ``uv tool``) has an environment of its own, without what the script imports.
-    """
+    """Return a line on another environment than ours that is active, or beside the script: a tool's has no more."""
     if os.environ.get(PYTHON_EXEC_ENV):
         return []
     ours = os.path.realpath(sys.prefix)

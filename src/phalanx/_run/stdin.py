@@ -150,8 +150,7 @@ def _is_in_foreground() -> bool:
 def _stop_all() -> list[int]:
     """Stop every process below this one, parents first, so that no stopped one is reaped. Returns their pids.
 
-    Returns when they have stopped, which is not at once: one that waits for the terminal takes what is typed before it
-    looks at its signals. One that sleeps uninterruptibly is waited for until `_STOP_WAIT` is over.
+    That takes a while: one that waits for the terminal reads what is typed before it looks at its signals.
     """
     deadline, pause = clock.now() + _STOP_WAIT, threading.Event()
     stopped: dict[int, bool] = {}

@@ -190,6 +190,9 @@ def _ends() -> Iterator[None]:
         if not reader_is_gone(1):
             raise
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise click.ClickException(printable(f"{error.filename}: {why}" if error.filename else why)) from error
     except KeyboardInterrupt:  # click would make it 1, and say that it was aborted
         sys.exit(128 + signal.SIGINT)
     except ImportError as error:

@@ -43,15 +43,9 @@ _PIECE = re.compile(
 
 
 class JobFile:
-    """A job file that was read.
+    """A job file that was read. Raises click.UsageError: what is wrong, with the line.
 
-    Args:
-        path: Its path.
-        text: What is in it.
-        kind: The class of the options.
-        absent: What to say of options that are not there, by their long names.
-
-    Raises click.UsageError: what is wrong, with the line.
+    ``kind``: the class of the options. ``absent``: what to say of options that are not there, by their long names.
     """
 
     def __init__(self, path: str, text: str, kind: type[Declared], absent: Mapping[str, str]) -> None:

@@ -36,10 +36,11 @@ class Whole(click.IntRange):
 
 
 class Folder(click.Path):
-    """A folder, which need not be there yet."""
+    """A folder, which need not be there yet; or ``other``."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: str = "") -> None:
         super().__init__(file_okay=False)
+        self._other = other
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See `click.ParamType`."""
@@ -47,7 +48,7 @@ class Folder(click.Path):
             self.fail("'': expected the name of a folder", param, ctx)
         if not os.path.isabs(value) and is_here_gone():
             self.fail(f"{value!r}: {GONE}; give an absolute path", param, ctx)
-        return super().convert(value, param, ctx)
+        return value if value == self._other else super().convert(value, param, ctx)
 
 
 def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float]:
@@ -56,10 +57,13 @@ def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float
 
 
 class Time(Option):
-    """The declaration of an option that is a time in seconds, with a default."""
+    """The declaration of an option that is a time in seconds."""
 
-    def __init__(self, *names: str, zero: bool = True, endless: bool = True, **settings: Any) -> None:
-        super().__init__(time_of(zero=zero, endless=endless), *names, metavar="TIME", written=TEXT + NUMBER, **settings)
+    def __init__(
+        self, *names: str, zero: bool = True, endless: bool = True, default: str | None = None, **settings: Any
+    ) -> None:
+        read = time_of(zero=zero, endless=endless)
+        super().__init__(read, *names, metavar="TIME", written=TEXT + NUMBER, default=default, **settings)
 
 
 class Count(Maybe):
@@ -170,7 +174,7 @@ def run_argument(state: str = "") -> Callable[[Callable[..., Any]], Callable[...
 def resolved(
     log_dir: str | None, text: str | None, latest: Callable[[tuple[str, ...]], RunDir] | None = None
 ) -> RunDir:
-    """Find the run that a user means, see `catalog.resolve`; or the ``latest``. Raises ClickException."""
+    """Find the run that a user means, see `catalog.resolve`; or the ``latest``. Raises ClickException, OSError."""
     from phalanx._runs.catalog import UnknownRunError, resolve
 
     where = places(log_dir)
@@ -178,13 +182,6 @@ def resolved(
         return latest(where) if latest is not None and text is None else resolve(where, text)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise refusal(error) from None
-
-
-def refusal(error: OSError) -> click.ClickException:
-    """Say what the system has said of a file."""
-    return click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
 
 
 class ConsoleOptions(Declared, section=CONSOLE):

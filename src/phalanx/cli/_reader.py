@@ -57,30 +57,16 @@ def _numbered(folder: str, prefix: str = "") -> list[int]:
 
 
 class Reader:
-    """The files of a run's attempt, and their way to the console.
+    """The files of a run's attempt, and their way to the console. Raises OSError, UsageError: what cannot be shown.
 
-    Args:
-        found: The run.
-        attempt: The number of the attempt.
-        folder: Its folder; it need not be there yet.
-        chosen: Whether somebody has chosen it: else those that come later are followed, too.
-        console, streams: What is shown.
-        follow: Whether to go on as the run does, until it ends.
-
-    Raises OSError: what cannot be read is said, not left out. Raises UsageError.
+    ``folder``: that of the attempt, which need not be there yet. ``chosen``: whether somebody has chosen the attempt;
+    else those that come later are followed, too.
     """
 
     def __init__(
-        self,
-        found: RunDir,
-        attempt: int,
-        folder: str,
-        console: ConsoleSpecs,
-        streams: tuple[str, ...] = STREAMS,
-        *,
-        chosen: bool = True,
-        follow: bool = False,
-    ) -> None:
+        self, found: RunDir, attempt: int, folder: str, console: ConsoleSpecs, streams: tuple[str, ...] = STREAMS, *,
+        chosen: bool = True, follow: bool = False,
+    ) -> None:  # fmt: skip
         self._found = found
         self._follows = follow and found.state in ("running", "unknown")
         self._attempt, self._chosen = attempt, chosen
@@ -296,12 +282,8 @@ def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]
 class Following:
     """Looks at a run's folder every second, and at the end of a launcher of this machine at once; on the loop.
 
-    Args:
-        loop: What waits.
-        found: The run.
-        appeared: Is called with the run as it is now, at once and then each time.
-        again: Is called each time, for files that may have grown unnoticed.
-        over: Is called once the run is over: its record says so, its launcher is gone, or its folder.
+    ``appeared`` is called with the run as it is now, and ``again`` for files that may have grown unnoticed, each time;
+    ``over`` once the run is over: its record says so, its launcher is gone, or its folder.
     """
 
     def __init__(

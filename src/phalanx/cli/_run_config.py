@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import click
 
@@ -23,7 +22,6 @@ from phalanx.cli._declare import (
     END,
     LOGS,
     MACHINES,
-    NUMBER,
     PLACEMENT,
     TEXT,
     TIMERS,
@@ -46,7 +44,6 @@ from phalanx.cli._options import (
     read_size,
     read_strings,
     text_of,
-    time_of,
 )
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals, signal_of
 from phalanx.multiprocessing import Placement, Std
@@ -66,14 +63,6 @@ ELSEWHERE = {
     ),
 }
 """Options of other launchers and of earlier versions, and what they are here."""
-
-
-class LogDir(Folder):
-    """A folder, or /dev/null, which torchrun's users give to have no logs."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType`."""
-        return value if value == os.devnull else super().convert(value, param, ctx)
 
 
 def steps(text: str) -> tuple[tuple[str, float], ...]:
@@ -240,7 +229,7 @@ class LogOptions(Declared, section=LOGS):
     )
     log_dir = Maybe(
         str,
-        kind=LogDir(),
+        kind=Folder(os.devnull),  # which torchrun's users give to have no logs
         paths=("",),
         metavar="FOLDER",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
@@ -284,11 +273,10 @@ class LogOptions(Declared, section=LOGS):
 class EndOptions(Declared, section=END):
     """What ends a run, and how long each step of that takes."""
 
-    hang_timeout = Maybe(
-        time_of(zero=False, endless=False),
+    hang_timeout = Time(
+        zero=False,
+        endless=False,
         section=TIMERS,
-        metavar="TIME",
-        written=TEXT + NUMBER,
         sentence="Report a rank as hung when its last phalanx.timer.beat() is older. Default: expect none.",
     )
     on_expiry = Option(

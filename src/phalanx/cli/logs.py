@@ -22,7 +22,7 @@ from phalanx._base.text import parse_duration
 from phalanx._run.config import ConsoleConfig, console_specs
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import click_options, reading
-from phalanx.cli._options import ConsoleOptions, Whole, refusal, resolved, run_argument
+from phalanx.cli._options import ConsoleOptions, Whole, resolved, run_argument
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 
 _SI_KERNEL = 0x80  # sigaction(2): the terminal has sent it, not a process
@@ -58,17 +58,9 @@ def read_since(text: str) -> float:
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @click_options(ConsoleOptions)
 def logs(
-    run: str | None,
-    *,
-    log_dir: str | None,
-    follow: bool,
-    lines: int | None,
-    since: float | None,
-    until: float | None,
-    attempt: int | None,
-    stream: str | None,
-    **shown: Any,
-) -> None:
+    run: str | None, *, log_dir: str | None, follow: bool, lines: int | None, since: float | None, until: float | None,
+    attempt: int | None, stream: str | None, **shown: Any,
+) -> None:  # fmt: skip
     """Print what the ranks of RUN wrote, in the order of time.
 
     \b
@@ -88,29 +80,24 @@ def logs(
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since, --until: there is no time between them; --until is the later one")
     found = resolved(log_dir, run)
-    try:
-        starting = follow and found.state == "running"  # what is not there yet may come
-        attempts = attempt_folders(found.path)
-        if not attempts and not starting:
-            raise click.ClickException(f"{found.name} has no logs: its workers were never started")
-        number = attempt if attempt is not None else max(attempts, default=0)
-        known = ", ".join(map(str, sorted(attempts)))
-        if number not in attempts and number < max(attempts, default=0):
-            msg = f"--attempt: {found.name}: the logs of attempt {number} are not kept; there are those of {known}"
-            raise click.UsageError(msg)
-        if number not in attempts and not starting:
-            msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
-            raise click.UsageError(msg)
-        folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
-        streams = (stream,) if stream else STREAMS
-        reader = Reader(found, number, folder, console, streams, chosen=attempt is not None, follow=follow)
-    except OSError as error:
-        raise refusal(error) from None
+    starting = follow and found.state == "running"  # what is not there yet may come
+    attempts = attempt_folders(found.path)
+    if not attempts and not starting:
+        raise click.ClickException(f"{found.name} has no logs: its workers were never started")
+    number = attempt if attempt is not None else max(attempts, default=0)
+    known = ", ".join(map(str, sorted(attempts)))
+    if number not in attempts and number < max(attempts, default=0):
+        msg = f"--attempt: {found.name}: the logs of attempt {number} are not kept; there are those of {known}"
+        raise click.UsageError(msg)
+    if number not in attempts and not starting:
+        msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
+        raise click.UsageError(msg)
+    folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
+    streams = (stream,) if stream else STREAMS
+    reader = Reader(found, number, folder, console, streams, chosen=attempt is not None, follow=follow)
     try:
         with Interrupts(reader.interrupt):
             reader.read(since, until, last=lines)
-    except OSError as error:
-        raise refusal(error) from None
     finally:
         reader.close()
     _leave(reader, found.path)
@@ -163,12 +150,8 @@ class Interrupts:
             found = signal.sigwaitinfo({signal.SIGINT})
             if self._over:
                 return
-            if not (found.si_code == _SI_KERNEL and _piped()):
+            is_piped = False
+            with contextlib.suppress(OSError):  # closed
+                is_piped = stat.S_ISFIFO(os.fstat(1).st_mode)
+            if not (found.si_code == _SI_KERNEL and is_piped):
                 self._stop()
-
-
-def _piped() -> bool:
-    try:
-        return stat.S_ISFIFO(os.fstat(1).st_mode)
-    except OSError:  # closed
-        return False

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -34,13 +35,10 @@ from phalanx.multiprocessing import KeeperLostError, PContext, PreloadError, Sig
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Any
 
     from click.shell_completion import CompletionItem
 
-    from phalanx._rendezvous.settings import Machines
     from phalanx._run.run_events import Asked
-    from phalanx._run.services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -115,15 +113,9 @@ def _print_completion(ctx: click.Context, _param: click.Parameter, shell: str | 
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_file)
 @click.pass_context
 def run(
-    ctx: click.Context,
-    /,
-    script: str | None,
-    args: tuple[str, ...],
-    *,
-    print_config: bool,
-    dry_run: bool,
+    ctx: click.Context, /, script: str | None, args: tuple[str, ...], *, print_config: bool, dry_run: bool,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Run SCRIPT as a group of workers: on this machine, or on several, with one `phalanx run` on each.
 
     \b
@@ -142,7 +134,10 @@ def run(
         raise click.UsageError("--print-config and --dry-run exclude each other")
     args = _without_separator(ctx, script, args)
     config = _config(ctx, script, args, options)
-    notes = _notes(ctx, script, args)
+    known = [name for param in ctx.command.params for name in param.envvar or ()]
+    notes = _notes_on_variables(os.environ, known)
+    if script is not None:
+        notes += _notes_on_args(ctx, script, args)
     try:
         with ExitStack() as until_end:
             policy, chosen = restart_policy(config), forwarded(config.signals_forward, config.signals_to_handle)
@@ -185,9 +180,13 @@ class _WorkersFailed(SystemExit):
 
 
 def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
-    services = plan.services(until_end)
-    if plan.meeting.machines is not None:
-        return _run_node(plan, plan.meeting.machines, services, until_end, asked)
+    services, machines = plan.services(until_end), plan.meeting.machines
+    if machines is not None:
+        from phalanx._run.job_node import JobNode, conclude_node
+
+        node = JobNode(plan, machines, services, until_end, asked)
+        runner = Runner(node.team, node.run)
+        return _see_through(plan, node.team, runner, lambda: node.run.finish, node.stop, conclude_node, node.end_store)
     reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
@@ -209,31 +208,15 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     return _see_through(plan, team, runner, lambda: attempts.ending, stop, conclude_run)
 
 
-def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
-    """Run this machine's part of a job of many."""
-    from phalanx._run.job_node import JobNode, conclude_node
-
-    node = JobNode(plan, machines, services, until_end, asked)
-    runner = Runner(node.team, node.run)
-    return _see_through(plan, node.team, runner, lambda: node.run.finish, node.stop, conclude_node, node.end_store)
-
-
 def _see_through(
     plan: RunPlan, team: RunTeam, runner: Runner, ending: Callable[[], Any], stop: Callable[[signal.Signals], None],
     conclude: Callable[..., RunEnd], at_end: Callable[[], object] = lambda: None,
 ) -> int:  # fmt: skip
     """Carry a run out, from its record's beginning to its end, and print how it has ended. Returns the exit code.
 
-    Signals raise SignalException from then on, until ``team`` is released.
-
-    Args:
-        plan: What is done.
-        team: The workers.
-        runner: Carries all attempts out.
-        ending: Returns how they have ended.
-        stop: Called with the first signal; then with SIGKILL.
-        conclude: Returns how the run has ended, of what ``ending`` returns and the signal that stopped it, or None.
-        at_end: Called when no worker is left, whatever has happened.
+    ``ending``: returns how the attempts have ended, for ``conclude``. ``stop``: called with the first signal, then with
+    SIGKILL. Signals raise SignalException until ``team`` is released. ``at_end``: called when no worker is left,
+    whatever has happened.
     """
     is_job = plan.meeting.machines is not None
     failed = None
@@ -298,24 +281,20 @@ def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
 
 
+_LOOKS: dict[str, dict[str, Any]] = {
+    "rule": {"dim": True}, "title": {"fg": "red", "bold": True}, "heading": {"bold": True}, "error": {"fg": "red"},
+}  # fmt: skip
+"""Of the lines of a report."""
+
+
 def _show_report(error: ChildFailedError, *, colour: bool) -> None:
     from phalanx.errors import format_report
 
     tell(format_report(
         error.name, error.failures, outcomes=error.outcomes, log_dir=error.log_dir, lost=error.lost,
-        earlier=error.earlier, gave_up=error.gave_up, style=_style if colour else None,
+        earlier=error.earlier, gave_up=error.gave_up,
+        style=(lambda kind, line: click.style(line, **_LOOKS.get(kind, {}))) if colour else None,
     ))  # fmt: skip
-
-
-def _style(kind: str, line: str) -> str:
-    """Give a line of the report its looks."""
-    looks: dict[str, dict[str, Any]] = {
-        "rule": {"dim": True},
-        "title": {"fg": "red", "bold": True},
-        "heading": {"bold": True},
-        "error": {"fg": "red"},
-    }
-    return click.style(line, **looks.get(kind, {}))
 
 
 def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
@@ -380,12 +359,6 @@ def _notes_on_variables(environ: Mapping[str, str], known: Iterable[str]) -> lis
         near = re.search(r"'(\w+)'", meant(name.removeprefix(_OUR), [each.removeprefix(_OUR) for each in sorted(real)]))
         found.append(f"{name} (did you mean {_OUR}{near[1]}?)" if near else name)
     return [f"set in the environment, and unknown: {', '.join(found)}"] if found else []
-
-
-def _notes(ctx: click.Context, script: str | None, args: tuple[str, ...]) -> list[str]:
-    """Return lines on what somebody has said, and is not heard."""
-    known = [name for param in ctx.command.params for name in param.envvar or ()]
-    return [*_notes_on_variables(os.environ, known), *(_notes_on_args(ctx, script, args) if script is not None else [])]
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -25,11 +25,11 @@ from phalanx._run.config import MANY
 from phalanx._runs.record import CONFIG
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import ignore_environment, reading
-from phalanx.cli._options import LOG_DIR, Whole, places, refusal, resolved, run_argument
+from phalanx.cli._options import LOG_DIR, Whole, places, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from phalanx._runs.catalog import RunDir
@@ -111,8 +111,10 @@ def runs(
                 msg = f"{param.opts[-1]} is for the list alone, not for {ctx.invoked_subcommand}"
                 raise click.UsageError(msg)
         return
+    from phalanx._runs.catalog import find
+
     where = places(log_dir)
-    there = _find(where)
+    there = find(where)
     found = [run for run in there if states is None or run.state in states][:number]
     try:
         nothing = f"no {'such ' * (states is not None)}runs in {' or '.join(where)}"
@@ -136,15 +138,9 @@ def runs(
 @click.option("--log-dir", **{**LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
 @click.pass_context
 def prune(
-    ctx: click.Context,
-    *,
-    older: float | None,
-    keep: int | None,
-    larger: int | None,
-    dry_run: bool,
-    yes: bool,
+    ctx: click.Context, *, older: float | None, keep: int | None, larger: int | None, dry_run: bool, yes: bool,
     log_dir: str | None,
-) -> None:
+) -> None:  # fmt: skip
     """Remove old runs, and say before what would be freed.
 
     \b
@@ -158,13 +154,14 @@ def prune(
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     import tempfile
 
+    from phalanx._runs.catalog import find
     from phalanx._runs.prune import choose, find_temporary, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
         raise click.UsageError("which runs? Give --older, --keep or --larger")
     assert ctx.parent is not None
     where = places(log_dir or ctx.parent.params["log_dir"])
-    stored = [measure(run) for run in _find(where)]
+    stored = [measure(run) for run in find(where)]
     chosen = choose(stored, time.time(), older=older, keep=keep, larger=larger)
     total = sum(it.size for it in stored)
     is_elsewhere = log_dir or ctx.parent.get_parameter_source("log_dir") is ParameterSource.COMMANDLINE
@@ -182,9 +179,8 @@ def prune(
     rows += [
         (printable(it.run.name), it.run.state, format_duration(now - it.changed), format_size(it.size)) for it in chosen
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if chosen else ():
-        click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
+    for cells in _cells(rows) if chosen else ():
+        click.echo("  ".join(cells).rstrip())
     rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {format_size(total - freed)}"
     click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {format_size(freed)}; {rest}")
     if begun:
@@ -199,15 +195,6 @@ def prune(
     click.echo(f"removed {how_many(number, 'run')}, {format_size(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
-
-
-def _find(where: tuple[str, ...]) -> list[RunDir]:
-    from phalanx._runs.catalog import find
-
-    try:
-        return find(where)
-    except OSError as error:
-        raise refusal(error) from None
 
 
 def _hint(found: list[RunDir]) -> None:
@@ -235,14 +222,17 @@ def _show(found: list[RunDir], nothing: str, names: list[str], *, as_json: bool)
         _draw(found, names)
     else:
         now = time.time()
-        rows = [_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         colour = use_colour(sys.stdout)
-        for row in rows:
-            cells = [_pad(*cell) for cell in zip(_HEADS, row, widths, strict=True)]
+        for cells in _cells([_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]):
             if colour:
-                cells[1] = _painted(row[1], cells[1])
+                cells[1] = _painted(cells[1].rstrip(), cells[1])
             click.echo("  ".join(cells).rstrip(), color=colour)
+
+
+def _cells(rows: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
+    """Yield the cells of each row of a table, as wide as their columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ([_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)] for row in rows)
 
 
 def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
@@ -264,11 +254,7 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
 
 
 def _draw(found: list[RunDir], names: list[str]) -> None:
-    """The table on a terminal: a cause has a line of its own, below, and what is too wide is cut, not wrapped.
-
-    Where the names of the scripts have no room, those of the runs are cut to beginnings that no other of ``names`` has,
-    and then the column STARTED is left out.
-    """
+    """Draw the table on a terminal: what is too wide is cut; names of runs first, to beginnings that no other has."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.text import Text
@@ -411,8 +397,6 @@ def _check_file(found: RunDir, path: str) -> None:
             "that are not UTF-8, or the file could not be written"
         )
         raise click.ClickException(msg) from None
-    except OSError as error:
-        raise refusal(error) from None
 
 
 def _check_folder(found: RunDir) -> None:

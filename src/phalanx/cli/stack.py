@@ -176,10 +176,7 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
-    """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user.
-
-    ``folder``: that of the attempt.
-    """
+    """Return the stacks of the ranks that live. With an ``owner``, whose run it is, only those of that user's."""
     from phalanx._stacks.collect import AT_ONCE
     from phalanx._stacks.py_spy import preload
 
@@ -215,11 +212,8 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
                 known = process if pid == rank.pid else None
                 targets.append(Target(rank.rank, pid, error_file, native=native, process=known))
         seconds = _NATIVE_PATIENCE if native else _PATIENCE + _EACH * len(targets)
-        try:
-            collection = held.enter_context(Collection(targets, seconds))
-            collection.begin()
-        except OSError as error:
-            raise click.ClickException(str(error.strerror)) from None
+        collection = held.enter_context(Collection(targets, seconds))
+        collection.begin()
         collection.wait()
         found = collection.finish()
         return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
@@ -248,7 +242,10 @@ def _lines(name: str, text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
     if others:
         lines.append(("  main thread:", {"bold": True}))
     lines += _frames(main.frames, cwd)
-    for equal in _equal(others):
+    groups: dict[tuple[Frame, ...], list[Thread]] = {}
+    for thread in others:
+        groups.setdefault(thread.frames, []).append(thread)
+    for equal in groups.values():
         many = len(equal) > 1
         heads = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
         lines += [(f"  {heads}", {"bold": True}), *_frames(equal[0].frames, cwd)]
@@ -277,10 +274,3 @@ def _short(path: str, cwd: str) -> str:
         return path[library.end() :]
     root = os.path.join(cwd, "")
     return path.removeprefix(root) if cwd else path
-
-
-def _equal(threads: Sequence[Thread]) -> list[list[Thread]]:
-    groups: dict[tuple[Frame, ...], list[Thread]] = {}
-    for thread in threads:
-        groups.setdefault(thread.frames, []).append(thread)
-    return list(groups.values())
