@@ -19,6 +19,7 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, Stop, replace
 from phalanx._rendezvous.settings import Rules, prefix_of
 from phalanx._run.job_run import JobRun, NodeTeam
+from phalanx._run.runner import Runner
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
@@ -78,8 +79,8 @@ class OurAgents:
             )  # fmt: skip
             store = _Counted(self._store(run), agent)
             team = self._teams[agent] = _Team(agent, me, store, self._workers)
-            with JobRun(Participant(me, Rules(RestartPolicy(RESTARTS))), store, team) as job:
-                job.run()
+            with Runner(team, JobRun(Participant(me, Rules(RestartPolicy(RESTARTS))), store, team)) as runner:
+                runner.carry()
             say(GONE, agent)
         except BaseException:
             say(ERROR, agent)
@@ -119,16 +120,18 @@ class _Team(NodeTeam):
         """See `Team`."""
         return self._end
 
-    def stop(self, _death_signal: int, _grace: float) -> None:
-        """See `Team`."""
+    def stop(self, death_signal: int | None, _grace: float) -> None:
+        """See `Team`. Say that the workers would be ended now, if the job ends them."""
+        if death_signal is None:
+            say(TOLD, self._agent)
         self.finish("stopped")
 
     def say(self, text: str) -> None:
         """Show nothing."""
 
-    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
+    def come(self, run: JobRun) -> None:
         """See `NodeTeam`."""
-        self._call = call
+        self._run = run
 
     def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
         """See `NodeTeam`."""
@@ -148,11 +151,6 @@ class _Team(NodeTeam):
         first = self._agent * self._workers
         return evidence.write(me.id, me.host, FOLDER, result, first, nodes=len(self._job.members), machine=me.machine)
 
-    def end(self, _stop: Stop | None) -> None:
-        """Say that the workers would be ended now."""
-        say(TOLD, self._agent)
-        self.finish("stopped")
-
     def heard(self, what: Job | Stop) -> None:
         """Say nothing."""
 
@@ -162,7 +160,7 @@ class _Team(NodeTeam):
     def fail(self) -> None:
         """Have a worker fail: the moment is that in which `MachineTeam` would call, too."""
         moment = monotonic_ns()
-        self._call(self._generation, self._why())
+        self._run.worker_failed(self._generation, self._why())
         say(FAILED, self._agent, moment=moment)
         self.finish("failed")
 

@@ -19,14 +19,11 @@ import pytest
 from phalanx._base.stderr import mention
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
-from phalanx._group.restart_policy import Ending
 from phalanx._logs import pump
-from phalanx._run.attempts import Attempts
-from phalanx._run.group_team import GroupTeam
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
-from tests.support.attempt_groups import Told, shells
+from tests.support.attempt_groups import Ending, GroupTeam, LocalRunner, Told, shells
 from tests.support.helpers import PYTHON, TIMEOUT, alive, let_a_request_pass, wait_gone
 from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
@@ -45,12 +42,12 @@ SLEEPS = "exec sleep 600"
 
 
 @contextlib.contextmanager
-def attempted(team: GroupTeam, restarts: int = 0, **options: Any) -> Iterator[Attempts]:
+def attempted(team: GroupTeam, restarts: int = 0, **options: Any) -> Iterator[LocalRunner]:
     """Attempts, closed at the end, and their groups."""
     observe = options.pop("observe", None)
     policy = RestartPolicy(restarts, **options)
     try:
-        with observed_by(observe) as events, Attempts(team, policy, events=events) as attempts:
+        with observed_by(observe) as events, LocalRunner(team, policy, events=events) as attempts:
             yield attempts
     finally:
         team.close()
@@ -193,7 +190,7 @@ def test_a_stop_that_another_thread_asks_for(state: str) -> None:
             assert wait_gone(team.group.pids().values()) == set()
 
 
-def stopped_by_signals(attempts: Attempts, *orders: tuple[int, float]) -> Ending:
+def stopped_by_signals(attempts: LocalRunner, *orders: tuple[int, float]) -> Ending:
     """Run until a signal comes, and stop; with the next order at the next signal."""
     left = list(orders)
     while True:
@@ -309,7 +306,7 @@ def test_a_signal_between_two_lines_of_start_run_and_restart(monkeypatch: pytest
     assert seen >= {"_start", "_turn"}
 
 
-def when_we_wait_in(state: str, attempts: Attempts) -> threading.Thread:
+def when_we_wait_in(state: str, attempts: LocalRunner) -> threading.Thread:
     """Ask for a stop when the second attempt runs and this thread waits for it."""
 
     def ask() -> None:

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from phalanx._base import clock
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
-from phalanx._group.restart_policy import AttemptEnd, Ending
-from phalanx._run.attempts import Attempts
-from phalanx._run.runner import Team
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import SignalException
+from tests.support.attempt_groups import AttemptEnd, Ending, LocalRunner, Team
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.streams import observed_by
@@ -43,7 +41,7 @@ class Workers(Team):
     def __init__(self) -> None:
         self.up: int | None = None
         self.started: list[int] = []
-        self.orders: list[tuple[int, float]] = []
+        self.orders: list[tuple[int | None, float]] = []
         self.said: list[str] = []
         self.end: AttemptEnd | None = AttemptEnd("stopped")
         self.at_start: Callable[[int], None] = lambda _attempt: None
@@ -67,7 +65,7 @@ class Workers(Team):
         """They end."""
         self.up, self.end = None, end
 
-    def stop(self, death_signal: int, grace: float) -> None:
+    def stop(self, death_signal: int | None, grace: float) -> None:
         self.orders.append((death_signal, grace))
 
     def say(self, text: str) -> None:
@@ -77,12 +75,12 @@ class Workers(Team):
 class Obedient(Workers):
     """Workers that end as soon as they are told to."""
 
-    def stop(self, death_signal: int, grace: float) -> None:
+    def stop(self, death_signal: int | None, grace: float) -> None:
         super().stop(death_signal, grace)
         self.over(AttemptEnd("stopped"))
 
 
-class Simulated(Attempts):
+class Simulated(LocalRunner):
     """Attempts whose waits are a call of the test's: it lets something happen."""
 
     def __init__(self, team: Workers, policy: RestartPolicy, happens: Callable[[float | None], None]) -> None:
@@ -184,7 +182,7 @@ class World:
         assert ending.state.upper() == self.attempts.state
         assert [end.number for end in ends] == sorted({end.number for end in ends}), "an end is noted twice"
         assert set(team.started) <= {end.number for end in ends}, "an end is not noted"
-        counted = self.attempts._started
+        counted = self.attempts.attempts._counted
         if policy.window is None:
             assert len(counted) <= policy.max_restarts
         else:
@@ -233,7 +231,7 @@ def observed(team: Team, policy: RestartPolicy) -> tuple[Ending, list[tuple[str,
     def observe(name: str, facts: dict[str, Any]) -> None:
         events.append((name, facts))
 
-    with observed_by(observe) as stream, Attempts(team, policy, events=stream) as attempts:
+    with observed_by(observe) as stream, LocalRunner(team, policy, events=stream) as attempts:
         ending = attempts.run()
     return ending, events
 
@@ -286,7 +284,7 @@ def test_a_failure_without_restarts_says_nothing() -> None:
 
 
 def test_the_first_start_fails() -> None:
-    with Attempts(Scripted(OSError("no more processes")), RestartPolicy(5)) as attempts:
+    with LocalRunner(Scripted(OSError("no more processes")), RestartPolicy(5)) as attempts:
         with pytest.raises(OSError, match="no more processes"):
             attempts.run()
         assert attempts.state == "FAILED"
@@ -356,7 +354,7 @@ def test_restarts_are_counted_and_attempts_numbered_where_one_is_not_counted() -
 
 
 def test_requests_are_checked_when_they_are_made() -> None:
-    attempts = Attempts(Workers(), RestartPolicy(), signals=False)
+    attempts = LocalRunner(Workers(), RestartPolicy(), signals=False)
     asks: list[Callable[..., None]] = [attempts.ask_stop, lambda number, grace: attempts.ask_restart(number, grace, "")]
     for ask in asks:
         with pytest.raises(ValueError, match=r"expected a signal, like signal\.SIGTERM or 15, got 999"):
@@ -372,9 +370,9 @@ def test_requests_are_checked_when_they_are_made() -> None:
 def test_of_two_stops_the_shorter_grace_holds() -> None:
     for graces in ((30, 5), (5, 30)):
         team = Obedient()
-        attempts = Attempts(team, RestartPolicy(), signals=False)
+        attempts = LocalRunner(team, RestartPolicy(), signals=False)
 
-        def ask(_attempt: int, attempts: Attempts = attempts, graces: tuple[int, int] = graces) -> None:
+        def ask(_attempt: int, attempts: LocalRunner = attempts, graces: tuple[int, int] = graces) -> None:
             for grace in graces:
                 attempts.ask_stop(signal.SIGTERM, grace)
 
@@ -386,7 +384,7 @@ def test_of_two_stops_the_shorter_grace_holds() -> None:
 def test_the_ends_can_be_asked_for_meanwhile() -> None:
     seen: list[tuple[str, int, int]] = []
     team = Scripted(FAILED, AttemptEnd("succeeded"))
-    attempts = Attempts(team, RestartPolicy(1))
+    attempts = LocalRunner(team, RestartPolicy(1))
     team.at_start = lambda _attempt: seen.append((attempts.state, attempts.number, len(attempts.ends)))
     with attempts:
         assert (attempts.state, attempts.number, attempts.ends) == ("NEW", -1, [])
@@ -406,7 +404,7 @@ def test_an_observer_that_blocks_holds_nobody_up() -> None:
 
     team = Scripted(*[FAILED] * 50, AttemptEnd("succeeded"))
     with observed_by(observe) as stream:
-        with Attempts(team, RestartPolicy(50), events=stream) as attempts:
+        with LocalRunner(team, RestartPolicy(50), events=stream) as attempts:
             assert attempts.run().state == "succeeded"
         assert events == []
         gate.open()
@@ -422,7 +420,7 @@ def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture)
         raise ValueError(name)
 
     team = Scripted(FAILED, AttemptEnd("succeeded"))
-    with observed_by(observe) as stream, Attempts(team, RestartPolicy(1), events=stream) as attempts:
+    with observed_by(observe) as stream, LocalRunner(team, RestartPolicy(1), events=stream) as attempts:
         assert attempts.run().state == "succeeded"
     assert len(events) == 9
     assert [record.getMessage() for record in caplog.records] == ["on_event raised at agent.state"]
@@ -449,7 +447,7 @@ def test_a_fork_of_the_host_has_no_attempts() -> None:
 
     team = Scripted(AttemptEnd("succeeded"))
     team.at_start = fork
-    with observed_by(lambda *_event: None) as stream, Attempts(team, RestartPolicy(), events=stream) as attempts:
+    with observed_by(lambda *_event: None) as stream, LocalRunner(team, RestartPolicy(), events=stream) as attempts:
         assert attempts.run().state == "succeeded"
     assert codes == [0]
 
@@ -461,7 +459,7 @@ def test_on_another_thread_no_signal_is_handled() -> None:
     team.at_start = lambda _attempt: handlers.append(signal.getsignal(signal.SIGTERM))
 
     def work() -> None:
-        with Attempts(team, RestartPolicy(1)) as attempts:
+        with LocalRunner(team, RestartPolicy(1)) as attempts:
             endings.append(attempts.run())
 
     thread = threading.Thread(target=work)
@@ -474,7 +472,7 @@ def test_on_another_thread_no_signal_is_handled() -> None:
 def test_who_asks_from_a_signal_handler_is_heard() -> None:
     """With ``signals=False``, the host's own handlers stay; one that asks and returns is enough."""
     team = Obedient()
-    attempts = Attempts(team, RestartPolicy(), signals=False)
+    attempts = LocalRunner(team, RestartPolicy(), signals=False)
     before = signal.signal(signal.SIGUSR1, lambda *_: attempts.ask_stop(signal.SIGTERM, 1))
     try:
         team.at_start = lambda _attempt: os.kill(os.getpid(), signal.SIGUSR1)
@@ -521,7 +519,7 @@ class Interrupter:
         return self.trace
 
 
-def stopped_after(attempts: Attempts, moment: int, *, then_stop: bool = True) -> tuple[Ending, str]:
+def stopped_after(attempts: LocalRunner, moment: int, *, then_stop: bool = True) -> tuple[Ending, str]:
     """Run, send a signal at that line, stop, and return how it ended, and where the signal came."""
     with Interrupter(moment) as interrupter:
         try:
@@ -563,7 +561,7 @@ def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
     while True:
         moment += 1
         team = Fails(3)
-        with Attempts(team, RestartPolicy(3)) as attempts:
+        with LocalRunner(team, RestartPolicy(3)) as attempts:
             ending, where = stopped_after(attempts, moment, then_stop=then_stop)
         if not where:
             break
@@ -572,7 +570,7 @@ def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
         assert numbers == list(range(len(numbers))), where
         assert set(team.started) <= set(numbers), where
         assert team.up is None
-        assert len(attempts._started) <= 3
+        assert len(attempts.attempts._counted) <= 3
         if then_stop:
             assert ending.state in ("stopped", "succeeded"), where
             assert ending.state == "stopped" or numbers == [0, 1, 2, 3], where
@@ -580,7 +578,7 @@ def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
             assert ending.state in ("succeeded", "stopped"), where
             assert ending.state == "succeeded" or ending.ends[-1].state == "stopped", where
     assert moment > 100
-    assert {"carry", "_turn", "_do", "_start", "_note_end", "_follow", "_see"} <= seen
+    assert {"carry", "_turn", "_do", "_start", "_gone", "gone", "_follow", "_step"} <= seen
 
 
 @pytest.mark.slow
@@ -590,9 +588,9 @@ def test_a_signal_between_any_two_lines_of_a_stop() -> None:
     while True:
         moment += 1
         team = Obedient()
-        attempts = Attempts(team, RestartPolicy(3))
+        attempts = LocalRunner(team, RestartPolicy(3))
 
-        def at_start(_attempt: int, attempts: Attempts = attempts) -> None:
+        def at_start(_attempt: int, attempts: LocalRunner = attempts) -> None:
             attempts.ask_stop(signal.SIGTERM, 5)
 
         team.at_start = at_start
@@ -613,9 +611,9 @@ def test_a_signal_between_any_two_lines_of_a_restart() -> None:
     while True:
         moment += 1
         team = Obedient()
-        attempts = Attempts(team, RestartPolicy(3))
+        attempts = LocalRunner(team, RestartPolicy(3))
 
-        def at_start(attempt: int, attempts: Attempts = attempts) -> None:
+        def at_start(attempt: int, attempts: LocalRunner = attempts) -> None:
             if attempt == 0:
                 attempts.ask_restart(signal.SIGTERM, 5, "asked for")
             else:

@@ -27,10 +27,9 @@ ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 
 LAUNCHER = """
 import os, signal, sys
-from phalanx._run.attempts import Attempts
-from phalanx._group.restart_policy import RestartPolicy
 from phalanx.multiprocessing import Std
-from tests.support.attempt_groups import shells
+from phalanx.agent import RestartPolicy
+from tests.support.attempt_groups import LocalRunner, shells
 from tests.support.streams import observed_by
 
 folder, states = sys.argv[1], int(sys.argv[2])
@@ -51,7 +50,7 @@ def observe(name, facts):
 for run in range(1000):
     team = shells(script, 2, os.path.join(folder, str(run)), record=True, specs={"redirects": Std.ALL})
     with observed_by(observe) as events:
-        with Attempts(team, RestartPolicy(3, backoff=0.05), events=events) as attempts:
+        with LocalRunner(team, RestartPolicy(3, backoff=0.05), events=events) as attempts:
             attempts.run()
     team.close()
 """

@@ -149,7 +149,7 @@ def test_no_more_than_some_may_ask_and_who_goes_is_forgotten(made: Callable[...,
         noisy.send(b"GET / HTTP/1.1")  # nothing is to be said
         with pytest.raises(ConnectionResetError):
             noisy.recv(1)
-    until(lambda: len(agent.door._callers) == len(those))
+    until(lambda: len(agent.door.connections) == len(those))
     with agent.connect() as another:
         assert another.recv(1) == SEEN
         until(lambda: len(agent.asked) == MOST_CALLERS + 1)

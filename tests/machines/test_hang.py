@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._run.job_stacks import LOOK, LastLook
 from phalanx._run.node_team import MachineTeam
+from phalanx._run.node_workers import LOOK, LastLook
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
@@ -97,9 +97,9 @@ def test_a_worker_that_dies_while_its_end_waits_for_the_stacks_does_not_make_tha
     look = LastLook()
     look.begin(Group(), lambda: None)  # type: ignore[arg-type] # as above
     assert look.puts_off(10.0)
-    held = deque([SimpleNamespace(attempt=0, stop=None, until=0.0)])
+    held = deque([(0.0, 0, None)])
     team: Any = SimpleNamespace(
-        common=SimpleNamespace(has_come=False), _look=look, _held=held, poll_seconds=LOOK, _call=lambda *_: None
+        common=SimpleNamespace(has_come=False), _workers=SimpleNamespace(last_look=look), _held=held, poll_seconds=LOOK
     )
     MachineTeam._tell_held(team)
     assert (team.poll_seconds, len(held)) == (LOOK, 0)

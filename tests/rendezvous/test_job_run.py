@@ -9,6 +9,7 @@ from phalanx._group.restart_policy import AttemptEnd
 from phalanx._rendezvous import life, stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._run.job_run import JobRun, NodeTeam
+from phalanx._run.runner import Runner
 from phalanx._store.store import Away, Back, Changed
 
 if TYPE_CHECKING:
@@ -34,16 +35,23 @@ class Told:
         return []
 
 
+def carried(it: Told) -> tuple[JobRun, Runner]:
+    """A run that has begun, and what carries it."""
+    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it))
+    runner = Runner(cast("Any", it), run, signals=False)
+    runner._has_begun = True
+    return run, runner
+
+
 def test_what_the_store_has_told_meanwhile_is_told_at_once_and_in_order() -> None:
     it = Told()
-    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
-    run._has_begun = True
+    run, runner = carried(it)
     events: list[Any] = [Changed("nodes/", revision, (), (f"nodes/{revision}",)) for revision in range(3)]
     for event in (Back(), *events):
-        run._hear(event)
+        run.submit(run._store_events, event)
     run.ask_leave("preempted")
-    run._hear(Away("no answer"))
-    while run._step() is None:
+    run.submit(run._store_events, Away("no answer"))
+    while runner._step() is None:
         pass
     assert it.told == [[Back(), *events], "preempted", [Away("no answer")]]
     assert it.said == [None, "no answer"]
@@ -66,10 +74,9 @@ class Looks(Told):
 
 def test_an_agent_that_shows_no_stacks_says_so() -> None:
     it, found = Looks(), list[Found]()
-    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
-    run._has_begun = True
+    run, runner = carried(it)
     run.ask_look(found.append)
-    while run._step() is None:
+    while runner._step() is None:
         pass
     (told,) = found
     assert stack_report.read(told.answers["a"]).why == "its agent is a program that shows no stacks"
@@ -116,9 +123,10 @@ class Starts(Told):
 
 def test_a_stop_that_comes_as_a_start_is_decided_keeps_its_signal_and_its_grace() -> None:
     it = Starts()
-    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
-    run._has_begun = True
-    run._decide([life.Start(cast("Any", SimpleNamespace(generation=0)), 0)])
+    run, runner = carried(it)
+    runner._carry_out([life.Start(cast("Any", SimpleNamespace(generation=0)), 0)])
     run.ask_stop(2, "SIGINT", 77.0)
-    assert run.run().state == "stopped"
+    runner.carry()
+    assert run.finish is not None
+    assert run.finish.state == "stopped"
     assert it.done == ["assign", "start", (2, 77.0)]

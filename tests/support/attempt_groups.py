@@ -1,17 +1,48 @@
-"""What tests of attempts share: teams whose attempts are groups of shells."""
+"""What tests of attempts share: a runner of one machine, and teams whose attempts are groups of shells."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from phalanx._group.restart_policy import AttemptEnd
+from phalanx._run.attempts import Attempts, Ending
 from phalanx._run.group_team import GroupTeam
+from phalanx._run.runner import Runner, Team
 from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
+    from phalanx.agent import RestartPolicy
     from phalanx.multiprocessing import PContext
+
+__all__ = ("AttemptEnd", "Ending", "GroupTeam", "LocalRunner", "Team", "Told", "shells")
+
+
+class LocalRunner(Runner):
+    """The runner of the attempts of one machine, which are `attempts`."""
+
+    def __init__(self, team: Team, policy: RestartPolicy, *, signals: bool = True, events: Any = None) -> None:
+        self.attempts = Attempts(policy)
+        super().__init__(team, self.attempts, signals=signals, events=events)
+        self.ask_stop, self.ask_restart = self.attempts.ask_stop, self.attempts.ask_restart
+
+    @property
+    def state(self) -> str:
+        return self.attempts.state
+
+    @property
+    def number(self) -> int:
+        return self.attempts.number
+
+    @property
+    def ends(self) -> list[AttemptEnd]:
+        return list(self.attempts.ending.ends)
+
+    def run(self) -> Ending:
+        """Carry on to the end."""
+        self.carry()
+        return self.attempts.ending
 
 
 class Told(GroupTeam):

@@ -12,8 +12,6 @@ from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many, seconds
 from phalanx._group.arguments import checked_whole
-from phalanx._outcomes import earlier
-from phalanx._outcomes.earlier import Earlier
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,20 +68,6 @@ class AttemptEnd(NamedTuple):
         return ", ".join(parts)
 
 
-class Ending(NamedTuple):
-    """How it all ended.
-
-    Attributes:
-        state: "succeeded", "failed" or "stopped".
-        ends: How each attempt ended, the latest last.
-        why: Why no other attempt followed a failure; "": none was allowed in the first place.
-    """
-
-    state: str
-    ends: tuple[AttemptEnd, ...]
-    why: str = ""
-
-
 def describe_failure(end: AttemptEnd) -> str:
     """Return a line on an attempt that has failed.
 
@@ -117,16 +101,19 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     >>> [line.partition(": ")[2] for line in describe_attempts([first, first._replace(step=8, number=1)])]
     ['rank 2, ValueError: bad batch, steps 7, 8']
     """
-    return earlier.describe([_earlier(end) for end in ends])
+    from phalanx._outcomes import earlier  # not at the start of every run, as the next one
+    from phalanx._outcomes.report import mask
 
-
-def _earlier(end: AttemptEnd) -> Earlier:
-    from phalanx._outcomes.report import mask  # not at the start of every run
-
-    bare = end._replace(step=None)
-    masked = bare._replace(error=mask(end.error)).describe()
-    moment = clock.to_wall(end.ended)
-    return Earlier(end.number, bare.describe(), masked, (end.state, end.exitcode), end.step, end.uptime, moment)
+    history = []
+    for end in ends:
+        bare, moment = end._replace(step=None), clock.to_wall(end.ended)
+        masked = bare._replace(error=mask(end.error)).describe()
+        history.append(
+            earlier.Earlier(
+                end.number, bare.describe(), masked, (end.state, end.exitcode), end.step, end.uptime, moment
+            )
+        )
+    return earlier.describe(history)
 
 
 class RestartPolicy(Value):
@@ -315,7 +302,9 @@ def decide(
     counted = code is None or code not in policy.always_on
     used = sum(policy.window is None or moment > now - policy.window for moment in restarts)
     if counted and used >= policy.max_restarts:
-        return Decision(retries=False, why=_used_up(policy))
+        within = "" if policy.window is None else f" within {format_duration(policy.window)}"
+        used_up = f"{policy.max_restarts} of {how_many(policy.max_restarts, 'restart')}{within} used"
+        return Decision(retries=False, why=used_up if policy.max_restarts else "")
     same = next((end.number for end in failures[-2:-1] if end.step is not None and end.step == last.step), None)
     why = "" if same is None else f"same step as attempt {same}"
     return Decision(retries=True, delay=_delay(policy, failures, chance), counted=counted, why=why)
@@ -346,13 +335,6 @@ def _delay(policy: RestartPolicy, failures: Sequence[AttemptEnd], chance: float)
     doubled = max(0, short - (short == len(failures)))  # a long attempt before these is the first of the row
     delay = min(policy.backoff_cap, policy.backoff * 2.0 ** min(doubled, _LONGEST_EXPONENT))
     return delay * (1 - policy.jitter * chance)
-
-
-def _used_up(policy: RestartPolicy) -> str:
-    if policy.max_restarts == 0:
-        return ""
-    within = "" if policy.window is None else f" within {format_duration(policy.window)}"
-    return f"{policy.max_restarts} of {how_many(policy.max_restarts, 'restart')}{within} used"
 
 
 def _name(code: int) -> str:

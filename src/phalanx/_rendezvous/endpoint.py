@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Literal
 
 from phalanx._base.text import parse_duration
@@ -83,7 +82,7 @@ def read_settings(text: str) -> dict[str, str]:
     ({'timeout': '10m', 'is_host': 'yes'}, {})
     """
     settings: dict[str, str] = {}
-    for part in _parts(text):
+    for part in text.split(",") if text.strip() else ():
         key, equals, value = (word.strip() for word in part.partition("="))
         if not (equals and key and value):
             msg = f"{text!r}: expected settings, like timeout=60,read_timeout=30; the trouble is with {part!r}"
@@ -114,7 +113,3 @@ def asks_for_others(settings: dict[str, str]) -> str:
     if int(rank):
         return f"rank={rank}"
     return f"is_host={host}" if host.lower() in FALSE else ""
-
-
-def _parts(text: str) -> Iterable[str]:
-    return text.split(",") if text.strip() else ()

@@ -198,7 +198,9 @@ class GroupTeam(Team):
                 self._wake_at_end(group)
             return None
         if result.root_cause is not None:
-            left = _seconds_left(self.common, result.root_cause)
+            root, left = result.root_cause, 0.0
+            if _says_nothing(root):
+                left = self.common.seconds_left(root.exitcode, root.first_key, clock.now_ns())
             self.is_put_off = left > 0
             if left > 0:
                 self.poll_seconds = left
@@ -207,7 +209,7 @@ class GroupTeam(Team):
         self.result = result
         return self._end({"abandoned": "failed"}.get(result.state, result.state), result)
 
-    def stop(self, death_signal: int, grace: float) -> None:
+    def stop(self, death_signal: int | None, grace: float) -> None:
         """See `Team`."""
         self._pending = -1
         self.common.note(clock.now_ns())
@@ -268,11 +270,6 @@ class GroupTeam(Team):
         while len(self._before) > most or (self._before and not self._before[0].is_open):
             self._before[0].close(9)
             del self._before[0]  # not before: a signal may interrupt the wait
-
-
-def _seconds_left(common: CommonStop, root: ProcessFailure) -> float:
-    """Return for how long it is not known whether a root cause has failed by itself."""
-    return common.seconds_left(root.exitcode, root.first_key, clock.now_ns()) if _says_nothing(root) else 0.0
 
 
 def _without_stopped(common: CommonStop, result: RunProcsResult) -> RunProcsResult:

@@ -72,27 +72,24 @@ class NodeCheck:
 
         ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
+        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+
         try:
-            self._begin(when, wake)
+            with interrupts.deferred():
+                self._wake = wake
+                self._is_watched, self._when = False, when
+                self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
+                self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
+                logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
+                self._group = SubprocessContext(
+                    "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
+                    grace=_GRACE, announces=False, speak=_speak,
+                )  # fmt: skip
+            self._group.start()
         except OSError as error:
             self.close()
             msg = f"--node-check: {error.strerror or error}"
             raise OSError(msg) from None
-
-    def _begin(self, when: str, wake: Callable[[], None]) -> None:
-        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
-
-        with interrupts.deferred():
-            self._wake = wake
-            self._is_watched, self._when = False, when
-            self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
-            self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
-            logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
-            self._group = SubprocessContext(
-                "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
-                grace=_GRACE, announces=False, speak=_speak,
-            )  # fmt: skip
-        self._group.start()
 
     @property
     def is_under_way(self) -> bool:

@@ -19,10 +19,9 @@ from phalanx._rendezvous.candidates import have_other_args
 from phalanx._rendezvous.conclusion import follows, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.records import Stop, first_rank
-from phalanx._run.attempt_groups import Preloading
 from phalanx._run.group_team import COMMON_STOP_SECONDS
 from phalanx._run.job_run import NodeTeam
-from phalanx._run.job_stacks import LOOK, LastLook, NodeLooks
+from phalanx._run.node_workers import LOOK, NodeWorkers
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.run_team import Place, RunTeam
 from phalanx._run.runner import NoAttemptError
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from phalanx._group.restart_policy import AttemptEnd
     from phalanx._rendezvous.life import Missing
     from phalanx._rendezvous.records import Job, Node
-    from phalanx._run.job_stacks import StackDoor
+    from phalanx._run.job_run import JobRun
     from phalanx._run.master_port import ReservedPort
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
@@ -149,7 +148,6 @@ class MachineTeam(RunTeam, NodeTeam):
         self._job: Job | None = None
         self._going_on = -1  # the generation whose workers are not to end, as far as is known here; -1: none
         self._first = 0  # the rank in the job of local rank 0
-        self._began = 0.0
         self._keeps = keeps  # until it was said that the job does not
         self.away = ""
         self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
@@ -157,19 +155,11 @@ class MachineTeam(RunTeam, NodeTeam):
         self._has_compared = False  # whether it was said that machines have different arguments
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
-        self.stopped: Stop | None = None
-        """Why the latest generation has ended, as the job has it."""
-        self._look = LastLook()
-        self._held: deque[_Held] = deque()  # failures that are not told yet
-        warm = self._groups.warm
-        self._preloading = None if warm is None else Preloading(warm, patience)
-        self._imported: Callable[[], None] = lambda: None  # called at the end of an import, by another thread
+        self._held: deque[tuple[float, int, Stop]] = deque()  # failures, and when the others are told of them
+        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported)
+        self._patience = patience
         self._has_failed_check = False
-        self.leave: Callable[[str], None] = lambda _why: None
-        """Takes this node out of the job: set by who runs it."""
-        self._looks = NodeLooks()
-        self.door: StackDoor | None = None
-        """Where `phalanx stack` asks for the ranks of all nodes; None: nowhere."""
+        self._run: JobRun
 
     @property
     def has_taken_part(self) -> bool:
@@ -178,41 +168,33 @@ class MachineTeam(RunTeam, NodeTeam):
 
     # --- what is imported while the node waits
 
-    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+    def come(self, run: JobRun) -> None:
         """See `NodeTeam`. What is to be preloaded is imported."""
-        self._imported = lambda: later(self._see_imported)
-        self._preload()
+        self._run = run
+        self.events.subscribe("phalanx-failure", FailureWatch(self._see_failure))
+        self._workers.come(run, self._patience)
 
-    def _preload(self) -> None:
-        if self._preloading is not None:
-            self._preloading.begin(self._imported)
-
-    def _see_imported(self) -> str:
-        """Say how an import has ended. Returns why no worker can be started here; "": some can be."""
-        assert self._preloading is not None
-        try:
-            is_ready = self._preloading.is_ready()
-        except PreloadError as error:
+    def _imported(self, error: PreloadError | None) -> None:
+        """Print how an import has ended."""
+        if error is not None:
             mention(f"phalanx: Error: {error}")
-            return one_line(error)
-        if is_ready and self._is_spare:
-            self._mention(f"this node has imported {self._preloading.modules}")
-        return ""
+        elif self._is_spare and self._workers.are_imported():
+            self._mention(f"this node has imported {self._workers.modules}")
 
     def _prepare(self, attempt: int) -> None:
         """See `RunTeam`. The workers wait for what is preloaded, too. A node that comes has passed its check."""
-        self._preload()
+        self._workers.preload()
         if attempt:
             super()._prepare(attempt)
 
     def _may_start(self) -> bool:
-        if self._has_failed_check or (self._preloading is not None and not self._preloading.is_ready()):
-            return False  # `_see_imported` wakes
+        if self._has_failed_check or not self._workers.are_imported():
+            return False  # the end of the import wakes
         try:
             return super()._may_start()
         except NoAttemptError as error:  # the job may go on without this node, which ends its part by `end` or `stop`
             self._has_failed_check = True
-            self.leave(str(error))
+            self._run.ask_leave(str(error))
             return False
 
     def is_up(self) -> bool:
@@ -229,26 +211,23 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
-        if self.door is not None:
-            self.door.open(self._groups.log_dir)
+        self._workers.started(self._groups.log_dir)
 
     def close(self) -> None:
         """See `Team`."""
-        if self.door is not None:
-            self.door.close()
+        self._workers.close_door()
         super().close()
-        self._looks.close()
-        if self._preloading is not None:
-            self._preloading.close()
+        self._workers.close()
 
     # --- what the node decides
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
-        self._job, self._began, self._going_on = job, clock.now(), job.generation
+        self._job, self._going_on = job, job.generation
         self._held.clear()
         self._wait_no_more()
         self._first = first_rank(job, rank)
+        self._workers.begin(job.generation, self._first)
         for local, env in self._envs(job, rank).items():
             self._groups.envs[local] = dict(env)
         role = self._me.role
@@ -273,24 +252,14 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
-        is_its = self._job is not None and self._job.generation == generation
-        self._looks.look(self.group if is_its else None, self._first, self._me.nproc, nodes, then)
+        self._workers.take_stacks(generation, nodes, then)
 
     def expect(self, seconds: float) -> None:
         """See `NodeTeam`."""
-        if self.group is not None:
-            self.group.expect(seconds)
+        self._workers.expect(seconds)
 
-    def end(self, stop: Stop | None) -> None:
-        """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
-        self._going_on = -1
-        self._held.clear()  # it was said why they end
-        if self._look.puts_off(clock.now()):
-            self.poll_seconds = LOOK
-        else:
-            self._order_end(stop)
-
-    def _order_end(self, stop: Stop | None) -> None:
+    def _order_end(self) -> None:
+        """End the workers because of `cause`. They are given notice of what is planned, and only of that."""
         self._wait_no_more()
         self._pending = -1
         if self.check is not None:
@@ -299,34 +268,39 @@ class MachineTeam(RunTeam, NodeTeam):
         if group is None:
             return
         group.order_close(None, self._grace)
-        if group.notice is not None and (stop is None or stop.kind not in PLANNED):
+        if group.notice is not None and (self.cause is None or self.cause.kind not in PLANNED):
             group.order_close(None, self._grace)  # a second order ends the notice: there is nobody left to save with
 
     def _wait_no_more(self) -> None:
-        self._look.drop()
+        self._workers.last_look.drop()
         self.poll_seconds = None
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
-        if self._look.is_over(clock.now()):
-            self._order_end(self.stopped)
+        if self._workers.last_look.is_over(clock.now()):
+            self._order_end()
         self._tell_held()
         return super().ended()
 
-    def stop(self, death_signal: int, grace: float) -> None:
-        """See `Team`. It waits for no stacks."""
+    def stop(self, death_signal: int | None, grace: float) -> None:
+        """See `Team`. A signal waits for no stacks."""
         self._going_on = -1
-        self._held.clear()
-        self._look.hurry(self.group)
-        self.poll_seconds = None
-        super().stop(death_signal, grace)
+        self._held.clear()  # it was announced why they end
+        if death_signal is not None:
+            self._workers.last_look.hurry(self.group)
+            self.poll_seconds = None
+            super().stop(death_signal, grace)
+        elif self._workers.last_look.puts_off(clock.now()):
+            self.poll_seconds = LOOK
+        else:
+            self._order_end()
 
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
         if isinstance(what, Stop):
-            self.stopped, self._going_on = what, -1
-            if what.kind == "hang" and what.node != self._me.id and self.group is not None:
-                self._look.begin(self.group, self._wake)  # before their end, which is ordered next
+            self._going_on = -1
+            if what.kind == "hang" and what.node != self._me.id:
+                self._workers.hangs_elsewhere(self._wake)  # before their end, which is ordered next
             if what.kind == "signal":
                 self.common.note(clock.now_ns())  # all machines may have been sent it, and this process not yet
             if what.kind == "signal" and what.node == self._me.id:
@@ -369,13 +343,12 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _preloaded(self) -> str:
         """Return how far the import is of what is preloaded, to be added to a line; "": nothing is."""
-        if self._preloading is None:
+        if not self._workers.modules:
             return ""
         try:
-            is_ready = self._preloading.is_ready()
-        except PreloadError:  # `_see_imported` says so
+            return f", and {'has imported' if self._workers.are_imported() else 'imports'} {self._workers.modules}"
+        except PreloadError:  # `_imported` prints it
             return ""
-        return f", and {'has imported' if is_ready else 'imports'} {self._preloading.modules}"
 
     def came_late(self) -> None:
         """See `NodeTeam`."""
@@ -413,11 +386,6 @@ class MachineTeam(RunTeam, NodeTeam):
 
     # --- what the workers do
 
-    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
-        """See `NodeTeam`."""
-        self._call = call
-        self.record.stream.subscribe("phalanx-failure", FailureWatch(self._see_failure))
-
     def _see_failure(self, failure: WorkerFailure) -> None:
         """Tell the others of a failure. On the thread of the events."""
         attempt = failure.attempt
@@ -426,60 +394,46 @@ class MachineTeam(RunTeam, NodeTeam):
         rank = self._first + failure.local_rank
         stop = stop_of(self._me, attempt, failure.error, rank, failure.exitcode, is_hang=failure.is_hang)
         if failure.is_hang:
-            self._call(attempt, stop)
-        else:
-            self._hold(attempt, stop)
-
-    def _hold(self, attempt: int, stop: Stop) -> None:
-        """Tell a failure: at once, unless it may be the effect of a signal that has not reached this process yet.
-
-        What follows from a failure that is held back is held back with it. On the thread of the events.
-        """
+            self._run.worker_failed(attempt, stop)
+            return
+        # It may be the effect of a signal that has not reached this process yet. What follows from a failure that is
+        # held back is held back with it.
         may_stop = stop.kind == "failure" and stop.exitcode is not None and self.common.may_explain(stop.exitcode)
         if may_stop or self._held:
-            self._held.append(_Held(attempt, stop, clock.now() + COMMON_STOP_SECONDS))
+            self._held.append((clock.now() + COMMON_STOP_SECONDS, attempt, stop))
             self._wake()
         else:
-            self._call(attempt, stop)
+            self._run.worker_failed(attempt, stop)
 
     def _tell_held(self) -> None:
         """Tell the failures that were held back for long enough."""
-        if self.common.has_come or self._look.end_at is not None:  # they are being ended, and why was said
+        if self.common.has_come or self._workers.last_look.end_at is not None:  # they are being ended, and why was said
             self._held.clear()
         if not self._held:
             return
-        left = self._held[0].until - clock.now()
+        left = self._held[0][0] - clock.now()
         if left > 0:
             self.poll_seconds = left
             return
         self.poll_seconds = None
         while self._held:
-            held = self._held.popleft()
-            self._call(held.attempt, held.stop)
+            _, attempt, stop = self._held.popleft()
+            self._run.worker_failed(attempt, stop)
 
     def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
         """See `NodeTeam`."""
         assert self._job is not None
-        generation, now = self._job.generation, clock.now()
         self.emit(
-            agent_kinds.AttemptEnded, generation, state=end.state, rank=end.rank, exitcode=end.exitcode,
-            error=end.error, step=end.step, survivors=end.survivors, seconds=now - self._began,
+            agent_kinds.AttemptEnded, self._job.generation, state=end.state, rank=end.rank, exitcode=end.exitcode,
+            error=end.error, step=end.step, survivors=end.survivors, seconds=end.uptime,
         )  # fmt: skip
         if end.state != "succeeded":
             self.tell_state("WAITING")
         hangs = None if self.group is None else self.group.hang_report
         left = Left(self.result or RunProcsResult(), self._groups.log_dir, hangs)
-        uptime, port = now - self._began, self._port.renew()
-        self._me, stop, told = account(self._me, self._job, self._place.group_rank, end, uptime, port, left)
+        rank, port = self._place.group_rank, self._port.renew()
+        self._me, stop, told = account(self._me, self._job, rank, end, end.uptime, port, left)
         return self._me, stop, told
-
-
-class _Held(NamedTuple):
-    """A failure that is told at a moment (monotonic seconds), unless this process is stopped before it."""
-
-    attempt: int
-    stop: Stop
-    until: float
 
 
 def _names(hosts: list[str], most: int = 8) -> str:

@@ -12,13 +12,13 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
-from phalanx._base import clock, interrupts, unpatched
+from phalanx._base import interrupts, unpatched
 from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
 from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.conclusion import told as in_words
 from phalanx._rendezvous.conclusion import unreachable
 from phalanx._rendezvous.entrance import Entrance, come
@@ -30,6 +30,7 @@ from phalanx._rendezvous.settings import Machines, agent_id
 from phalanx._run import master_port
 from phalanx._run.job_run import CLOSE, JobRun, NodeTeam
 from phalanx._run.master_port import ReservedPort
+from phalanx._run.runner import Runner
 
 LONGEST_END = 60.0
 """Seconds that the end of a node may take: the waits of the node, of the store, and of what it hosts are shorter."""
@@ -38,32 +39,6 @@ GONE = "its workers are gone"
 
 ENDLESS = 2**31 - 1
 """So many restarts are those of a node that leaves it to others when there is an end."""
-
-
-class Owner:
-    """Whoever has the workers of a node, as the node sees it. The node's thread calls all of this, and waits for none.
-
-    By default, the workers show no stacks, and go on while the process is stopped.
-    """
-
-    def come(self, run: JobRun, later: Callable[[Callable[[], str]], None], patience: float) -> None:
-        """Begin what the workers need and what asks for no part in the job, see `NodeTeam.come`.
-
-        Args:
-            run: What carries the node: any thread may ask it.
-            later: See `NodeTeam.come`.
-            patience: Seconds after which an import has failed.
-        """
-
-    def expect(self, seconds: float) -> None:
-        """Have the workers ended, unless this is called again within so many seconds."""
-
-    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
-        """Take the stacks of the workers of a generation, see `NodeTeam.look`."""
-        then(stack_report.write({}, 0, why=stack_report.NONE_SHOWN))
-
-    def hangs_elsewhere(self) -> None:
-        """Have the stacks of the workers written, for a rank of another node hangs. Their end follows."""
 
 
 class Part:
@@ -84,7 +59,6 @@ class Part:
     def __init__(self, job: Job, rank: int) -> None:
         self.job = job
         self.rank = rank
-        self.began = clock.now()
         self.ended = Latch()
         self.why = ""
         self.failure: AttemptEnd | None = None
@@ -105,7 +79,8 @@ class NodeThread(NodeTeam):
         grace: Seconds that its workers may take to end.
 
     Attributes:
-        owner: Whoever has the workers. It may be changed likewise.
+        owner: What has the workers, a `NodeWorkers` or the like; None: they show no stacks, and go on while the process
+            is stopped. It may be changed likewise.
         finish: How it has ended; None: it has not, or by `error`.
         error: What it has ended by, before it could take part; None: it has not.
         part: The part that `next_part` has returned last; None: there is none.
@@ -125,7 +100,7 @@ class NodeThread(NodeTeam):
     ) -> None:
         self._run_id, self._warn = run_id, warn
         self.machines, self.nproc, self.role, self.policy, self.grace = machines, nproc, role, policy, grace
-        self.owner = Owner()
+        self.owner: Any = None
         self._pid = 0  # of the process that has entered
         self._lock = threading.Lock()  # of the next two
         self._run: JobRun | None = None
@@ -134,12 +109,12 @@ class NodeThread(NodeTeam):
         self._gone = Latch()
         self._over = Latch()  # opened when nothing more is to be waited for
         self._news = Latch()  # opened, and replaced by another one, when anything has changed
-        self._calls = Calls()
+        self._calls: list[Callable[[], object]] = []  # at each end of a generation
+        self._called: tuple[Part | None, bool] = None, False  # for which part, and whether for the end of all
         self._asks_end = self._is_leaving = self._is_told_of_end = False
         self._latest: Part | None = None  # the part in the latest generation that this node takes part in
         self._whys: set[str] = set()  # why the store does not answer, as was said since it did last
         self._wake: Callable[[], None] = lambda: None
-        self._fail: Callable[[int, Stop], None] = lambda _, __: None
         self._entrance: Entrance
         self._me: Node
         self._port: ReservedPort
@@ -202,7 +177,9 @@ class NodeThread(NodeTeam):
         before = self.part
         if before is not None and before.end is None:
             is_over = bool(before.ended) or self._asks_end
-            self._conclude(before, before.failure or (AttemptEnd("stopped") if is_over else _gone()))
+            self._conclude(
+                before, before.failure or (AttemptEnd("stopped") if is_over else AttemptEnd("failed", error=GONE))
+            )
         while True:
             news = self._news
             part = self._latest
@@ -228,7 +205,8 @@ class NodeThread(NodeTeam):
         part.failure = AttemptEnd("failed", rank, exitcode, one_line(error))
         if is_first:
             generation = part.job.generation
-            self._fail(generation, stop_of(self._me, generation, error, rank, exitcode, is_hang=is_hang))
+            stop = stop_of(self._me, generation, error, rank, exitcode, is_hang=is_hang)
+            self._wish(lambda run: run.worker_failed(generation, stop))
 
     def tell_left(self, left: Left) -> None:
         """Say what the workers have left, before their end is told. What is told last counts."""
@@ -256,8 +234,17 @@ class NodeThread(NodeTeam):
             news.wait()
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called when the generation that runs here is ended."""
-        self._calls.add(call, self.part)
+        """Have ``call`` called when the generation that runs here is ended; at once, if it has been.
+
+        Once for each, and once more if all is over. Exceptions of it are dropped.
+        """
+        self._calls.append(call)
+        if self.part is not None and self.part.ended:
+            self._call(call)
+
+    def _call(self, call: Callable[[], object]) -> None:
+        with suppress(Exception):  # the caller's: the node goes on
+            call()
 
     def ask_end(self, error: str) -> None:
         """Ask for the end of the job, on all nodes. It is entered for that, if it has not been."""
@@ -334,26 +321,31 @@ class NodeThread(NodeTeam):
             self._me, machines.rules(self.policy, self.grace, 0.0), barrier=machines.barrier, hosts=entrance.hosts,
             away_timeout=machines.away_timeout, chance=random.random,
         )  # fmt: skip
-        run = held.enter_context(JobRun(node, entrance.store, self, signals=False, away_timeout=machines.away_timeout))
+        run = JobRun(node, entrance.store, self, away_timeout=machines.away_timeout)
+        runner = held.enter_context(Runner(self, run, signals=False))
         with self._lock:
             self._run = run
             wishes, self._wishes = self._wishes, []
         for wish in wishes:
             wish(run)
-        self.finish = run.run()
+        runner.carry()
+        self.finish = run.finish
         self._see()
 
     def _see(self) -> None:
         """Tell all who wait that something has changed."""
         if self.finish is not None and self._latest is not None:
             self._latest.ended.open()
-        self._calls.tell(self._latest, is_over=self.finish is not None)
+        ended = self._latest, self.finish is not None
+        if self._latest is not None and self._latest.ended and ended != self._called:
+            self._called = ended
+            for call in list(self._calls):
+                self._call(call)
         self._change()
 
-    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+    def come(self, run: JobRun) -> None:
         """See `NodeTeam`."""
-        assert self._run is not None
-        self._ask(self.owner.come, self._run, later, self.machines.join_timeout)
+        self._ask("come", run, self.machines.join_timeout)
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
@@ -371,35 +363,29 @@ class NodeThread(NodeTeam):
         """See `Team`."""
         return None if self._latest is None else self._latest.end
 
-    def stop(self, death_signal: int, grace: float) -> None:  # noqa: ARG002 - the owner of the workers knows theirs
+    def stop(self, death_signal: int | None, grace: float) -> None:  # noqa: ARG002 - the owner of the workers knows theirs
         """See `Team`."""
-        self._end_part()
-
-    def end(self, stop: Stop | None) -> None:  # noqa: ARG002 - it was heard
-        """See `NodeTeam`."""
         self._end_part()
 
     def expect(self, seconds: float) -> None:
         """See `NodeTeam`."""
-        self._ask(self.owner.expect, seconds)
+        self._ask("expect", seconds)
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
-        self._ask(self.owner.take_stacks, generation, nodes, then)
+        if self.owner is None:
+            super().look(generation, nodes, then)
+        self._ask("take_stacks", generation, nodes, then)
 
     def say(self, text: str) -> None:
         """See `Team`. Nothing is shown: the console is the owner's."""
-
-    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
-        """See `NodeTeam`."""
-        self._fail = call
 
     def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
         """See `NodeTeam`."""
         part = self._latest
         assert part is not None
-        left, uptime = part.left or Left(RunProcsResult()), clock.now() - part.began
-        self._me, stop, told = account(self._me, part.job, part.rank, end, uptime, self._port.renew(), left)
+        left = part.left or Left(RunProcsResult())
+        self._me, stop, told = account(self._me, part.job, part.rank, end, end.uptime, self._port.renew(), left)
         is_said = part.left is not None or end.failed
         return self._me, stop, told if is_said else b""
 
@@ -411,7 +397,7 @@ class NodeThread(NodeTeam):
             if part is not None and what.generation == part.job.generation:
                 part.why = in_words(what)
             if what.kind == "hang" and what.node != self._me.id:
-                self._ask(self.owner.hangs_elsewhere)  # before their end, which follows
+                self._ask("hangs_elsewhere")  # before their end, which follows
         elif job is not None:
             self._is_told_of_end = self._is_told_of_end or job.phase == "over"
             if job.phase == "running":
@@ -436,41 +422,12 @@ class NodeThread(NodeTeam):
     def _is_past(self, part: Part, job: Job) -> bool:
         return job.phase == "over" or job.generation > part.job.generation
 
-    def _ask(self, call: Callable[..., object], *args: object) -> None:
-        with suppress(Exception):  # the owner's: the node goes on
-            call(*args)
+    def _ask(self, name: str, *args: object) -> None:
+        """Call a method of the owner. It waits for nothing."""
+        with suppress(Exception):  # the owner's, or it has no such method: the node goes on
+            getattr(self.owner, name)(*args)
 
     def _end_part(self) -> None:
         if self._latest is not None:
             self._latest.ended.open()
         self._see()
-
-
-class Calls:
-    """What is to be called when a generation ends. Any thread adds to it; exceptions of what is called are dropped."""
-
-    def __init__(self) -> None:
-        self._calls: list[Callable[[], object]] = []
-        self._told: Part | None = None
-        self._is_over = False
-
-    def add(self, call: Callable[[], object], part: Part | None) -> None:
-        """Have ``call`` called at each end; at once, if ``part`` has ended."""
-        self._calls.append(call)
-        if part is not None and part.ended:
-            self._call(call)
-
-    def tell(self, part: Part | None, *, is_over: bool) -> None:
-        """Call all, once for each part that has ended, and once more if all is over."""
-        if part is not None and part.ended and (part is not self._told or is_over > self._is_over):
-            self._told, self._is_over = part, is_over
-            for call in list(self._calls):
-                self._call(call)
-
-    def _call(self, call: Callable[[], object]) -> None:
-        with suppress(Exception):  # the caller's: the node goes on
-            call()
-
-
-def _gone() -> AttemptEnd:
-    return AttemptEnd("failed", error=GONE)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
 from phalanx._engine import host_signals
-from phalanx._events import agent_kinds
+from phalanx._events import agent_kinds, kinds
+from phalanx._events.stream import PATIENCE, EventStream
 from phalanx._run.group_team import CommonStop, GroupTeam
-from phalanx._run.run_events import RunRecord, StatusWorker
-from phalanx._runs.recorder import Recorder
+from phalanx._run.run_events import StatusWorker
+from phalanx._runs.recorder import Recorder, observe
 from phalanx.multiprocessing import PContext, SignalException
 
 TYPE_CHECKING = False
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing.errors import ChildFailedError
 
     T = TypeVar("T")
+
+
+_LAST = 0.2  # seconds for what is emitted after the end of the run is recorded, where an exception came instead
 
 
 class Place(NamedTuple):
@@ -57,7 +61,7 @@ class RunTeam(GroupTeam):
         policy: When a group is started again.
         run_id: The run's id.
         keep_runs: See `Recorder`.
-        observers: See `RunRecord`.
+        observers: Take the events, too, each on a thread of the name that is its key.
         signals: Those that stop the run.
         asked: What was asked for.
         check: What this machine has to pass before each attempt; None: nothing.
@@ -75,21 +79,22 @@ class RunTeam(GroupTeam):
         asked: Asked,
         check: NodeCheck | None = None,
     ) -> None:
-        recorder = Recorder(
+        self.events = EventStream()
+        """Where what happens is emitted."""
+        self._observers = observers
+        self._closed: set[str] = set()  # of stdout and stderr
+        self._recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs,
             argv=asked.argv, config=asked.config,
         )  # fmt: skip
-        self.record = RunRecord(recorder, self.warn, observers)
         super().__init__(self._make_warm, common=CommonStop(signals))
-        groups.emit_into(self.record.stream)
+        groups.options["events"] = self.events
         self._groups = groups
         self.name = groups.script
         self.policy = policy
         self._number = -1  # of the latest attempt
         self._place = Place()
-        groups.options["on_reader_gone"] = lambda stream: self.record.reader_gone(self._number, stream)
-        self.not_started: Exception | None = None
-        """Why the last attempt could not be started; None: it was."""
+        groups.options["on_reader_gone"] = self._reader_gone
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
         self.check: NodeCheck | None = check
@@ -103,11 +108,35 @@ class RunTeam(GroupTeam):
         self._groups.warm_up()
         return self._groups.make(attempt, before)
 
+    def begin_record(self) -> None:
+        """Begin to write what happens."""
+        observe(self.events, self.warn, self._recorder)
+        for name, take in self._observers.items():
+            self.events.subscribe(name, take)
+
+    def _reader_gone(self, stream: str) -> None:
+        """Emit, and print, that nobody reads a stream of the launcher's any more. Once for each; see `PContext`."""
+        if stream not in self._closed:
+            self._closed.add(stream)
+            self.emit(kinds.ConsoleClosed, self._number, stream=stream)
+            self.warn(f"nobody reads {stream} any more; the run goes on, and its log files have all lines")
+
     def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
-        """Record how the run has ended, see `RunRecord.end`."""
+        """Write how the run has ended. Returns when all is written, after 5 s at most if the disk does not answer.
+
+        ``report``: what the report says; "": what the record does.
+        """
         if self._number >= 0:  # else it has had no part in the run
             self._emit_end(state, cause)
-        self.record.end(self._number, state, exitcode, cause, report)
+        self._recorder.report = report
+        self.emit(agent_kinds.RunEnded, self._number, state=state, exitcode=exitcode, cause=cause)
+        self._recorder.finish(self.events)
+
+    def close_record(self) -> None:
+        """End the threads, once they have handled all, or after 0.2 s; after 5 s where somebody observes them."""
+        late = self.events.close(PATIENCE if self._observers else _LAST)
+        for name in self._observers.keys() & set(late):
+            self.warn(f"{name} has not taken all events of this run within {PATIENCE:g} s of its end")
 
     def _emit_end(self, state: str, cause: str) -> None:
         result, first = self.result, self._place.first_rank
@@ -124,7 +153,7 @@ class RunTeam(GroupTeam):
 
     def emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
         """Emit an event of this agent that happens now."""
-        self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
+        self.events.emit(kind, attempt, clock.now_ns(), **fields)
 
     def _emit_status(self, status: str, attempt: int, workers: tuple[StatusWorker, ...] = ()) -> None:
         self.emit(
@@ -134,14 +163,10 @@ class RunTeam(GroupTeam):
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`. The workers are started when the machine has passed its check."""
-        self._number, self.not_started, self._wake = attempt, None, wake
+        self._number, self._wake = attempt, wake
         self._emit_status("RENDEZVOUS", attempt)
         self._emit_status("ASSIGN_WORKER_RANKS", attempt)
-        try:
-            self._prepare(attempt)
-        except Exception as error:
-            self.not_started = error
-            raise
+        self._prepare(attempt)
         super().start(attempt, wake)
 
     def _prepare(self, attempt: int) -> None:
@@ -157,13 +182,6 @@ class RunTeam(GroupTeam):
         finally:
             self.poll_seconds = self.check.seconds_left
         return has_passed
-
-    def _start_pending(self) -> None:
-        try:
-            super()._start_pending()
-        except Exception as error:
-            self.not_started = error
-            raise
 
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
@@ -194,10 +212,10 @@ class RunTeam(GroupTeam):
             return None
         return super().ended()
 
-    def stop(self, death_signal: int, grace: float) -> None:
+    def stop(self, death_signal: int | None, grace: float) -> None:
         """See `Team`."""
         if self.check is not None:
-            self.check.stop(death_signal, grace)
+            self.check.stop(death_signal or signal.SIGTERM, grace)
         super().stop(death_signal, grace)
 
     def close(self) -> None:
@@ -205,12 +223,6 @@ class RunTeam(GroupTeam):
         super().close()
         if self.check is not None:
             self.check.close()
-
-    def wait_shown(self) -> None:
-        """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
-        if self.group is not None:
-            with suppress(RuntimeError):  # it was never up; or its keeper was lost, which is known
-                self.group.wait()
 
 
 def see_through(
@@ -227,14 +239,20 @@ def see_through(
         conclude: Records how they ended, and reports what went wrong. Returns the exit code.
         at_end: Called when no worker is left, whatever has happened.
     """
-    team.record.begin()
+    team.begin_record()
     try:
         ending, stopped = run()
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
-            team.wait_shown()
+            with suppress(RuntimeError):  # it was never up; or its keeper was lost, which is known
+                if team.group is not None:  # until all lines are shown, or those that a slow console takes in 10 s
+                    team.group.wait()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
-        return _undisturbed(lambda: conclude(ending, stopped))
+        codes: list[int] = []
+        while not codes:  # one may have come just before the signals were deferred
+            with suppress(SignalException), interrupts.deferred():
+                codes.append(conclude(ending, stopped))
+        return codes[0]
     finally:
         try:
             with suppress(SignalException):
@@ -243,16 +261,7 @@ def see_through(
         finally:
             host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)
-            team.record.close()
-
-
-def _undisturbed(step: Callable[[], T]) -> T:
-    """Return what ``step`` returns. A signal that comes meanwhile has no effect."""
-    done: list[T] = []
-    while not done:  # one may have come just before the signals were deferred
-        with suppress(SignalException), interrupts.deferred():
-            done.append(step())
-    return done[0]
+            team.close_record()
 
 
 def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:

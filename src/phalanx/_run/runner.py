@@ -1,7 +1,7 @@
-"""The one loop that starts a team's workers, waits for what becomes of them, and does what is decided of them.
+"""The one loop of a run: it starts a team's workers, waits for what becomes of them, and does what is decided of them.
 
-What is decided is a subclass's business: by the restart policy on one machine (`attempts`), by the rules of a job on
-many (`phalanx._run.job_run`). What an attempt consists of is a `Team`'s.
+A `Decider` decides: `attempts` by the restart policy on one machine, `job_run` by the rules of a job on many. What an
+attempt consists of is a `Team`'s.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from signal import SIGKILL, Signals
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from phalanx._base import clock, interrupts
+from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
-from phalanx._group.restart_policy import AttemptEnd, describe_restart
+from phalanx._events.kinds import Event
+from phalanx._events.stream import EventStream
+from phalanx._group.restart_policy import AttemptEnd
 
 
 class NoAttemptError(Exception):
@@ -30,13 +33,9 @@ class Team(ABC):
 
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Runner.wake` was called.
-        describe: Returns what is said of the attempt that follows, see `describe_restart`.
-        decides: Whether the restart policy alone decides what follows; False: it asks other machines.
     """
 
     poll_seconds: float | None = None
-    describe: Callable[[int, float, str], str] = staticmethod(describe_restart)
-    decides = True
 
     def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.
@@ -50,7 +49,7 @@ class Team(ABC):
 
         A signal may interrupt it: what has been started by then is for `ended` and `stop`.
 
-        ``wake`` is to be called when `ended` or `is_up` may have something to say. Any thread may; it does not raise.
+        ``wake`` is to be called when `ended` or `is_up` may return something else. Any thread may; it does not raise.
         """
 
     def is_up(self) -> bool:
@@ -65,65 +64,138 @@ class Team(ABC):
         """
 
     @abstractmethod
-    def stop(self, death_signal: int, grace: float) -> None:
-        """End the workers: send ``death_signal``, and SIGKILL ``grace`` seconds later. `ended` tells when.
+    def stop(self, death_signal: int | None, grace: float) -> None:
+        """End the workers: send ``death_signal``, and SIGKILL ``grace`` seconds later. `ended` returns when.
 
-        It may be called again, to shorten the grace.
+        It may be called again, to shorten the grace. None: a job ends them, see `NodeTeam.cause`.
         """
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Show a line of ours, after the lines of an attempt that has ended. Does not wait."""
+        """Print a line of ours, after the lines of an attempt that has ended. Does not wait."""
 
 
-class Step(NamedTuple):
-    """What is to be done: "start" the workers of attempt ``number``, "end" them, or something else that takes no time.
+class Start(NamedTuple):
+    """Start the workers of an attempt."""
 
-    ``act``: of a start, called before the team is told of it.
+    number: int
+
+
+class End(NamedTuple):
+    """End the workers, see `Team.stop`. Of two ends that are due, the one with less time holds."""
+
+    death_signal: int | None
+    grace: float
+
+
+class Announce(NamedTuple):
+    """Print a line."""
+
+    text: str
+
+
+class Emit(NamedTuple):
+    """Emit an event of an attempt."""
+
+    kind: type[Event]
+    attempt: int
+    fields: dict[str, Any]
+
+
+class Raise(NamedTuple):
+    """Raise out of `Runner.carry`."""
+
+    error: Exception
+
+
+class Decider(ABC):
+    """Decides what is done with the workers: each method returns effects, which the runner carries out in their order.
+
+    All are called by the thread of `Runner.carry`, with signals deferred. ``now``: the present moment (seconds,
+    monotonic).
+
+    Attributes:
+        wake: When it is to decide, though nothing has happened (seconds, monotonic); inf: never.
+        acts_first: Whether what is due is done before anything else is handled. By default it is not: it may no longer
+            be wanted.
+        submit: Has a function called by the thread of `Runner.carry`, with the arguments and ``now``, and its effects
+            carried out. Any thread may call it. Set by the runner.
     """
 
-    kind: str
-    act: Callable[[], object]
-    number: int = -1
+    wake = math.inf
+    acts_first = False
+    submit: Callable[..., None]
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether no worker is left, and none will be started."""
+
+    @abstractmethod
+    def step(self, event: str, now: float) -> Iterable[object]:
+        """Decide what follows an event.
+
+        "START": it begins. "STARTED": every worker runs. "LATE": it is as late as `wake`. "DROPPED": an attempt was to
+        end whose start had not begun, and is not started.
+        """
+
+    @abstractmethod
+    def gone(self, end: AttemptEnd, error: Exception | None, now: float) -> Iterable[object]:
+        """Decide what follows as no worker is left. ``error``: why none could be started; None: they were."""
+
+    def handle(self, submitted: deque[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterable[object]:
+        """Call what was submitted first, and remove it from ``submitted``."""
+        call, args = submitted.popleft()
+        return call(*args, clock.now())  # type: ignore[no-any-return]  # see `submit`
+
+    def carry_out(self, effect: Any) -> Iterable[object]:
+        """Carry out an effect that the runner does not know. Returns effects that it does."""
+        raise TypeError(effect)
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back what is held: it is not carried on."""
 
 
-class Runner(ABC):
-    """Carries a team. A context manager, which `close`s it.
+class Runner:
+    """Carries a team as a decider decides. A context manager, which `close`s it.
 
     Args:
         team: What is started, and ended.
+        decider: What decides when.
         signals: Whether signals to this process raise `SignalException` out of `carry`, if it runs on the main thread.
+        events: Where `Emit`s go; None: nowhere.
     """
 
-    def __init__(self, team: Team, *, signals: bool = True) -> None:
-        self._team = team
-        self._signals = signals
+    def __init__(
+        self, team: Team, decider: Decider, *, signals: bool = True, events: EventStream | None = None
+    ) -> None:
+        self._team, self._decider = team, decider
+        self._signals, self._events = signals, events
         self._owner = os.getpid()
         self._entered = False  # whether `carry` has been called
         self._has_begun = False
-        self._told: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()  # by any thread
-        self._due: deque[Step] = deque()
+        self._submitted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()  # by any thread
+        self._due: deque[Start | End] = deque()
         self._bell = Latch()
-        self._number = -1  # of the attempt that runs, or ran last
-        self._under_way = False  # whether its start has begun, and its end is not noted
-        self._ordered = False  # whether its start has been ordered
-        self._is_up = False
+        self._number, self._began = -1, 0.0  # of the attempt that runs, or ran last
+        self._under_way = False  # whether its start has begun, and its end is not handled
+        self._awaits_up = False  # whether its start has been ordered, and `Team.is_up` is to be asked
+        decider.submit = self._submit
 
     # --- any thread
 
     def wake(self) -> None:
-        """Have `carry` look at once at what has become of the team."""
+        """Have `carry` ask the team at once."""
         self._bell.open()
 
-    def _tell(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call`` called by the thread of `carry`, see `_acts_first`."""
-        self._told.append((call, args))
+    def _submit(self, call: Callable[..., object], *args: Any) -> None:
+        self._submitted.append((call, args))
         self.wake()
 
     # --- one thread
 
     def carry(self) -> None:
-        """Carry on until `is_over`.
+        """Carry on until the decider `is_over`.
 
         When an exception leaves it (SignalException: a signal arrived; or what the team raises), nothing has been
         stopped by that: ask for a stop, and carry on. Raises RuntimeError in a fork of the process that made this.
@@ -134,9 +206,9 @@ class Runner(ABC):
         if self._owner != os.getpid():
             msg = "the attempts are not this process's: it is a fork of the one that makes them"
             raise RuntimeError(msg)
-        if self._signals and not self.is_over:
+        if self._signals and not self._decider.is_over:
             host_signals.acquire(self)
-        while not self.is_over:
+        while not self._decider.is_over:
             self._turn()
 
     def carry_to_end(
@@ -164,9 +236,12 @@ class Runner(ABC):
                 return first
 
     def close(self) -> None:
-        """Release the signals. It is not carried on."""
+        """Close the decider, and release the signals. It is not carried on."""
         if self._owner == os.getpid():
-            host_signals.release(self)
+            try:
+                self._decider.close()
+            finally:
+                host_signals.release(self)
 
     def __enter__(self) -> Self:
         return self
@@ -176,51 +251,12 @@ class Runner(ABC):
     ) -> None:
         self.close()
 
-    # --- what decides
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether no worker is left, and none will be started."""
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Decide what comes first. With signals deferred, as the others of these."""
-
-    @abstractmethod
-    def _up(self) -> None:
-        """See that every worker runs."""
-
-    @abstractmethod
-    def _not_started(self, error: Exception) -> None:
-        """See that no worker could be started. It may raise that."""
-
-    @abstractmethod
-    def _gone(self, end: AttemptEnd) -> None:
-        """See that no worker is left."""
-
-    @abstractmethod
-    def _next(self) -> float:
-        """Return when `_tick` is to be called, though nothing has happened (monotonic seconds); inf: never."""
-
-    @abstractmethod
-    def _tick(self) -> None:
-        """See that it is that late."""
-
-    def _awaits_up(self) -> bool:
-        """Whether it matters that the workers run."""
-        return True
-
-    def _acts_first(self) -> bool:
-        """Whether what is due is done before anything else is heard. By default it is not: it may not be wanted."""
-        return False
-
     # A signal may raise between any two lines of these. What belongs together is done with signals deferred; what may
-    # take long (the team's start, stop and look, the waits) is not, and stays in `_due` until it is done.
+    # take long (the team's start, stop and end, the waits) is not, and stays in `_due` until it is done.
 
     def _turn(self) -> None:
         """Take one step, or wait for what leads to one."""
-        self._bell = Latch()  # before the looks: what changes after them opens it
+        self._bell = Latch()  # before the questions: what changes after them opens it
         seconds = self._step()
         if seconds is not None:
             self._wait(None if seconds == math.inf else seconds)
@@ -232,82 +268,97 @@ class Runner(ABC):
 
     def _step(self) -> float | None:
         """Take one step; or return for how many seconds none can be taken unless `wake` is called, inf: for ever."""
-        if not self._has_begun:
+        decider = self._decider
+        if self._submitted and not (decider.acts_first and (self._due or not self._has_begun)):
+            with interrupts.deferred():
+                self._carry_out(decider.handle(self._submitted))
+        elif not self._has_begun:
             with interrupts.deferred():
                 self._has_begun = True
-                self._begin()
-        elif self._told and not (self._due and self._acts_first()):
-            with interrupts.deferred():
-                self._take_told()
+                self._carry_out(decider.step("START", clock.now()))
         elif self._due:
             self._do(self._due[0])
-        elif self._under_way and self._look():
+        elif self._under_way and ((self._awaits_up and self._start()) or self._has_ended()):
             pass
-        elif clock.now() >= self._next():
+        elif clock.now() >= decider.wake:
             with interrupts.deferred():
-                self._tick()
+                self._carry_out(decider.step("LATE", clock.now()))
         else:
-            left = max(0.0, self._next() - clock.now())
+            left = max(0.0, decider.wake - clock.now())
             polls = self._team.poll_seconds if self._under_way else None
             return left if polls is None else min(left, polls)
         return None
 
-    def _take_told(self) -> None:
-        """Call what was told next."""
-        call, args = self._told.popleft()
-        call(*args)
+    def _carry_out(self, effects: Iterable[object]) -> None:
+        """Carry out what takes no time, and note what else is due."""
+        for effect in effects:
+            match effect:
+                case Start():
+                    self._due.append(effect)
+                case End():
+                    self._order_end(effect)
+                case Announce():
+                    self._team.say(f"phalanx: {effect.text}")
+                case Emit():
+                    if self._events is not None:
+                        self._events.emit(effect.kind, effect.attempt, clock.now_ns(), **effect.fields)
+                case Raise():
+                    raise effect.error
+                case _:
+                    self._carry_out(self._decider.carry_out(effect))
 
-    def _do(self, step: Step) -> None:
-        if step.kind == "start":
-            with interrupts.deferred():
-                self._due.popleft()
-                self._number, self._under_way, self._ordered, self._is_up = step.number, True, False, False
-                step.act()
-                self._team.begin(step.number)
-            self._start()
-        elif step.kind == "end":
+    def _order_end(self, end: End) -> None:
+        if not any(isinstance(step, Start) for step in self._due):
+            if not any(step.grace < end.grace for step in self._due if isinstance(step, End)):
+                self._due = deque([end])
+        elif self._decider.acts_first:
+            self._due.append(end)
+        else:
+            self._due.clear()
+            self._carry_out(self._decider.step("DROPPED", clock.now()))
+
+    def _do(self, step: Start | End) -> None:
+        if isinstance(step, End):
+            self._awaits_up = False
             if self._under_way:
-                step.act()
+                self._team.stop(*step)
             self._due.popleft()
-        else:
-            with interrupts.deferred():
-                self._due.popleft()
-                step.act()
-
-    def _start(self) -> None:
-        try:
-            self._team.start(self._number, self.wake)
-        except host_signals.SignalException:  # the group is open, or none of it is left: `ended` will tell
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, who decides is told
-            self._not_started(error)
-        else:
-            self._ordered = True
-            self._see_up()
-
-    def _see_up(self) -> bool:
-        """See that every worker runs, or that none does. Returns whether either is so."""
-        try:
-            is_up = self._team.is_up()
-        except host_signals.SignalException:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._not_started(error)
-            return True
-        if is_up:
-            with interrupts.deferred():
-                self._is_up = True
-                self._up()
-        return is_up
-
-    def _look(self) -> bool:
-        """See what has become of the workers. Returns whether anything has."""
-        if self._ordered and not self._is_up and self._awaits_up() and self._see_up():
-            return True
-        end = self._team.ended()
-        if end is None:
-            return False
+            return
         with interrupts.deferred():
-            self._under_way = False
-            self._gone(end)
-        return True
+            self._due.popleft()
+            self._number, self._began, self._under_way, self._awaits_up = step.number, clock.now(), True, False
+            self._team.begin(step.number)
+        self._start()
+
+    def _start(self) -> bool:
+        """Start the workers, unless that was done. Returns whether every worker runs, or none could be started."""
+        try:
+            if not self._awaits_up:
+                self._team.start(self._number, self.wake)
+                self._awaits_up = True
+            is_up = self._team.is_up()
+        except host_signals.SignalException:  # the group is open, or none of it is left: `ended` returns that
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the decider handles it
+            self._gone(AttemptEnd("not started", error=one_line(error)), error)
+        else:
+            if is_up:
+                with interrupts.deferred():
+                    self._awaits_up = False
+                    self._carry_out(self._decider.step("STARTED", clock.now()))
+            return is_up
+        return True  # not in the handler: what a tracer raises at its end would leave ``error`` as a context for ever
+
+    def _has_ended(self) -> bool:
+        """Ask the team for its end. Returns whether it has ended."""
+        end = self._team.ended()
+        if end is not None:
+            self._gone(end, None)
+        return end is not None
+
+    def _gone(self, end: AttemptEnd, error: Exception | None) -> None:
+        with interrupts.deferred():
+            self._under_way = self._awaits_up = False
+            now = clock.now()
+            end = end._replace(number=self._number, began=max(self._began, end.began), ended=now)
+            self._carry_out(self._decider.gone(end, error, now))

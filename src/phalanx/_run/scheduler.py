@@ -228,9 +228,10 @@ def _open_mpi(environ: Mapping[str, str]) -> Allocation | None:
     if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"} <= environ.keys():
         return None
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+    job = re.sub(r"[^A-Za-z0-9.-]+", "-", job[:64])  # a run's name has no other characters
     found = _ranks(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
                    "mpirun --map-by ppr:1:node")  # fmt: skip
-    return found and _of_mpi("Open MPI", f"openmpi-{_plain(job)}" if job else "", *found)
+    return found and _of_mpi("Open MPI", f"openmpi-{job}" if job else "", *found)
 
 
 def _hydra(environ: Mapping[str, str]) -> Allocation | None:
@@ -287,11 +288,6 @@ def _number(environ: Mapping[str, str], name: str, most: int = _MOST_NUMBER) -> 
         msg = f"{name}: expected a number, 0 to {most}, got {_short(text)!r}"
         raise ValueError(msg)
     return int(text)
-
-
-def _plain(text: str) -> str:
-    """Return a name that can be a run's: what is not a letter, digit, ``.`` or ``-`` becomes ``-``."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", text[:64])
 
 
 def _short(text: str) -> str:

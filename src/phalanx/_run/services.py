@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from phalanx._base import clock, unpatched
+from phalanx._base import clock
 from phalanx._events.agent_kinds import AgentState
 from phalanx._rendezvous.endpoint import split_endpoint
+from phalanx._run.local_server import LocalServer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, Self
 
-    from phalanx._base.loop import Loop
     from phalanx._events.kinds import Event
     from phalanx.timer import FileTimerServer
 
@@ -25,7 +24,7 @@ PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 _HOST = "127.0.0.1"
 _WITHIN = 2.0  # seconds that a connection may take
-_MOST = 64  # connections at a time; others wait until one of them is over
+_MOST = 128  # connections at a time
 _MOST_BYTES = 8192  # of a request
 _STOP_WITHIN = 10.0
 
@@ -45,7 +44,7 @@ def address_of_environment() -> tuple[str, int] | None:
     return host or _HOST, port
 
 
-class Health:
+class Health(LocalServer):
     """Answers over HTTP how an agent is, from `start` to `stop`. A context manager.
 
     Torch has the variable of its port, and no server behind it. A connection that is slow or silent holds up nobody.
@@ -68,23 +67,28 @@ class Health:
     """
 
     def __init__(self, address: tuple[str, int] | None, **facts: Any) -> None:
+        super().__init__("phalanx-health", _MOST, _WITHIN)
         self._address = address
         self._facts = {**facts, "pid": os.getpid()}
         self._state: tuple[str, int, float] = ("NEW", -1, clock.wall())
-        self._server: _Server | None = None
 
     def start(self) -> None:
         """Listen, and answer from now on. Idempotent. Raises OSError, whose message names the variable."""
-        if self._address is None or self._server is not None:
+        if self._address is None or self.loop is not None:
             return
+        import socket
+
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         try:
-            self._server = _Server(self._address, self)
+            listener = socket.create_server(self._address, family=family, backlog=_MOST)
         except OSError as error:
             host, port = self._address
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise OSError(
                 error.errno, f"{PORT_ENV}: {where}: {(error.strerror or str(error)).partition(' (while ')[0]}"
             ) from None
+        listener.setblocking(False)
+        self.begin(listener)
 
     def observe(self, events: list[Event]) -> None:
         """Note what has happened: an observer of the run's events."""
@@ -105,9 +109,7 @@ class Health:
 
     def stop(self) -> None:
         """Close the port, and the connections. Idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+        self.end(_STOP_WITHIN)
 
     def __enter__(self) -> Self:
         self.start()
@@ -118,7 +120,7 @@ class Health:
 
     def variables(self) -> dict[str, str]:
         """Return what workers find in place of the variable: an agent among them could not have the same port."""
-        return {PORT_ENV: ""} if self._server is not None else {}
+        return {PORT_ENV: ""} if self.loop is not None else {}
 
     def text(self) -> str:
         """Return the answer."""
@@ -128,123 +130,27 @@ class Health:
         number = None if attempt < 0 else attempt
         return json.dumps({**self._facts, "state": state, "attempt": number, "since": round(since, 3)})
 
+    # --- the server's thread
 
-class _Server:
-    """The listening socket, and the thread."""
-
-    def __init__(self, address: tuple[str, int], health: Health) -> None:
-        import socket
-
-        from phalanx._base.loop import Loop
-
-        self._health = health
-        self._open: dict[int, tuple[socket.socket, bytearray]] = {}
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._listener = socket.create_server(address, family=family, backlog=_MOST)
-        self._listener.setblocking(False)
-        self._loop = Loop()
-        self._loop.watch(self._listener.fileno(), self._accept)
-        self._thread = unpatched.thread(target=self._serve, args=(self._loop,), name="phalanx-health")
-        try:
-            self._thread.start()
-        except BaseException:
-            self._close()
-            raise
-        _running.add(self)
-
-    def stop(self) -> None:
-        _running.discard(self)
-        self._loop.call(self._loop.stop)
-        self._thread.join(_STOP_WITHIN)
-
-    def _serve(self, loop: Loop) -> None:
-        try:
-            loop.run()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._listener.close()
-        for connection, _ in self._open.values():
-            connection.close()
-        self._open.clear()
-        self._loop.close()
-
-    def abandon(self) -> None:
-        """In a fork: close what belongs to the agent."""
-        self._listener.close()
-        for connection, _ in self._open.values():
-            connection.close()
-        self._loop.close_in_fork()
-
-    def _accept(self, _events: int) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be told again at once, and for ever
-                self._pause()
-            return
-        connection.setblocking(False)
-        number = connection.fileno()
-        self._open[number] = connection, bytearray()
-        self._loop.watch(number, lambda _events: self._read(number))
-        self._loop.after(_WITHIN, lambda: self._end(connection))
-        if len(self._open) >= _MOST:
-            self._pause()
-
-    def _pause(self) -> None:
-        """Accept nobody until the connections of now are over."""
-        self._loop.forget(self._listener.fileno())
-        self._loop.after(_WITHIN, lambda: self._loop.watch(self._listener.fileno(), self._accept))
-
-    def _read(self, number: int) -> None:
-        connection, request = self._open[number]
-        try:
-            data = connection.recv(_MOST_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        request += data
+    def ready(self, connection: socket.socket, events: int) -> None:  # noqa: ARG002 - it reads, and has sent all
+        """See `LocalServer`."""
+        data = connection.recv(_MOST_BYTES)
+        request = self.connections[connection] = self.connections[connection] + data
         whole = b"\r\n\r\n" in request or b"\n\n" in request
         if whole or len(request) >= _MOST_BYTES:
-            self._answer(connection, bytes(request), whole=whole)
+            connection.send(self._answer(request, whole=whole))  # less than any send buffer
         if whole or not data or len(request) >= _MOST_BYTES:
-            self._end(connection)
+            self.drop(connection)
 
-    def _answer(self, connection: socket.socket, request: bytes, *, whole: bool) -> None:
+    def _answer(self, request: bytes, *, whole: bool) -> bytes:
         verb, _, rest = request.partition(b" ")
-        head, body = "200 OK", self._health.text() + "\n"
+        head, body = "200 OK", self.text() + "\n"
         if not whole or b"HTTP/" not in rest.partition(b"\n")[0]:
             head, body = "400 Bad Request", ""
         elif verb not in (b"GET", b"HEAD"):
             head, body = "405 Method Not Allowed\r\nAllow: GET, HEAD", ""
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nCache-Control: no-store"
-        answer = f"HTTP/1.1 {head}\r\n{more}\r\nConnection: close\r\n\r\n{'' if verb == b'HEAD' else body}"
-        try:
-            connection.send(answer.encode())  # less than any send buffer
-        except OSError:  # the other end has gone
-            return
-
-    def _end(self, connection: socket.socket) -> None:
-        """Close a connection, if that has not been done."""
-        number = connection.fileno()
-        if number >= 0:
-            self._loop.forget(number)
-            del self._open[number]
-            connection.close()
-
-
-_running: set[_Server] = set()
-
-
-def _abandon_all() -> None:
-    for server in _running:
-        server.abandon()
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
+        return f"HTTP/1.1 {head}\r\n{more}\r\nConnection: close\r\n\r\n{'' if verb == b'HEAD' else body}".encode()
 
 
 ENABLE_FILE_TIMER_ENV = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -264,33 +170,24 @@ class Services:
 
     Attributes:
         variables: What workers find in the environment because of them.
+        observe: Handles the events of the run.
 
     Raises OSError: a service cannot be started.
     """
 
     def __init__(self, address: tuple[str, int] | None, run_id: str, max_restarts: int) -> None:
         self._health = Health(address, run_id=run_id, max_restarts=max_restarts)
-        self._timers = FileTimers()
-        try:
-            self._health.start()
-            self.variables = self._timers.start(run_id) | self._health.variables()
-        except BaseException:
-            self._stop()
-            raise
-
-    def observe(self, events: list[Event]) -> None:
-        """Note what has happened: an observer of the run's events."""
-        self._health.observe(events)
+        self.observe = self._health.observe
+        with ExitStack() as held:
+            held.enter_context(self._health)
+            self.variables = _start_timers(run_id, held) | self._health.variables()
+            self._held = held.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        self._timers.stop()
-        self._health.stop()
+        self._held.close()
 
 
 @contextmanager
@@ -322,51 +219,39 @@ def log_shown() -> Iterator[None]:
         logger.setLevel(before)
 
 
-class FileTimers:
-    """Runs a `phalanx.timer.FileTimerServer` from the first attempt to the end, if the environment asks for one.
+def _start_timers(run_id: str, held: ExitStack) -> dict[str, str]:
+    """Run a `phalanx.timer.FileTimerServer` until ``held`` is closed, if the environment asks for one.
 
     Its pipe is at ``TORCHELASTIC_TIMER_FILE``, or beside it, if another agent's is there; or else at a path of its own
-    among the temporary files. Workers find that variable, and make their `FileTimerClient` of it.
+    among the temporary files. Returns the variable in which workers find it, see `FileTimerClient`. Raises OSError.
     """
+    if os.environ.get(ENABLE_FILE_TIMER_ENV) != "1":
+        return {}
+    import uuid
+    from tempfile import gettempdir
 
-    def __init__(self) -> None:
-        self._server: FileTimerServer | None = None
-        self._path = ""
+    path = os.environ.get(TIMER_FILE_ENV) or os.path.join(gettempdir(), f"phalanx_timer_{uuid.uuid4()}")
+    try:
+        server = _serve_timers(path, run_id)
+    except OSError as error:
+        if not getattr(error, "is_served", False):
+            raise
+        path = f"{path}.{os.getpid()}"  # another agent of this machine has that one
+        server = _serve_timers(path, run_id)
+    held.callback(server.stop)
+    return {TIMER_FILE_ENV: path}
 
-    def start(self, run_id: str) -> dict[str, str]:
-        """Start the server, if it is wanted and does not run. Return the variables for workers. Raises OSError."""
-        if os.environ.get(ENABLE_FILE_TIMER_ENV) != "1":
-            return {}
-        if self._server is None:
-            import uuid
-            from tempfile import gettempdir
 
-            self._path = os.environ.get(TIMER_FILE_ENV) or os.path.join(gettempdir(), f"phalanx_timer_{uuid.uuid4()}")
-            try:
-                self._server = self._serve(run_id)
-            except OSError as error:
-                if not getattr(error, "is_served", False):
-                    raise
-                self._path = f"{self._path}.{os.getpid()}"  # another agent of this machine has that one
-                self._server = self._serve(run_id)
-        return {TIMER_FILE_ENV: self._path}
+def _serve_timers(path: str, run_id: str) -> FileTimerServer:
+    from phalanx.timer import FileTimerServer
 
-    def _serve(self, run_id: str) -> FileTimerServer:
-        from phalanx.timer import FileTimerServer
-
-        server = FileTimerServer(self._path, run_id)
-        try:
-            server.start()
-        except OSError as error:
-            if getattr(error, "is_served", False):
-                raise
-            why = error.strerror if isinstance(error.errno, int) else error.errno
-            msg = f"{TIMER_FILE_ENV}: {self._path}: {why}"
-            raise OSError(msg) from error
-        return server
-
-    def stop(self) -> None:
-        """Stop the server, if it runs, and remove the pipe."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+    server = FileTimerServer(path, run_id)
+    try:
+        server.start()
+    except OSError as error:
+        if getattr(error, "is_served", False):
+            raise
+        why = error.strerror if isinstance(error.errno, int) else error.errno
+        msg = f"{TIMER_FILE_ENV}: {path}: {why}"
+        raise OSError(msg) from error
+    return server

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
+from _thread import allocate_lock
 from contextlib import ExitStack, suppress
 
+from phalanx._base import interrupts
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
@@ -47,9 +48,7 @@ if TYPE_CHECKING:
     from phalanx._group.restart_policy import RestartPolicy
     from phalanx._group.warm import Warm
     from phalanx._outcomes.failure import Outcome
-    from phalanx._run.node_thread import Owner
     from phalanx._timers.specs import TimerSpecs
-    from phalanx.agent._node import NodeWorkers
     from phalanx.agent._spec import WorkerGroup, WorkerSpec
 
 
@@ -148,7 +147,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._services: Services | None = None  # of the run that is under way
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
-        self._node: NodeWorkers | None = None  # of a run on several machines
+        self._lock = allocate_lock()  # of the next one
+        self._early = -1  # the attempt whose failures are told to other machines before its end; -1: none's
         self._recorder: Recorder | None = None  # None: nothing is kept beside the logs
         self._envs: dict[int, dict[str, str]] = {}  # of the workers of the latest attempt, by local rank
         self._report_name = name_of(spec)
@@ -158,8 +158,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Start the group of an attempt. Returns the process ids. Raises as `start_processes`."""
         self._group_end = None
         self._groups.begin(self._attempt)
-        if self._node is not None:
-            self._node.begin(self._attempt, self._global_rank(0))
+        if self._node is not None and self._handler is not None:
+            self._early = self._attempt
+            self._node.begin(self._handler.generation, self._global_rank(0))
         self._groups.start(self._attempt, self._wake)
         assert self._groups.group is not None
         if self._node is not None:
@@ -201,7 +202,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         with Services(address, run_id, self._policy.max_restarts) as self._services:
             if address is not None and self._events is not None:
                 self._events.subscribe("phalanx-health", self._services.observe)
-            self._node = self._node_workers()
+            self._node, warm, is_own = None, None, False
+            if self._handler is not None:
+                from phalanx._run.node_workers import NodeWorkers
+
+                if self._preload:  # the machines have yet to meet, and what follows from that is not known
+                    envs = {
+                        rank: {name: value for name, value in env.items() if name not in OF_PART}
+                        for rank, env in self._make_envs(0).items()
+                    }
+                    warm, is_own = choose(self._preload, self._function_options["warm"], envs)
+                count = self._worker_group.spec.local_world_size
+                self._node = NodeWorkers(self._groups, count, self._warn, warm if is_own else None)
             return super()._run()
 
     def _conclude(self, events: EventStream, result: RunResult | None, error: BaseException | None) -> None:
@@ -210,35 +222,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         if isinstance(error, RendezvousClosedError) and (report := self._report_of_all()) is not None:
             error.__cause__ = report
         if self._recorder is not None and (result is not None or isinstance(error, RendezvousClosedError)):
-            self._keep_report(self._recorder, result)
+            try:
+                self._recorder.report = self._final_report(result)
+            except Exception as raised:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
+                self._warn(f"no report can be made of this run's end: {raised!r}")
         super()._conclude(events, result, error)
-
-    def _node_workers(self) -> NodeWorkers | None:
-        """Return what the node of this agent asks for its workers; None: it has no other machines."""
-        if self._handler is None:
-            return None
-        from phalanx.agent._node import NodeWorkers
-
-        warm, is_own = None, False
-        if self._preload:
-            envs = self._make_envs(0)
-            for env, name in itertools.product(envs.values(), OF_PART):  # not known before the machines have met
-                env.pop(name, None)
-            warm, is_own = choose(self._preload, self._function_options["warm"], envs)
-        count = self._worker_group.spec.local_world_size
-        return NodeWorkers(self._handler, self._groups, count, self._warn, warm if is_own else None)
-
-    def _owner(self) -> Owner | None:
-        return self._node
-
-    def _await_stacks(self) -> None:
-        if self._node is not None:
-            self._node.wait_for_stacks()
 
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
         if self._node is not None:
-            self._node.hurry()
+            self._node.last_look.hurry(group)
         if group is not None and group.is_open:
             self._groups.stop(death_sig, timeout)
             with suppress(KeeperLostError, RuntimeError):  # with its keeper they are gone; or it was never up
@@ -246,13 +239,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             groups = self._groups
             if groups.ended() is not None:
                 self._tell_outcomes()
-
-    def _keep_report(self, recorder: Recorder, result: RunResult | None) -> None:
-        """Have the report written into the run's folder. None: the machines have ended the job. Never raises."""
-        try:
-            recorder.report = self._final_report(result)
-        except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
-            self._warn(f"no report can be made of this run's end: {error!r}")
 
     def _emit_end(self, result: RunResult | None, error: BaseException | None) -> None:
         super()._emit_end(result, error)
@@ -318,10 +304,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         return {self._global_rank(rank): one for rank, one in found.items()}
 
     def _tell_outcomes(self) -> None:
-        """Tell the other machines what became of the group, which is gone."""
+        """Tell the other machines what became of the group, which is gone: before its end is told."""
         groups = self._groups
-        if self._node is not None and groups.group is not None and groups.result is not None:
-            self._node.report_outcomes(groups.result, self._log_dir(), groups.group.hang_report)
+        if self._handler is not None and groups.group is not None and groups.result is not None:
+            with interrupts.deferred(), self._lock:
+                self._early = -1
+            hangs = groups.group.hang_report
+            self._handler.tell_outcomes(groups.result, log_dir=self._log_dir(), hangs=hangs)
 
     def _log_dir(self) -> str:
         """Where the logs of the group are; "": its folder is that of another job, with the same specs."""
@@ -401,17 +390,22 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._worker_group.workers[local_rank].global_rank
 
     def _report_early(self, failure: WorkerFailure) -> None:
-        """Tell the other machines of a failure, before the workers here have ended."""
-        if self._node is not None:
-            end = AttemptEnd("failed", self._global_rank(failure.local_rank), failure.exitcode, failure.error)
-            self._node.report_failure(end, is_hang=failure.is_hang, attempt=failure.attempt)
+        """Tell the other machines of a failure, before the workers here have ended. On the thread of the events."""
+        handler, attempt, rank = self._handler, failure.attempt, self._global_rank(failure.local_rank)
+        assert handler is not None
+        with interrupts.deferred(), self._lock:  # it knows less than what is told at the end, and comes first
+            if attempt == self._early and self._node is not None and self._node.generation == handler.generation:
+                handler.tell_failure(failure.error, rank=rank, exitcode=failure.exitcode, is_hang=failure.is_hang)
 
     def _report_failure(self, end: AttemptEnd) -> None:
-        if self._node is not None:
+        if self._handler is not None:
             # When a start has failed, the last result is that of the attempt before.
             result = None if end.rank is None else self._groups.result
             root = None if result is None else result.root_cause
-            self._node.report_failure(end, is_hang=root is not None and is_of_timer(root.error_file_data))
+            is_hang = root is not None and is_of_timer(root.error_file_data)
+            with interrupts.deferred(), self._lock:
+                self._early = -1
+                self._handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode, is_hang=is_hang)
 
     def _report_of_all(self) -> ChildFailedError | None:
         """Make the report of all machines on a job that has failed; None: it is about this one, or has not failed."""
@@ -420,9 +414,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _warn(self, text: str) -> None:
         self._groups.say(f"phalanx: {text}")
 
-    def _say(self, text: str) -> bool:
+    def _say(self, text: str) -> None:
         self._groups.say(text)
-        return True
 
     def _final_error(self) -> Exception | None:
         return self._groups.lost

@@ -1,7 +1,9 @@
 """`ElasticAgent` and `SimpleElasticAgent`: an agent whose workers are started, watched and stopped by its hooks.
 
-`_run.attempts` decides what follows the end of an attempt, and when; `HookTeam` calls the hooks in their order.
+`_run.attempts` decides what follows the end of an attempt, and when; a team calls the hooks in their order.
 """
+
+# ruff: noqa: SLF001 - the team calls hooks, which have the names that torch gave them
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from abc import ABC, abstractmethod
 from functools import wraps
 
 from phalanx._base import clock, interrupts, stderr
-from phalanx._base.text import seconds
+from phalanx._base.text import one_line, seconds
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
@@ -20,12 +22,13 @@ from phalanx._group.arguments import check_signal
 from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
 from phalanx._run.attempts import Attempts
 from phalanx._run.run_events import StatusEvents, StatusMetrics
-from phalanx.agent._hook_team import HookTeam
+from phalanx._run.runner import Runner, Team
 from phalanx.agent._spec import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState, check_type
 from phalanx.rendezvous import (
     ManyMachinesRendezvous,
     OneMachineRendezvous,
     RendezvousClosedError,
+    RendezvousError,
     RendezvousGracefulExitError,
 )
 
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeVar
 
-    from phalanx._group.restart_policy import Ending
-    from phalanx._run.node_thread import Owner
+    from phalanx._run.attempts import Ending
+    from phalanx._run.node_workers import NodeWorkers
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -131,13 +134,15 @@ class SimpleElasticAgent(ElasticAgent):
         handler = spec.rdzv_handler
         self._handler = handler if isinstance(handler, ManyMachinesRendezvous) else None
         """What brings it together with agents of other machines; None: there are none, or that is somebody else's."""
+        self._node: NodeWorkers | None = None
+        """What the agent's node of a job asks for its workers; None: they show no stacks."""
         self._remaining_restarts = self._policy.max_restarts
         self._attempt = 0
         self._wake: Callable[[], None] = lambda: None
         self._attempts: Attempts | None = None
         self._events: EventStream | None = None  # of the run that is under way
         self._run_lock = allocate_lock()
-        self._stopping = self._is_shut_down = False
+        self._is_shut_down = False
         self._run_began = 0.0
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:  # noqa: ARG002 - there is one
@@ -187,7 +192,6 @@ class SimpleElasticAgent(ElasticAgent):
         attempts = self._attempts
         if attempts is not None:
             grace = self._shutdown_timeout if timeout is None else seconds("timeout", timeout, negative=True)
-            self._stopping = True
             attempts.ask_stop(death_sig, grace)
 
     # --- to be written by subclasses
@@ -216,8 +220,12 @@ class SimpleElasticAgent(ElasticAgent):
         spec = worker_group.spec
         began = clock.now()
         info = spec.rdzv_handler.next_rendezvous()
-        if self._handler is not None and self._attempt:  # the machines have decided on it
-            self._emit_restart(self._handler)
+        if self._handler is not None and self._attempt and self._events is not None:  # the machines have decided on it
+            why, delay, counted = self._handler.why_restarted
+            self._events.emit(
+                agent_kinds.RestartDecided, self._attempt - 1, clock.now_ns(), delay=delay, counted=counted, cause=why,
+                step=None, why="",
+            )  # fmt: skip
         where = info.bootstrap_store_info
         met = clock.now()
         self._emit_status("RENDEZVOUS", met - began)
@@ -243,7 +251,15 @@ class SimpleElasticAgent(ElasticAgent):
             RuntimeError: There are several machines, and the rendezvous does not say how many workers each has.
         """
         if self._handler is not None:
-            return _ranked(spec, self._handler.members, group_rank)
+            members = self._handler.members
+            first = sum(count for _, count, _ in members[:group_rank])
+            first_in_role = sum(count for _, count, role in members[:group_rank] if role == spec.role)
+            size = sum(count for _, count, _ in members)
+            size_of_role = sum(count for _, count, role in members if role == spec.role)
+            return [
+                Worker(rank, first + rank, first_in_role + rank, size, size_of_role)
+                for rank in range(spec.local_world_size)
+            ]
         if group_world_size != 1:
             msg = f"rdzv_handler: it has brought {group_world_size} machines together; this agent is for one"
             raise RuntimeError(msg)
@@ -265,13 +281,6 @@ class SimpleElasticAgent(ElasticAgent):
         """How often `_monitor_workers` is called; None: only when the attempt's ``wake`` was."""
         return self._worker_group.spec.monitor_interval
 
-    def _owner(self) -> Owner | None:
-        """Return what the agent's node of a job asks for its workers; None: they show no stacks."""
-        return None
-
-    def _await_stacks(self) -> None:
-        """Return when the stacks are written that a hang elsewhere has asked for."""
-
     def _report_failure(self, end: AttemptEnd) -> None:
         """Tell the other machines how the attempt has failed that has ended."""
         if self._handler is not None:
@@ -279,20 +288,6 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _machines_may_come(self) -> bool:
         return not isinstance(self._worker_group.spec.rdzv_handler, OneMachineRendezvous)
-
-    def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None:
-        self._wake = wake
-        self._attempt = attempt
-        if after_failure:
-            self._remaining_restarts = max(0, self._remaining_restarts - 1)
-        if attempt:
-            self._worker_group.state = WorkerState.STOPPED
-        try:
-            self._initialize_workers(self._worker_group)
-        finally:
-            if self._events is not None:
-                self._events.begin()
-        self._emit_status("START", 0.0, tuple(self._worker_group.workers))
 
     def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
         """What the restart policy, and the line that tells of it, are to know of an attempt's end."""
@@ -306,9 +301,9 @@ class SimpleElasticAgent(ElasticAgent):
         exitcode = getattr(failures[rank], "exitcode", None)
         return AttemptEnd(state, rank, exitcode, next(iter(message.splitlines()), ""))
 
-    def _say(self, text: str) -> bool:  # noqa: ARG002 - for overrides
-        """Show a line between those of the workers. Return whether that is possible."""
-        return False
+    def _say(self, text: str) -> None:
+        """Print a line between those of the workers."""
+        stderr.mention(text)
 
     def _shut_down(self, death_signal: int | None = None, grace: float | None = None) -> None:
         """Call `_shutdown`, as it takes its arguments: a ``timeout`` it has not always had."""
@@ -326,35 +321,24 @@ class SimpleElasticAgent(ElasticAgent):
         """Have the events of a run observed that begins."""
         spec = self._worker_group.spec
         if spec.event_log_handler != "null":
-            events.subscribe("phalanx-status", self._status_events(spec))
+            from phalanx.events import UnknownDestinationError, get_logging_handler
+
+            try:
+                get_logging_handler(spec.event_log_handler)
+            except UnknownDestinationError as error:
+                msg = f"event_log_handler: {error}"
+                raise UnknownDestinationError(msg) from None
+            events.subscribe("phalanx-status", StatusEvents(
+                spec.event_log_handler, run_id=spec.rdzv_handler.get_run_id(), role=spec.role,
+                entry_point=spec.get_entrypoint_name(), backend=spec.rdzv_handler.get_backend(),
+                is_job=self._is_launched,
+            ))  # fmt: skip
         events.subscribe("phalanx-measures", StatusMetrics(spec.role, self._policy.max_restarts))
-
-    def _status_events(self, spec: WorkerSpec) -> StatusEvents:
-        from phalanx.events import UnknownDestinationError, get_logging_handler
-
-        try:
-            get_logging_handler(spec.event_log_handler)
-        except UnknownDestinationError as error:
-            msg = f"event_log_handler: {error}"
-            raise UnknownDestinationError(msg) from None
-        return StatusEvents(
-            spec.event_log_handler, run_id=spec.rdzv_handler.get_run_id(), role=spec.role,
-            entry_point=spec.get_entrypoint_name(), backend=spec.rdzv_handler.get_backend(), is_job=self._is_launched,
-        )  # fmt: skip
 
     def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
         """Emit an event of this agent that happens now. Outside `run`, nobody observes it."""
         if self._events is not None:
             self._events.emit(kind, self._attempt, clock.now_ns(), **fields)
-
-    def _emit_restart(self, handler: ManyMachinesRendezvous) -> None:
-        why, delay, counted = handler.why_restarted
-        if self._events is not None:
-            before = self._attempt - 1
-            self._events.emit(
-                agent_kinds.RestartDecided, before, clock.now_ns(), delay=delay, counted=counted, cause=why, step=None,
-                why="",
-            )  # fmt: skip
 
     def _emit_status(self, status: str, seconds: float, workers: tuple[Worker, ...] = ()) -> None:
         group, restarts = self._worker_group, self._policy.max_restarts - self._remaining_restarts
@@ -413,28 +397,29 @@ class SimpleElasticAgent(ElasticAgent):
         self._emit(agent_kinds.AgentStep, step="SimpleElasticAgent.run", seconds=took, failed=result is None)
 
     def _run(self) -> RunResult:
-        def ask_restart(why: str) -> None:
-            attempts.ask_restart(signal.SIGTERM, self._shutdown_timeout, why)
+        def stop(number: signal.Signals) -> None:
+            attempts.ask_stop(number, 0.0 if number == signal.SIGKILL else self._shutdown_timeout)
 
-        team = HookTeam(
-            self, self._poll_seconds(), machines_may_come=self._machines_may_come(), ask_restart=ask_restart
-        )
-        self._stopping = self._is_shut_down = False
+        attempts = Attempts(self._policy if self._handler is None else _ASKS_OTHERS, decides=self._handler is None)
+        team = _HookTeam(self, attempts)
+        self._is_shut_down = False
         self._remaining_restarts = self._policy.max_restarts
-        policy, spec = self._policy, self._worker_group.spec
+        spec = self._worker_group.spec
         if self._handler is not None:
             self._handler.announce(
-                nproc=spec.local_world_size, role=spec.role, policy=policy, grace=self._shutdown_timeout,
-                barrier=max(0.0, self._exit_barrier_timeout), owner=self._owner(),
+                nproc=spec.local_world_size, role=spec.role, policy=self._policy, grace=self._shutdown_timeout,
+                barrier=max(0.0, self._exit_barrier_timeout), owner=self._node,
             )  # fmt: skip
             self._handler.when_ended(lambda: self._wake())  # noqa: PLW0108 - it is another one in each attempt
-            policy = _ASKS_OTHERS
         lost = None
         self._ending: Ending | None = None
-        with Attempts(team, policy, events=self._events) as attempts:
+        with Runner(team, attempts, events=self._events) as runner:
             self._attempts = attempts
             try:
-                ending = self._ending = self._carry_out(attempts)
+                # On a signal, the workers are ended first, and at the next one killed.
+                if (first := runner.carry_to_end(stop)) is not None:
+                    raise first
+                ending = self._ending = attempts.ending
             except RendezvousGracefulExitError:
                 ending = None
             except RendezvousClosedError as closed:  # the machines have decided that no other attempt follows this one
@@ -442,13 +427,7 @@ class SimpleElasticAgent(ElasticAgent):
                 if self._handler is None or lost is None:
                     raise closed from team.failed_start
             finally:
-                try:
-                    self._finish()
-                finally:
-                    handler = self._worker_group.spec.rdzv_handler
-                    if isinstance(handler, OneMachineRendezvous):
-                        handler.give_back()
-                stderr.finish()
+                self._finish()
         state = ("stopped" if lost is None else "failed") if ending is None else ending.state
         group = self._worker_group
         group.state = WorkerState(state.upper())
@@ -458,39 +437,133 @@ class SimpleElasticAgent(ElasticAgent):
             raise error
         return RunResult(WorkerState.STOPPED) if state == "stopped" or team.result is None else team.result
 
-    def _carry_out(self, attempts: Attempts) -> Ending:
-        """Run to the end. On a signal, the workers are ended first, and at the next one killed."""
-
-        def stop(number: signal.Signals) -> None:
-            self._stopping = True
-            attempts.ask_stop(number, 0.0 if number == signal.SIGKILL else self._shutdown_timeout)
-
-        first = attempts.carry_to_end(stop)
-        if first is not None:
-            raise first
-        return attempts.run()
-
     def _finish(self) -> None:
-        """Call `_shutdown` if it has not been called; a signal meanwhile has it kill."""
-        if self._is_shut_down:
-            return
+        """Call `_shutdown` if it has not been called, and give back the port; a signal meanwhile has it kill."""
         try:
-            self._shut_down()
+            if not self._is_shut_down:
+                self._shut_down()
         except SignalException:
             self._shut_down(signal.SIGKILL, 0.0)
             raise
+        finally:
+            handler = self._worker_group.spec.rdzv_handler
+            if isinstance(handler, OneMachineRendezvous):
+                handler.give_back()
+            stderr.finish()
 
     def _final_error(self) -> Exception | None:
         """What `run` raises in place of a result that is not complete."""
         return None
 
 
-def _ranked(spec: WorkerSpec, members: tuple[tuple[str, int, str], ...], group_rank: int) -> list[Worker]:
-    """Return the workers of the machine of a rank: they follow those of the machines before it."""
-    first = sum(count for _, count, _ in members[:group_rank])
-    first_in_role = sum(count for _, count, role in members[:group_rank] if role == spec.role)
-    size = sum(count for _, count, _ in members)
-    size_of_role = sum(count for _, count, role in members if role == spec.role)
-    return [
-        Worker(rank, first + rank, first_in_role + rank, size, size_of_role) for rank in range(spec.local_world_size)
-    ]
+class _HookTeam(Team):
+    """Starts, watches and stops the workers of an agent through its hooks.
+
+    Args:
+        agent: Whose hooks are called.
+        attempts: What decides.
+
+    Attributes:
+        result: What the last attempt has led to; None: it has not ended, or was stopped.
+        start_error: Why the last attempt could not be started; None if it was.
+        failed: What the attempt before the last has led to, if it has failed.
+        failed_start: Why the attempt before the last could not be started; None if it was.
+    """
+
+    def __init__(self, agent: SimpleElasticAgent, attempts: Attempts) -> None:
+        self.poll_seconds = agent._poll_seconds()
+        self.result: RunResult | None = None
+        self.start_error: Exception | None = None
+        self.failed: RunResult | None = None
+        self.failed_start: Exception | None = None
+        self._agent, self._handler, self._attempts = agent, agent._handler, attempts
+        self._is_restart = self._stopped = False
+        self._fatal: RendezvousError | None = None
+
+    def begin(self, attempt: int) -> None:  # noqa: ARG002 - `start` is told as well
+        """See `Team`."""
+        self.failed, self.failed_start = self.result, self.start_error
+        self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`. What a rendezvous raises ends it all: `ended` raises it."""
+        agent = self._agent
+        agent._wake, agent._attempt = wake, attempt
+        if self.failed is not None or self.failed_start is not None:
+            agent._remaining_restarts = max(0, agent._remaining_restarts - 1)
+        if attempt:
+            agent._worker_group.state = WorkerState.STOPPED
+        try:
+            agent._initialize_workers(agent._worker_group)
+            agent._emit_status("START", 0.0, tuple(agent._worker_group.workers))
+        except RendezvousError as error:
+            if attempt == 0:
+                raise
+            self._fatal = error
+            wake()
+        except Exception as error:
+            self.start_error = error
+            agent._report_failure(AttemptEnd("failed", error=one_line(error)))
+            raise
+        finally:
+            if agent._events is not None:
+                agent._events.begin()
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`. Raises what the hooks raise."""
+        if self._stopped:
+            return AttemptEnd("stopped")
+        if self._fatal is not None:
+            raise self._fatal
+        agent = self._agent
+        group = agent.get_worker_group()
+        result = agent._monitor_workers(group)
+        check_type("_monitor_workers", result, RunResult)
+        group.state = result.state
+        if result.state == WorkerState.SUCCEEDED:
+            if not self._all_succeeded():
+                return None
+            self.result = result
+            return agent._end_of("succeeded", result)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            agent._report_failure(agent._end_of("failed", result))
+            agent._stop_workers(group)
+            self.result = result
+            return agent._end_of("failed", result)
+        if result.state != WorkerState.HEALTHY:
+            msg = f"_monitor_workers: a group that runs, or has ended, cannot be {result.state.value}"
+            raise RuntimeError(msg)
+        has_told = self._handler is not None and self._handler.failed_here  # the others are being ended by that
+        if agent._machines_may_come() and not has_told and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            self._restart()
+        return None
+
+    def _all_succeeded(self) -> bool:
+        """Return whether the workers of all machines have succeeded; if they will not, ask for another attempt."""
+        verdict = True if self._handler is None else self._handler.tell_success(wait=False)
+        if verdict is False:
+            self._restart()
+        return bool(verdict)
+
+    def _restart(self) -> None:
+        if not self._is_restart:
+            self._is_restart = True
+            why = "" if self._handler is None else self._handler.why_ended
+            self._attempts.ask_restart(signal.SIGTERM, self._agent._shutdown_timeout, why or "another machine waits")
+
+    def stop(self, death_signal: int | None, grace: float) -> None:
+        """See `Team`. Returns when the hook has."""
+        agent = self._agent
+        group = agent.get_worker_group()
+        if self._attempts.state == "RESTARTING":
+            if agent._node is not None:
+                agent._node.last_look.wait()
+            agent._stop_workers(group)
+        else:
+            agent._shut_down(death_signal, grace)
+        group.state = WorkerState.STOPPED
+        self._stopped = True
+
+    def say(self, text: str) -> None:
+        """See `Team`."""
+        self._agent._say(text)

@@ -22,9 +22,9 @@ from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._run.job_run import JobRun, shortened
-from phalanx._run.job_stacks import StackDoor
 from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.run_team import forwarding, see_through
+from phalanx._run.runner import Runner
 from phalanx._store.etcd import INSTALL
 from phalanx.cli._run_plan import reserve_port
 from phalanx.cli.report import child_failed, show_report
@@ -198,11 +198,10 @@ def _run_all(run: JobRun, team: MachineTeam, grace: float, on_sigterm: str) -> t
             run.ask_stop(number, asked, 0.0 if kills else grace)
 
     try:
-        team.door = StackDoor(run.ask_look, team.warn)
-        team.leave = run.ask_leave
-        with run:
-            first = run.carry_to_end(stop, team)
-            return run.run(), None if first is None else first.sigval
+        with Runner(team, run) as runner:
+            first = runner.carry_to_end(stop, team)
+            assert run.finish is not None
+            return run.finish, None if first is None else first.sigval
     except (OSError, ValueError) as error:
         team.record_end("failed", 1, str(error))
         raise click.ClickException(str(error)) from None

@@ -17,12 +17,12 @@ from phalanx._base.stderr import mention, say
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing
-from phalanx._group.restart_policy import AttemptEnd, Ending, describe_attempts
+from phalanx._group.restart_policy import AttemptEnd, describe_attempts
 from phalanx._outcomes.failure import signal_name
 from phalanx._outcomes.result import verdict
-from phalanx._run.attempts import Attempts
+from phalanx._run.attempts import Attempts, Ending
 from phalanx._run.run_team import RunTeam, forwarding, restoring, see_through
-from phalanx._run.runner import NoAttemptError
+from phalanx._run.runner import NoAttemptError, Runner
 from phalanx.cli._commands import SETTINGS, Command, argv_of, cli, put
 from phalanx.cli._declare import click_options, job_of, sections, set_job, typed
 from phalanx.cli._options import GONE, is_here_gone
@@ -195,9 +195,10 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
         attempts.ask_stop(death, seconds)
 
     try:
-        with Attempts(team, team.policy, events=team.record.stream) as attempts:
-            first = attempts.carry_to_end(stop, team)
-            return attempts.run(), None if first is None else first.sigval
+        attempts = Attempts(team.policy)
+        with Runner(team, attempts, events=team.events) as runner:
+            first = runner.carry_to_end(stop, team)
+            return attempts.ending, None if first is None else first.sigval
     except (PreloadError, NoAttemptError, KeeperLostError) as error:
         say(f"Error: {error}")
         team.record_end("failed", 1, str(error))
@@ -231,7 +232,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
         say(f"Error: {team.lost}")
         code, cause = code or 1, str(team.lost)
     elif last.state == "not started":
-        why = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
+        why = last.error if ending.error is None else in_our_words(ending.error, team.group)
         say(f"Error: {why}")
         code, cause = 1, last.error
     if len(ending.ends) > 1:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._rendezvous.life import Finish
-    from phalanx._run.node_thread import NodeThread, Owner, Part
+    from phalanx._run.node_thread import NodeThread, Part
+    from phalanx._run.node_workers import NodeWorkers
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -309,7 +310,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         policy: RestartPolicy | None = None,
         grace: float | None = None,
         barrier: float | None = None,
-        owner: Owner | None = None,
+        owner: NodeWorkers | None = None,
     ) -> None:
         """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
 
