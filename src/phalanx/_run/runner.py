@@ -347,7 +347,7 @@ class Runner:
                     self._awaits_up = False
                     self._carry_out(self._decider.step("STARTED", clock.now()))
             return is_up
-        return True  # not in the handler: a signal of a tracer's at its end would leave ``error`` as the context of all
+        return True  # not in the handler: what a tracer raises at its end would leave ``error`` as a context for ever
 
     def _has_ended(self) -> bool:
         """Ask the team for its end. Returns whether it has ended."""
