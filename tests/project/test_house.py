@@ -58,10 +58,10 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 468,
-    "private attributes": 469,
-    "private names patched": 220,
-    "long names": 107,
+    "private modules imported": 461,
+    "private attributes": 457,
+    "private names patched": 219,
+    "long names": 105,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
 
