@@ -822,7 +822,7 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
 
 @pytest.mark.parametrize(
     "overdue",
-    [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],
+    [lambda it: it.link.watchdog.over(clock.now()), lambda it: it.link.watchdog.replace()],
     ids=["at first", "at last"],
 )
 def test_unread_messages_of_a_keeper_are_no_silence(

@@ -58,7 +58,7 @@ def test_the_fork_server_has_the_fields_of_its_verbs() -> None:
 
 
 def test_the_launcher_passes_on_what_the_hang_report_takes() -> None:
-    assert {*hang_reporter._REPORT, "hang"} == set(protocol.TIMER_VERBS)
+    assert {*hang_reporter._REPORT, "hang", "armed", "expired"} == set(protocol.TIMER_VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=name_of)

@@ -17,7 +17,8 @@ import pytest
 
 from phalanx import events, metrics
 from phalanx.errors import ChildFailedError
-from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent, rendezvous_of
+from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
+from phalanx.launcher._launch import rendezvous_of
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from phalanx.rendezvous import (
     OneMachineRendezvous,

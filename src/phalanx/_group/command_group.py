@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 
 
 class SubprocessContext(PContext):
-    """A group whose workers run a program: ``entrypoint``, by its name (found on PATH) or its path.
+    """A group whose workers run a program.
 
-    Its arguments are those of `PContext`.
+    Args:
+        name: See `PContext`.
+        entrypoint: The program, by its name (found on PATH) or its path.
+        args: See `PContext`.
+        envs: See `PContext`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
+        **options: The options of `PContext`.
     """
 
     _begins_slowly = False
@@ -64,16 +71,19 @@ class SubprocessContext(PContext):
 class ScriptContext(SubprocessContext):
     """A group whose workers run a Python script, or a module, as an interpreter of their own would.
 
-    The arguments that are not named here are those of `PContext`.
-
     Args:
+        name: See `PContext`.
         script: The script's path, or the module's name; or those of each local rank.
         args: The command line of each local rank.
+        envs: See `PContext`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
         module: Whether ``script`` is a module's name.
         python: The interpreter; default: this one.
         preload: Modules to import once: the workers are forks that have them already, and ``python`` is this
             interpreter.
         warm: An entered `warm` to fork the workers from.
+        **options: The options of `PContext`.
     """
 
     _begins_slowly = True

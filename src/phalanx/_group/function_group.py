@@ -36,12 +36,21 @@ _BY_VALUE_MODULES = [*_FORK_MODULES, "phalanx._engine.pickling.by_value", "cloud
 class MultiprocessContext(PContext):
     """A group whose workers run a function.
 
-    The arguments that are not named here are those of `PContext`, and of `start_processes`.
-
     Args:
+        name: See `PContext`.
         entrypoint: The function.
+        args: See `PContext`.
+        envs: See `PContext`.
+        start_method: "spawn", "forkserver" or "fork": see `start_processes`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
         numbered: Whether the function takes its local rank before its arguments. What it returns is not kept then.
         daemon: Whether the workers are daemons of `multiprocessing`, which may have no children by it.
+        preload: See `start_processes`.
+        warm: See `start_processes`.
+        writable: See `start_processes`.
+        main: See `start_processes`.
+        **options: The options of `PContext`.
     """
 
     def __init__(
