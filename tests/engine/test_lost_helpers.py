@@ -652,7 +652,8 @@ def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
         count = len(os.listdir(f"/proc/{guard}/fd"))
         resource.prlimit(guard, resource.RLIMIT_NOFILE, (count + 2, count + 2))  # 2 for a look at /proc
         launcher.kill()
-        os.kill(kept, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended because of that, and everything with it
+            os.kill(kept, signal.SIGKILL)
         assert wait_gone([worker, guard]) == set()
 
 
