@@ -305,3 +305,10 @@ def test_what_is_no_file_of_an_earlier_run_is_not_removed(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["file", "null", "over", "stderr"]
     remove_old([str(tmp_path / "file"), "/proc/self/fd/2"])
     assert sorted(os.listdir(tmp_path)) == ["null", "over", "stderr"]
+
+
+def test_old_files_go_however_their_folder_is_written(tmp_path: Path) -> None:
+    for name in ("0.json", "0.json.exit"):
+        (tmp_path / name).touch()
+    remove_old([f"{tmp_path}//0.json"])
+    assert os.listdir(tmp_path) == []

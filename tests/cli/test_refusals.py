@@ -147,6 +147,7 @@ run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 192.0.2.1 S => set PHALANX_JO
 run --nnodes 2 --rdzv-endpoint a:1,b:2 S => --rdzv-endpoint: expected one machine, that of node rank 0; got 2
 run --nnodes 2 --master-port 65535 S => agent_port=PORT is needed: the port of the workers is 65535
 run --nnodes 2 --rdzv-conf agent_port=0 S => agent_port: expected whole numbers, 1 to 65535, got '0'
+run --nnodes 2 --rdzv-conf agent_port=0655351 S => agent_port: expected whole numbers, 1 to 65535, got '0655351'
 run --nnodes 2 --rdzv-conf ca=/dev/null S => ca: it is for an etcd of your own; one of this job's agents has the store
 run --nnodes 2 --master-addr 127.0.0.1 --rdzv-conf encrypt=require S => encrypt: require: a secret is needed, of which
 run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 0.0.0.0:1 S => --rdzv-endpoint: expected the name or

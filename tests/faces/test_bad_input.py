@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import phalanx.spawn
+from phalanx.errors import Outcome
 from phalanx.multiprocessing import DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests.support import workers
 from tests.support.disks import fill
@@ -644,3 +645,11 @@ def test_processes_run_out(tmp_path: Path, kind: str) -> None:
         os.rmdir(cgroup)
     assert (done.stderr, done.returncode) == ("", 0)
     assert int(done.stdout) == 12
+
+
+def test_a_subclass_of_a_value_annotates_what_it_likes() -> None:
+    """Its annotations are no fields, be they texts or types."""
+    code = "class Mine(Outcome):\n    note: int\n    count: 'int' = 3\n"
+    names: dict[str, Any] = {"Outcome": Outcome}
+    exec(compile(code, "mine.py", "exec", dont_inherit=True), names)  # noqa: S102 - without this module's own future import
+    assert repr(names["Mine"](0, 1, "failed", 1)) == repr(Outcome(0, 1, "failed", 1)).replace("Outcome(", "Mine(")

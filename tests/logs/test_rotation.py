@@ -299,6 +299,21 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 4096)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 4096
 
 
+def test_more_ranks_than_the_hard_limit_allows_are_refused(tmp_path: Path) -> None:
+    """Before one of them runs: the log writer could not hold their files."""
+    script = f"""
+import resource
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
+specs = DefaultLogsSpecs({str(tmp_path / "logs")!r}, redirects=Std.ALL, max_size=1 << 20)
+start_processes("g", "/bin/sh", ("-c", "echo here"), nprocs=40, logs_specs=specs)
+"""
+    done = workers.run_script(tmp_path, script)
+    assert "worker 20 was not started; opening its log files failed: Too many open files" in done.stderr
+    assert [path for path in (tmp_path / "logs").rglob("*.log") if path.stat().st_size] == []
+
+
 # --- a disk that does not answer
 
 

@@ -1,11 +1,14 @@
-"""The engines of searches: what each costs, and what it refuses."""
+"""The engines of searches: what each costs, what it refuses, and what happens where it takes too long."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.logs.test_search import chosen
+from tests.support.command import Place
+from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -164,7 +169,6 @@ def test_the_engine_is_loaded_for_a_pattern_only() -> None:
         (r"\pL", r"bad escape \\p"),
         (r"\x{20ac}", r"incomplete escape \\x"),
         ("a\udcff", "it is no UTF-8"),
-        *((pattern, "a pattern that can take for ever") for pattern in ("(x+x+)+y", "(?:a|b*)*c", "(?=(a+)+)")),
     ],
 )
 def test_what_pythons_engine_does_not_have_is_said(pattern: str, words: str) -> None:
@@ -178,3 +182,50 @@ def test_a_large_block_is_searched_and_an_empty_one() -> None:
     its = search(["X"], ignore_case=True)
     assert chosen(its, b"", text) == text
     assert chosen(its, b"\n") == b""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["grep", "exclude"])
+def test_a_pattern_that_takes_too_long_is_given_up(place: Place, kind: str) -> None:
+    """It has a second; then nothing is lost, and that is announced once."""
+    (place.folder / "re2.py").write_text("raise ImportError")
+    place.env["PYTHONPATH"] = str(place.folder)
+    pattern = "(x+x+)+y"
+    script = place.write("""
+        import sys
+        for text in ("plain", "x" * 50, "xxy", "x" * 50):
+            print(text, flush=True)
+        """)
+    done = place.run(f"--{kind}", pattern, script)
+    assert done.status == 0, done.err
+    shown = [line.removeprefix("[0] ") for line in done.out.splitlines()]
+    rest = ["x" * 50, "xxy", "x" * 50]
+    assert shown in ([["plain", *rest], rest] if kind == "grep" else [["plain", *rest]])  # it may come in its own block
+    effect = "all lines are shown" if kind == "grep" else "nothing is hidden by it"
+    said = (
+        f"phalanx: {kind}: {pattern!r} takes longer than 1 s, which RE2 does not (the extra re2); from now on {effect}"
+    )
+    assert [line for line in done.err.splitlines() if f"{kind}:" in line] == [said]
+
+
+@pytest.mark.usefixtures("no_re2")
+def test_a_search_whose_process_is_lost_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    its = search(["^b"])
+    assert chosen(its, b"a\nb\n") == b"b\n"
+    for child in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
+        if b"slow_patterns" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
+    assert chosen(its, b"a\nb\n") == b"a\nb\n"
+    assert chosen(its, b"a\nb\n") == b"a\nb\n"
+    said = ""
+    while not said.endswith("\n"):  # it is written aside
+        said += capfd.readouterr().err
+    assert re.fullmatch(r"phalanx: grep: '\^b' cannot be searched for \(.*\); from now on all lines are shown\n", said)
+
+
+@pytest.mark.usefixtures("no_re2")
+def test_a_fork_has_a_search_of_its_own() -> None:
+    its = search(["^b"])
+    assert chosen(its, b"a\nb\n") == b"b\n"
+    assert code_of_fork(lambda: chosen(its, b"a\nb\n") == b"b\n") == 0
+    assert chosen(its, b"a\nb\n") == b"b\n"

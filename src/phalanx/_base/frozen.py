@@ -36,8 +36,9 @@ class Value:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("__slots__")
-        if own is None:
+        if own is None and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
             own = [name for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar[")]
+        own = own or ()  # a class of somebody else's may annotate what it likes
         cls.__match_args__ = (*cls.__match_args__, *own)  # type: ignore[misc] # mypy takes it for a constant
         cls._names = frozenset(cls.__match_args__)
 

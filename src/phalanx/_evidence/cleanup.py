@@ -53,8 +53,9 @@ def _existing(path: str) -> list[str]:
     """Return an error file and the files beside it, as far as they exist: one look at their folder for all of them."""
     fixed = path, exit_path(path), fatal_path(path)
     folder, name = os.path.split(path)
+    head = path.removesuffix(name)  # as it is written: `folder//name`, say
     try:
-        found = [os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if each.startswith(name)]
+        found = [head + each for each in os.listdir(folder or os.curdir) if each.startswith(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError:  # it must not be read

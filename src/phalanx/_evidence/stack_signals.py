@@ -160,9 +160,10 @@ def error_file_of(path: str, fd: int) -> str:
 
 def all_stack_files(path: str) -> list[str]:
     """Return each `stacks_path` of an error file that exists. Never raises."""
-    folder = os.path.dirname(path)
+    folder, name = os.path.split(path)
+    head = path.removesuffix(name)  # as it is written: `folder//name`, say
     try:
-        names = [os.path.join(folder, each) for each in os.listdir(folder or os.curdir)]
+        names = [head + each for each in os.listdir(folder or os.curdir)]
     except (OSError, ValueError):
         return []
     return [each for each in names if is_stacks_path(each, path)]

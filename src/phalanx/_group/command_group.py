@@ -30,7 +30,6 @@ class SubprocessContext(PContext):
         envs: See `PContext`.
         logs_specs: See `PContext`.
         log_line_prefixes: See `PContext`.
-        **options: The options of `PContext`.
     """
 
     _begins_slowly = False

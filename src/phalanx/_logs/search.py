@@ -2,20 +2,20 @@
 
 Owns the engine, which patterns are refused, and which text of a line it gets. Patterns are RE2's: their time is linear
 in the text, whatever the pattern, and they search without the GIL. Where it is not installed (the extra ``re2``),
-Python's `re` searches, line by line. A line is searched as a person reads it: without escape sequences (colours), and
-without a carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
+`slow_patterns` searches. A line is searched as a person reads it: without escape sequences (colours), and without a
+carriage return at its end. Bytes that are no UTF-8 count as U+FFFD.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from re import _parser as parser  # type: ignore[attr-defined]  # the only reader of its patterns
-from typing import Any
+
+from phalanx._base.stderr import mention
+from phalanx._logs import slow_patterns
 
 Spans = list[tuple[int, int]]
 """The beginnings and ends of runs of whole lines, in order."""
@@ -44,23 +44,16 @@ _WANTING = {  # the beginning of what RE2 says, without "invalid", to what a per
 }
 
 
-_BY_PYTHON = "; without RE2 (the extra re2), Python's re searches"
-
-
 class Finder:
     """Finds the lines that contain one of several patterns. Raises ValueError: an invalid pattern."""
 
     def __init__(self, name: str, patterns: Sequence[str], *, ignore_case: bool) -> None:
         self._search: Callable[[bytes], Spans]
         if not _has_engine():
-            flags = re.IGNORECASE if ignore_case else re.ASCII  # RE2's \w, \d, \s and \b know ASCII only
-            searches = [_compiled_by_python(name, pattern, flags).search for pattern in patterns]
-
-            def is_found(line: bytes) -> bool:
-                text = line.decode()
-                return any(search(text) for search in searches)
-
-            self._search = functools.partial(_line_by_line, is_found)
+            for pattern in patterns:
+                slow_patterns.check(name, pattern)
+            slow = slow_patterns.SlowPatterns(name, patterns, ignore_case=ignore_case, announce=mention)
+            self._search = slow.spans
             return
         for pattern in patterns:
             _compiled(name, pattern, pattern)
@@ -113,41 +106,6 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
             problem = f"the engine (RE2, which takes no more than linear time) does not have {hint}"
     msg = f"{name}: {given!r} is not a regular expression: {problem}"
     raise ValueError(msg) from None
-
-
-def _compiled_by_python(name: str, pattern: str, flags: int) -> re.Pattern[str]:
-    try:
-        pattern.encode()
-        with warnings.catch_warnings(action="error"):  # of what means something else to RE2: [[:alpha:]]
-            compiled = re.compile(pattern, flags)
-        if not _repeats_a_repetition(parser.parse(pattern, flags)):
-            return compiled
-        problem = f"a pattern that can take for ever, for a repetition in a repetition{_BY_PYTHON}"
-    except UnicodeEncodeError:
-        problem = "it is no UTF-8"
-    except (re.error, Warning, ValueError, OverflowError, RecursionError) as error:
-        problem = f"{error}{_BY_PYTHON}"
-    msg = f"{name}: {pattern!r} is not a regular expression: {problem}"
-    raise ValueError(msg)
-
-
-def _repeats_a_repetition(parsed: Any, *, inside: bool = False) -> bool:
-    """Whether there is an unbounded repetition in another: `re` may try each way to share a line among the two.
-
-    It holds the GIL meanwhile: no signal would be handled.
-    """
-    for operation, argument in parsed:
-        repeats = operation in parser._REPEATCODES and argument[1] == parser.MAXREPEAT  # noqa: SLF001 - as MAXREPEAT
-        if repeats and inside:
-            return True
-        below = argument if isinstance(argument, tuple | list) else [argument]
-        parts = [part for each in below for part in (each if isinstance(each, list) else [each])]
-        if any(
-            _repeats_a_repetition(part, inside=inside or repeats)
-            for part in parts if isinstance(part, parser.SubPattern)
-        ):  # fmt: skip
-            return True
-    return False
 
 
 def _line_by_line(search: Callable[[bytes], object], text: bytes) -> Spans:

@@ -41,6 +41,7 @@ ETCD_AWAY = 300.0
 
 _LEAST_TTL, _MOST_TTL = 2, 86400
 _MOST_PORT = 65535
+_DIGITS = 5  # of a port
 _MOST_SECONDS = 1e9
 _MOST_FILE = 1 << 20
 _SECONDS = {
@@ -132,7 +133,7 @@ def agent_port(conf: Mapping[str, str], default: int) -> int:
     """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError."""
     if "agent_port" in conf:
         text = conf["agent_port"]
-        if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) <= _MOST_PORT):
+        if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and 0 < int(text) <= _MOST_PORT):
             msg = f"agent_port: expected whole numbers, 1 to {_MOST_PORT}, got {text!r}"
             raise ValueError(msg)
         return int(text)

@@ -24,15 +24,17 @@ class LocalServer:
 
     Args:
         name: Of the thread, which calls all methods below `end`.
-        most: How many connections there may be at a time; others are closed.
+        most: How many connections there may be at a time.
         seconds: After which a connection is closed.
+        waits: Whether others wait until one of them is over; else they are closed.
 
     Attributes:
         connections: What is kept of each.
     """
 
-    def __init__(self, name: str, most: int, seconds: float) -> None:
-        self._name, self._most, self._seconds = name, most, seconds
+    def __init__(self, name: str, most: int, seconds: float, *, waits: bool = False) -> None:
+        self._name, self._most, self._seconds, self._waits = name, most, seconds, waits
+        self._listens = False
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
@@ -81,6 +83,8 @@ class LocalServer:
         if self.connections.pop(connection, None) is not None and self.loop is not None:
             self.loop.forget(connection.fileno())
             connection.close()
+            if self._waits and self._listener is not None:
+                self._await(self.loop, self._listener)
 
     def _serve(self, loop: Loop) -> None:
         try:
@@ -95,7 +99,13 @@ class LocalServer:
             self.held.close()
 
     def _await(self, loop: Loop, listener: socket.socket) -> None:
-        loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
+        if not self._listens:
+            self._listens = True
+            loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
+
+    def _pause(self, loop: Loop, listener: socket.socket) -> None:
+        self._listens = False
+        loop.forget(listener.fileno())
 
     def _accept(self, loop: Loop, listener: socket.socket) -> None:
         try:
@@ -103,7 +113,7 @@ class LocalServer:
         except (BlockingIOError, ConnectionError):  # the other end has gone
             return
         except OSError:  # no descriptor is left: it would be reported again at once, and for ever
-            loop.forget(listener.fileno())
+            self._pause(loop, listener)
             loop.after(_NEXT_TRY, lambda: self._await(loop, listener))
             return
         if len(self.connections) >= self._most:
@@ -113,6 +123,8 @@ class LocalServer:
         self.connections[connection] = b""
         loop.watch(connection.fileno(), lambda events: self._ready(connection, events))
         loop.after(self._seconds, lambda: self.drop(connection))
+        if self._waits and len(self.connections) >= self._most:
+            self._pause(loop, listener)
         self.accepted(connection)
 
     def _ready(self, connection: socket.socket, events: int) -> None:

@@ -241,7 +241,8 @@ class Runner:
             try:
                 self._decider.close()
             finally:
-                host_signals.release(self)
+                with interrupts.deferred():
+                    host_signals.release(self)
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 _HOST = "127.0.0.1"
 _WITHIN = 2.0  # seconds that a connection may take
-_MOST = 128  # connections at a time
+_MOST = 64  # connections at a time; others wait until one of them is over
 _MOST_BYTES = 8192  # of a request
 _STOP_WITHIN = 10.0
 
@@ -67,7 +67,7 @@ class Health(LocalServer):
     """
 
     def __init__(self, address: tuple[str, int] | None, **facts: Any) -> None:
-        super().__init__("phalanx-health", _MOST, _WITHIN)
+        super().__init__("phalanx-health", _MOST, _WITHIN, waits=True)
         self._address = address
         self._facts = {**facts, "pid": os.getpid()}
         self._state: tuple[str, int, float] = ("NEW", -1, clock.wall())
@@ -80,7 +80,7 @@ class Health(LocalServer):
 
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         try:
-            listener = socket.create_server(self._address, family=family, backlog=_MOST)
+            listener = socket.create_server(self._address, family=family, backlog=2 * _MOST)
         except OSError as error:
             host, port = self._address
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -96,8 +96,8 @@ class RendezvousStoreInfo(Value):
                 store.set(address, chosen.master_addr.encode())
                 store.set(port, str(chosen.master_port).encode())
             return chosen
-        values = (store.get(address), store.get(port))
         try:
+            values = (store.get(address), store.get(port))
             host, number = (value if isinstance(value, str) else value.decode() for value in values)
             return RendezvousStoreInfo(host, int(number))
         except ValueError as error:

@@ -29,6 +29,7 @@ else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 _SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
+_OWN_DESCRIPTORS = 16  # of the keeper and of its log writer themselves
 _TOGETHER = 32  # workers that are started before it is asked again whether to go on
 _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
 
@@ -108,6 +109,7 @@ class Start:
             needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
             self._import_fork()
+            self._check_room(limit.most)
             for number, spec in enumerate(self._specs):
                 if number % _TOGETHER == 0 and not may_go_on(number > 0):
                     break
@@ -131,6 +133,14 @@ class Start:
         except (OSError, ImportError) as error:
             return self._failed(error)
         return ()
+
+    def _check_room(self, most: int) -> None:
+        """Raise OSError where the log writer could not hold the files of all workers: it would lose their output."""
+        rotating = [spec.rank for spec in self._specs if spec.bounds[0]]
+        room = max(0, most - _OWN_DESCRIPTORS) // start_process.DESCRIPTORS_ROTATING
+        if len(rotating) > room:
+            self._doing = rotating[room], "opening its log files"
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def _start_by_fork(
         self,

@@ -114,11 +114,14 @@ class DescriptorLimit:
     """Raises the keeper's soft limit on open files (RLIMIT_NOFILE). A context in which it is the one to be inherited.
 
     Raises OSError when a module cannot be imported because no descriptor is left.
+
+    Attributes:
+        most: How many files may be open, at the most.
     """
 
     def __init__(self, wanted: int) -> None:
         self._set: Callable[[int], None] | None = None
-        self._theirs = soft = os.sysconf("SC_OPEN_MAX")
+        self._theirs = self.most = soft = os.sysconf("SC_OPEN_MAX")
         if wanted <= soft:
             return
         try:
@@ -131,7 +134,7 @@ class DescriptorLimit:
         if hard == soft:
             return
         wanted += soft  # `put_away` numbers descriptors from there
-        self._ours = wanted if hard == RLIM_INFINITY else min(wanted, hard)
+        self._ours = self.most = wanted if hard == RLIM_INFINITY else min(wanted, hard)
         self._set = lambda limit: setrlimit(RLIMIT_NOFILE, (limit, hard))
         self._set(self._ours)
 
