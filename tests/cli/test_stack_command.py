@@ -220,7 +220,7 @@ def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) ->
 
 
 @pytest.mark.long
-def test_runs_that_have_ended_have_no_stacks(place: Place, ready: Ready, gate: Gate) -> None:
+def test_runs_that_have_ended_have_no_stacks(place: Place) -> None:
     assert stack(place) == (1, "", f"Error: there are no runs in {place.logs}\n")
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()
@@ -233,11 +233,6 @@ def test_runs_that_have_ended_have_no_stacks(place: Place, ready: Ready, gate: G
     done = stack(place, "nihgt_" + run.name[-8:])
     assert done.status == 1
     assert f"close to it: {run.name}" in done.err
-    with start(place, ready, gate, n=1) as launcher:
-        place.run("--no-python", "true")
-        assert stack(place).out.startswith("rank 0 is in all_reduce"), "of what runs, by default"
-        gate.open()
-        launcher.end()
 
 
 @pytest.mark.slow
@@ -251,3 +246,12 @@ def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     done = stack(place, "empty")
     assert done.status == 1
     assert done.err.startswith("Error: empty cannot be asked: ")
+
+
+@pytest.mark.long
+def test_the_latest_that_runs_is_the_default(place: Place, ready: Ready, gate: Gate) -> None:
+    with start(place, ready, gate, n=1) as launcher:
+        place.run("--no-python", "true")
+        assert stack(place).out.startswith("rank 0 is in all_reduce")
+        gate.open()
+        launcher.end()
