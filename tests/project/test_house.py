@@ -58,9 +58,9 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 462,
-    "private attributes": 455,
-    "private names patched": 219,
+    "private modules imported": 455,
+    "private attributes": 444,
+    "private names patched": 210,
     "long names": 105,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
