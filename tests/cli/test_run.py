@@ -537,16 +537,19 @@ FAILED_BEFORE = """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     {ready}
     if os.environ["RANK"] == "0":
+        {gate}
         raise ValueError("loss is nan")
     while True: signal.pause()
     """
 
 
 @pytest.mark.slow
-def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Ready) -> None:
-    script = place.write(FAILED_BEFORE.format(ready=ready.python("os.environ['RANK'] + ' ' + str(os.getpid())")))
+def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Ready, gate: Gate) -> None:
+    told = ready.python("os.environ['RANK'] + ' ' + str(os.getpid())")
+    script = place.write(FAILED_BEFORE.format(ready=told, gate=gate.python()))
     with place.start("--nproc-per-node", 2, script) as launcher:
         pids = dict(said.split() for said in ready.wait(2))
+        gate.open()
         assert not wait_gone([int(pids["0"])])
         launcher.send(signal.SIGINT)
         launcher.read_until("SIGINT: stopping")
