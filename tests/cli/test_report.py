@@ -276,7 +276,7 @@ def test_a_run_is_started_again_with_the_same_options(place: Place) -> None:
         sys.exit(7)
         """)
     place.env["PHALANX_ROLE"] = "first"
-    typed = ("--nproc-per-node", 2, "--fold", "script.py", "--lr", "0 1")
+    typed = ("--nproc-per-node", 2, "--fold", "--settle", 60, "script.py", "--lr", "0 1")
     done = place.run(*typed)
     first = folder(place)
     assert (first / "job.toml").read_text() == place.run("--print-config", *typed).out
