@@ -90,7 +90,7 @@ if __name__ == "__main__":
     ids=["forked", "executed", "executed in a fork", "forked and placed", "rotated"],
 )
 def test_workers_start_under_a_low_limit_on_open_files(tmp_path: Path, method: str, nice: int, max_size: int) -> None:
-    """That limit holds while they are started, and log files are opened ahead."""
+    """That limit holds while they are started."""
     done = workers.run_script(tmp_path, FEW, str(tmp_path / "logs"), method, str(nice), str(max_size))
     assert (done.returncode, done.stdout.strip()) == (0, "12"), done.stderr
 

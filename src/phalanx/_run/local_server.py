@@ -20,7 +20,7 @@ _NEXT_TRY = 1.0  # seconds after which connections are accepted again, if no des
 
 
 class LocalServer:
-    """A listening socket and its connections, from `begin` to `end`. A connection that is slow holds up nobody.
+    """A listening socket and its connections, from `begin` to `end`. A slow one delays no other, up to ``most``.
 
     Args:
         name: Of the thread, which calls all methods below `end`.

@@ -47,7 +47,8 @@ def address_of_environment() -> tuple[str, int] | None:
 class Health(LocalServer):
     """Answers over HTTP how an agent is, from `start` to `stop`. A context manager.
 
-    Torch has the variable of its port, and no server behind it. A connection that is slow or silent holds up nobody.
+    Torch has the variable of its port, and no server behind it. A connection is closed after 2 s: a slow or
+    silent one delays no other until there are 64.
 
     The answer to GET is status 200 with a JSON object: ``state`` (see `phalanx._run.attempts.STATES`), ``attempt``
     (from 0 on; null: there was none), ``since`` (of the state, Unix seconds), ``pid``, and what the agent adds.
