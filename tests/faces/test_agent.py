@@ -704,6 +704,13 @@ class Shelf(dict[str, bytes]):
         return self[key]
 
 
+class Unreadable(Shelf):
+    """A store that cannot read what it holds."""
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]  # as stores have it
+        raise ValueError(key)
+
+
 def test_where_workers_meet_is_told_through_a_store() -> None:
     store = Shelf()
     chosen = RendezvousStoreInfo.build(0, store, "10.2.2.2", 7)
@@ -711,8 +718,9 @@ def test_where_workers_meet_is_told_through_a_store() -> None:
     free = RendezvousStoreInfo.build(0, None, None)
     assert (free.master_addr, free.master_port > 0) == (os.uname().nodename, True)
     store["MASTER_PORT"] = b"none"
-    with pytest.raises(RendezvousStateError, match="no address"):
-        RendezvousStoreInfo.build(1, store, None)
+    for wrong in (store, Unreadable()):
+        with pytest.raises(RendezvousStateError, match="no address"):
+            RendezvousStoreInfo.build(1, wrong, None)
 
 
 def test_parameters_of_a_rendezvous() -> None:
