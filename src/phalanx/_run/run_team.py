@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Asked, Observers
+    from phalanx._run.status import RunStatus
     from phalanx.multiprocessing.errors import ChildFailedError
 
     T = TypeVar("T")
@@ -61,6 +62,7 @@ class RunTeam(GroupTeam):
         policy: When a group is started again.
         run_id: The run's id.
         keep_runs: See `Recorder`.
+        status: Learns what happens, and which group runs.
         observers: Take the events, too, each on a thread of the name that is its key.
         signals: Those that stop the run.
         asked: What was asked for.
@@ -74,6 +76,7 @@ class RunTeam(GroupTeam):
         *,
         run_id: str,
         keep_runs: int | None,
+        status: RunStatus,
         observers: Observers,
         signals: Iterable[int],
         asked: Asked,
@@ -81,6 +84,9 @@ class RunTeam(GroupTeam):
     ) -> None:
         self.events = EventStream()
         """Where what happens is emitted."""
+        self.status = status
+        """What those are told who ask how the run is."""
+        status.name, status.group = groups.script, lambda: self.group
         self._observers = observers
         self._closed: set[str] = set()  # of stdout and stderr
         self._recorder = Recorder(
@@ -111,6 +117,7 @@ class RunTeam(GroupTeam):
     def begin_record(self) -> None:
         """Begin to write what happens."""
         observe(self.events, self.warn, self._recorder)
+        self.events.subscribe("phalanx-state", self.status.observe)
         for name, take in self._observers.items():
             self.events.subscribe(name, take)
 
