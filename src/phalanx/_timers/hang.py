@@ -38,6 +38,20 @@ class Timer(Value):
     step: int = 0
 
 
+class RankSigns(Value):
+    """The signs of life of one rank, as its table of timers has them.
+
+    Args:
+        beat: When the last heartbeat was sent (nanoseconds of CLOCK_MONOTONIC); None: none was.
+        step: The highest step above 0 that was reported; None: none was.
+        breakpoint: Where a process of the rank stands at a breakpoint, as ``FILE:LINE``; None: nowhere.
+    """
+
+    beat: int | None
+    step: int | None
+    breakpoint: str | None
+
+
 class Hang(Value):
     """An expired timer of one rank. Keeper and launcher exchange it as a tuple.
 

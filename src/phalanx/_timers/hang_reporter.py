@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from phalanx._logs.layout import LogsDest
     from phalanx._stacks.dump import Location
+    from phalanx._timers.hang import RankSigns
     from phalanx._timers.specs import TimerSpecs
 
     Packed = tuple[Any, ...]  # see `Hang.to_tuple`
@@ -172,6 +173,13 @@ class HangReporter:
         by = self._look_by
         if not self._background.drain(FINISH if by is None else max(0.0, by - clock.now())):
             self._show("evidence of timers is not complete: that takes too long")
+
+    def signs(self) -> dict[int, RankSigns]:
+        """Return the signs of life of each rank that has sent any; none once this is closed."""
+        try:
+            return self.table.signs()
+        except (OSError, ValueError, IndexError):  # another thread closes it; a lock would block in a signal handler
+            return {}
 
     def close(self) -> None:
         """Close the table. Idempotent."""
