@@ -156,7 +156,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
         self._held: deque[tuple[float, int, Stop]] = deque()  # failures, and when the others are told of them
-        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported)
+        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported, self.control)
         self._patience = patience
         self._has_failed_check = False
         self._run: JobRun
