@@ -16,8 +16,9 @@ from phalanx._base import clock, files
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._rendezvous import stack_report
 from phalanx._rendezvous.life import Found
+from phalanx._rendezvous.questions import PATIENCE
 from phalanx._rendezvous.records import DamagedError
-from phalanx._rendezvous.stack_report import MOST_BYTES, PATIENCE, JobStacks
+from phalanx._rendezvous.stack_report import MOST_BYTES, JobStacks
 from phalanx._run.local_server import LocalServer
 
 TYPE_CHECKING = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from _thread import allocate_lock
 from collections.abc import Callable
+from functools import partial
 
 from phalanx._base import interrupts
 from phalanx._base.text import one_line
@@ -14,7 +15,7 @@ from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._group.warm import Warm
-from phalanx._rendezvous import stack_report
+from phalanx._rendezvous import questions, stack_report
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.job_run import JobRun
 from phalanx._run.job_stacks import StackDoor
@@ -24,10 +25,18 @@ from phalanx.multiprocessing import PreloadError
 LOOK = 3.0
 """Seconds by which the end of the workers is put off, at the most, as a rank of another node hangs."""
 
+Answering = Callable[[str, int, int, Callable[[bytes], None]], object]
+"""Answers a question to the nodes of a job: see `NodeTeam.answer`."""
+
 _STACKS = 2.0  # seconds in which workers have to give their stacks
 _NOT_STARTED = f"{NO_STACK}it has not been started\n"
 _LONGEST_WAIT = 1e6  # seconds that poll(2) can wait
 _IMPORTS_END = 5.0  # seconds for the thread to end once the process has, which takes none
+
+
+def not_known(_what: str, _generation: int, _nodes: int, then: Callable[[bytes], None]) -> None:
+    """Answer that this is not known here."""
+    then(questions.refuse(questions.NOT_KNOWN))
 
 
 class LastLook:
@@ -97,14 +106,15 @@ class NodeWorkers:
         warm: What imports for all attempts, from the moment on at which the node comes; None: nothing.
         imported: Called by the node's thread as an import has ended: with its error, or None. By default, errors are
             printed.
+        answering: Answers what other nodes ask, but for stacks. It is called by the node's thread, and must not wait.
     """
 
     def __init__(
         self, groups: GroupTeam, nproc: int, warn: Callable[[str], None], warm: Warm | None,
-        imported: Callable[[PreloadError | None], object] | None = None,
+        imported: Callable[[PreloadError | None], object] | None = None, answering: Answering = not_known,
     ) -> None:  # fmt: skip
         self._groups, self._nproc, self._warn, self._warm = groups, nproc, warn, warm
-        self._announce = imported
+        self._announce, self._answering = imported, answering
         self.generation, self._first = -1, 0
         """The generation of the attempt that has begun last; the rank of its first worker."""
         self._expected = 0.0  # what `expect` was called with last
@@ -134,7 +144,7 @@ class NodeWorkers:
         with self._lock:
             if self._is_closed:  # the agent's run has ended before the node came
                 return
-            self._door = StackDoor(run.ask_look, self._warn)
+            self._door = StackDoor(partial(run.ask, questions.STACKS), self._warn)
             self._run, self._import_timeout = run, min(patience, _LONGEST_WAIT)
             self.preload()
 
@@ -190,8 +200,17 @@ class NodeWorkers:
         if self._groups.group is not None:
             self._groups.group.expect(seconds)
 
-    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
-        """Collect the stacks of the workers of a generation, see `NodeTeam.look`."""
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """Answer what other nodes ask, see `NodeTeam.answer`."""
+        if what == questions.STACKS:
+            self._take_stacks(generation, nodes, then)
+            return
+        try:
+            self._answering(what, generation, nodes, then)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job does not feel it, and the caller learns it
+            then(questions.refuse(f"its agent could not answer: {one_line(error)}"))
+
+    def _take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         first, group = self._first, self._groups.group if self.generation == generation else None
 
         def take() -> None:
