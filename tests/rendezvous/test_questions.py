@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from phalanx._rendezvous import life, records
+from phalanx._rendezvous import life, questions, records
 from phalanx._rendezvous.life import Found
-from phalanx._rendezvous.questions import INTERVAL, MOST_ANSWER, PATIENCE, STACKS
-from phalanx._rendezvous.records import Stop, Verdict, replace
+from phalanx._rendezvous.questions import INTERVAL, MOST_ANSWER, PATIENCE, STACKS, STATUS, UNDER_WAY
+from phalanx._rendezvous.records import MOST_QUESTION, Stop, Verdict, replace
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
@@ -195,3 +196,123 @@ def test_a_job_that_is_over_has_nobody_to_ask() -> None:
     over = replace(RUNS, phase="over", verdict=Verdict("failed"))
     due = story.writes("job/state", over)
     assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
+
+
+# --- questions of the callers
+
+DO = '{"ask":"signal","number":10}'
+
+
+def question(node: str, what: str = DO, generation: int = 0) -> bytes:
+    return records.write(records.Question(node, generation, what))
+
+
+def asked(due: list[life.Effect]) -> list[tuple[str, tuple[str, ...]]]:
+    """What a node is to answer."""
+    return [(one.what, one.names) for one in due if isinstance(one, life.Answer)]
+
+
+def test_each_is_answered_by_itself_and_at_once() -> None:
+    story = Asks().running()
+    due = story.writes("job/look/b.1", question("b")) + story.writes("job/look/b.2", question("b"))
+    assert asked(due) == [(DO, ("b.1",)), (DO, ("b.2",))]  # the same, twice
+    assert story.writes("job/look/b.1", question("b")) == []  # it is the same one
+    due = story.writes("job/look/c.1", ASKED)
+    assert asked(due) == [(STACKS, ("c.1",))]
+    assert asked(story.writes("job/look/c.2", question("c", STATUS))) == [(STATUS, ("c.2",))]  # no `INTERVAL`
+    story.answered(life.Answer(DO, 0, 2, ("b.2",)), b"{}")
+    (answer,) = story.asked
+    assert answer.transaction.writes == (Put("looks/b.2/a", b"{}", OWN),)
+    story.answer()
+    assert story.answered(life.Answer(DO, 0, 2, ("b.2",)), b"{}") == []  # once
+    assert story.asked == []
+
+
+def test_no_more_than_some_are_answered_at_a_time() -> None:
+    story = Asks().running()
+    due: list[life.Effect] = []
+    for number in range(UNDER_WAY + 2):
+        due += story.writes(f"job/look/b.{number}", question("b", f"{number}"))
+    assert [what for what, _ in asked(due)] == [str(number) for number in range(UNDER_WAY)]
+    assert asked(story.removes("job/look/b.3")) == [("8", ("b.8",))]  # who has asked it waits no more
+    assert asked(story.removes("job/look/b.9")) == []
+    assert asked(story.answered(life.Answer("0", 0, 2, ("b.0",)))) == []
+
+
+def test_a_question_that_comes_late_again_is_not_answered_again() -> None:
+    story = Asks().running()
+    late = story.writes("job/look/b.1", question("b"))
+    assert len(asked(late)) == 1
+    entry = Entry("job/look/b.1", question("b"), story.revision, story.revision)
+    story.removes("job/look/b.1")
+    story.tell(Snapshot("job/", story.revision + 1, ()))
+    assert asked(story.tell(Changed("job/", entry.modified, (entry,), ()))) == []
+
+
+def test_those_who_ask_how_the_ranks_are_share_an_answer() -> None:
+    story = Asks().running()
+    first = [*story.ask(STATUS), *story.ask(STATUS), *story.ask(DO), *story.ask(DO), *story.ask(STATUS)]
+    assert asked(first) == [(STATUS, ("a.1",)), (DO, ("a.2",)), (DO, ("a.3",))]
+    story.answered(life.Answer(STATUS, 0, 2, ("a.1",)), b"{}")
+    story.answer()
+    assert kinds(story.answers("a.1", "b", b"{}")) == ["Answered", "Unwatch", "Submit"]
+    for _ in range(2):
+        story.answer()
+    assert asked(story.answer()) == [(STATUS, ("a.4",))]
+    story.answered(life.Answer(STATUS, 0, 2, ("a.4",)), b"{}")
+    assert kinds(story.answers("a.4", "b", b"{}")) == ["Answered", "Answered", "Unwatch", "Submit"]
+
+
+def test_no_more_than_some_are_asked_at_a_time() -> None:
+    story = Asks().running()
+    due = [effect for _ in range(UNDER_WAY + 1) for effect in story.ask(DO)]
+    assert len(asked(due)) == UNDER_WAY
+    due = story.wait(PATIENCE)
+    assert len([one for one in due if isinstance(one, life.Answered)]) == UNDER_WAY
+    answered = [one for _ in range(2 * UNDER_WAY) for one in asked(story.answer())]
+    assert answered == [(DO, (f"a.{UNDER_WAY + 1}",))]
+
+
+def test_between_two_attempts_the_nodes_of_the_last_one_are_asked() -> None:
+    story = Asks()
+    story.enter().writes("job/state", records.Job(0, "forming", 2, 2))
+    assert only(life.Answered, story.ask(DO)).found == Found(None, {}, "no attempt of the job runs now")
+    story = Asks().running()
+    ends = (records.End(0, "failure", "b", "host-b"),)
+    forming = replace(RUNS, generation=1, phase="forming", ends=ends)
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))
+    story.writes("job/state", forming)
+    assert asked(story.writes("job/look/b.1", question("b"))) == []  # of the one before
+    assert asked(story.writes("job/look/b.2", question("b", generation=1))) == [(DO, ("b.2",))]
+    assert asked(story.writes("job/look/b.3", question("b", STACKS, 1))) == []
+    due = story.ask(DO)
+    assert asked(due) == [(DO, ("a.1",))]
+    story.answered(only(life.Answer, due), b"{}")
+    assert only(life.Answered, story.answers("a.1", "b", b"{}")).found == Found(forming, {"a": b"{}", "b": b"{}"})
+    story.ask(DO)
+    due = story.writes("job/state", replace(forming, phase="over", verdict=Verdict("failed")))
+    assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
+
+
+def test_what_is_too_long_is_neither_asked_nor_answered() -> None:
+    story = Asks().running()
+    due = story.ask("x" * (MOST_QUESTION + 1))
+    assert only(life.Answered, due).found == Found(None, {}, "a question has 4096 characters at most")
+    assert asked(story.writes("job/look/b.1", question("b", "x" * (MOST_QUESTION + 1)))) == []
+    due = story.writes("job/look/b.2", question("b"))
+    story.answered(only(life.Answer, due), b"x" * (MOST_ANSWER + 1))
+    assert story.asked[-1].transaction.writes[0].value == b'{"why":"what its agent has to answer is too long"}'
+
+
+def test_what_the_nodes_answer_is_one_object() -> None:
+    answers = {"a": b'{"ranks": [7]}', "b": b"[1]", "c": b'{"a": ' * 100_000, "d": b'{"stacks": []}', "e": b"\xff"}
+    found = json.loads(questions.tell(Found(RUNS, answers, "late")))
+    assert (found["generation"], found["why"]) == (0, "late")
+    assert [member["host"] for member in found["members"]] == ["host-b", "host-a"]
+    answers = found["answers"]
+    assert answers["a"] == {"ranks": [7]}
+    assert answers["b"] == {"why": "what its agent has answered cannot be read: b: Expected `object`, got `array`"}
+    assert [set(answers[node]) for node in "cde"] == [{"why"}] * 3
+    assert answers["d"]["why"] == "its agent is of an earlier release, and does not know that question"
+    nobody = json.loads(questions.tell(Found(None, {}, "the store does not answer")))
+    assert nobody == {"generation": -1, "members": [], "answers": {}, "why": "the store does not answer"}
