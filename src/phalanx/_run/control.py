@@ -13,16 +13,13 @@ from typing import Any
 
 from phalanx._base.text import name_ranks
 from phalanx._outcomes.failure import signal_name
-from phalanx._run.control_socket import VERSION, Asker, ControlSocket, Question, RefusedError, Reply
+from phalanx._run.control_socket import VERSION, Asker, ControlSocket, Question, RefusedError, Reply, refusal
 from phalanx._run.group_team import GroupTeam
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._rendezvous.life import Found
     from phalanx._run.job_run import JobRun
-
-STACKS = "stacks"
-"""The question where all ranks of a job are: see `_rendezvous.stack_report`."""
 
 OF_NODES = ("status", "signal", "pause", "resume")
 """Questions that each node answers for its own workers."""
@@ -104,24 +101,53 @@ class Control:
     def _answer(self, question: Question, reply: Reply) -> None:
         if question.name in ("stop", "restart"):
             reply(_encoded({"nodes": [(self._stop if question.name == "stop" else self._restart)(question)]}))
-        elif self.job is not None and question.name == STACKS:
-            self._ask_stacks(self.job, reply)
-        elif question.name not in OF_NODES:
+        elif question.name not in OF_NODES and (self.job is None or question.name != "stacks"):
             raise RefusedError(f"this launcher does not know the question {question.name!r}")
+        elif self.job is None:
+            reply(_encoded({"nodes": [self._answer_here(question)]}))
         else:
-            reply(_encoded({"nodes": [self.answer_here(question)]}))
+            self._ask_nodes(self.job, question, reply)
 
-    def _ask_stacks(self, job: JobRun, reply: Reply) -> None:
-        from phalanx._rendezvous import stack_report
+    def _ask_nodes(self, job: JobRun, question: Question, reply: Reply) -> None:
+        from phalanx._rendezvous import questions, stack_report
+        from phalanx._rendezvous.records import MOST_QUESTION
 
-        def tell(found: Found) -> None:
-            reply(stack_report.tell(found))
+        if question.name == questions.STACKS:
+            job.ask(questions.STACKS, lambda found: reply(stack_report.tell(found)))
+            return
+        import json
 
-        job.ask_look(tell)
+        pid, uid, _ = question.asker
+        what = json.dumps({**question.arguments, "pid": pid, "uid": uid, "host": os.uname().nodename})
+        what = questions.STATUS if question.name == questions.STATUS else what
+        if len(what) > MOST_QUESTION:
+            raise RefusedError(f"the question is too long for the nodes of a job: {len(what)} characters")
+        job.ask(what, lambda found: reply(_of_nodes(found)))
 
     # --- a node's own workers
 
-    def answer_here(self, question: Question) -> dict[str, Any]:
+    def answer_node(self, what: str, then: Callable[[bytes], None]) -> None:
+        """Answer what a node of the job asks, soon: on the socket's thread, so that no other waits for it."""
+        self._socket.call(lambda: then(self._answered(what)))
+
+    def _answered(self, what: str) -> bytes:
+        import json
+
+        from phalanx._rendezvous import questions
+
+        try:
+            arguments: dict[str, Any] = {"ask": what} if what == questions.STATUS else json.loads(what)
+            asker = Asker(arguments.get("pid", 0), arguments.get("uid", 0), arguments.get("host", ""))
+            name = arguments["ask"]
+            if name not in OF_NODES:
+                return questions.refuse(questions.NOT_KNOWN)
+            return json.dumps(self._answer_here(Question(name, arguments, asker))).encode()
+        except RefusedError as error:
+            return questions.refuse(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job does not feel it, and the caller learns it
+            return questions.refuse(f"its agent could not answer: {error}")
+
+    def _answer_here(self, question: Question) -> dict[str, Any]:
         """Answer for the workers of this node. Raises RefusedError."""
         if question.name == "status":
             return self.status()
@@ -155,6 +181,26 @@ class Control:
             what = "paused, until phalanx resume:" if pauses else "resumed:"
             self._warn(f"the workers are {what} asked for by {asker}")
         return sorted(self.first_rank + rank for rank in group.alive)
+
+
+def _of_nodes(found: Found) -> bytes:
+    """Return the answer of all nodes of a job: of each what it has answered, or why it has not."""
+    import json
+
+    from phalanx._rendezvous import questions
+
+    told = json.loads(questions.tell(found))
+    members = told.get("members", [])
+    if not members:
+        return refusal(told["why"])
+    nodes, why = [], {}
+    for member in members:
+        answer = told["answers"].get(member["id"], {"why": told["why"]})
+        if "why" in answer:
+            why[member["host"]] = answer["why"]
+        else:
+            nodes.append(answer)
+    return _encoded({"nodes": nodes, "why": why})
 
 
 def _encoded(answer: dict[str, Any]) -> bytes:

@@ -139,6 +139,13 @@ class ControlSocket(LocalServer):
         """Stop listening, and close all connections. Waits for the thread at most a second. Idempotent."""
         self.end(_JOIN)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function on the socket's thread, soon; here, if there was none yet; not, after `close`."""
+        if self.loop is None:
+            function()
+        else:
+            self.loop.call(function)
+
     # --- the socket's thread
 
     def listen(self) -> socket.socket:

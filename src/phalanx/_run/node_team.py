@@ -135,7 +135,8 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def __init__(
         self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, is_alone: bool,
-        typed: CommandLine | None, grace: float, patience: float, keeps: bool, **options: Any,
+        typed: CommandLine | None, grace: float, patience: float, keeps: bool,
+        **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
@@ -250,9 +251,9 @@ class MachineTeam(RunTeam, NodeTeam):
             here = one_line(shlex.join(self._groups.command))
             self._mention(f"nodes of this job run {self._me.program} with different arguments; this one runs {here}")
 
-    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
-        self._workers.take_stacks(generation, nodes, then)
+        self._workers.answer(what, generation, nodes, then)
 
     def expect(self, seconds: float) -> None:
         """See `NodeTeam`."""

@@ -14,7 +14,7 @@ from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._group.warm import Warm
-from phalanx._rendezvous import stack_report
+from phalanx._rendezvous import questions, stack_report
 from phalanx._run.control import Control
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.job_run import JobRun
@@ -191,8 +191,14 @@ class NodeWorkers:
         if self._groups.group is not None:
             self._groups.group.expect(seconds)
 
-    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
-        """Collect the stacks of the workers of a generation, see `NodeTeam.look`."""
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """Answer what other nodes ask, see `NodeTeam.answer`."""
+        if what == questions.STACKS:
+            self._take_stacks(generation, nodes, then)
+        else:
+            self._control.answer_node(what, then)
+
+    def _take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         first, group = self._first, self._groups.group if self.generation == generation else None
 
         def take() -> None:

@@ -116,11 +116,10 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
         return None
     from phalanx._rendezvous.records import DamagedError
     from phalanx._rendezvous.stack_report import JobStacks
-    from phalanx._run.control import STACKS
     from phalanx._run.control_socket import NotAnsweredError, RefusedError, ask
 
     try:
-        stacks = JobStacks(ask(found.path, run, found.owner, STACKS))
+        stacks = JobStacks(ask(found.path, run, found.owner, "stacks"))
     except (NotAnsweredError, RefusedError) as error:
         why = str(error)
     except DamagedError as error:
