@@ -68,13 +68,13 @@ class Control:
         return signal.SIGKILL if self._kills else number
 
     def named(self, number: signal.Signals) -> str:
-        """Return what a stop by a signal is called: with who has asked for it, if anybody has.
+        """Return what a stop by a signal is called: by who has asked for it, if anybody has.
 
         >>> control = Control(GroupTeam(lambda attempt, before: None), print)
         >>> control.named(signal.SIGTERM)
         'SIGTERM'
         """
-        return number.name if self._stopped_by is None else f"{number.name} (phalanx stop by {self._stopped_by})"
+        return number.name if self._stopped_by is None else f"phalanx stop ({self._stopped_by})"
 
     @property
     def has_stopped(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal as signals
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -19,10 +19,11 @@ from phalanx.cli._options import live_run, read_ranks, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx._runs.catalog import RunDir
+    from collections.abc import Iterator
+
+    from phalanx._run.attached import AttachedRun
 
 _RUNS = run_argument(state="running")
-_LONGEST_WAIT = 1e6  # seconds that poll(2) can wait
 
 
 def read_signal(text: str) -> signals.Signals:
@@ -48,23 +49,21 @@ def _read(read: Any) -> Any:
     return convert
 
 
-def _ask(found: RunDir, question: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Ask the launcher of a run. Returns what each node has answered. Raises ClickException."""
-    from phalanx._run.control_socket import NotAnsweredError, RefusedError, ask_for
+def _attached(log_dir: str | None, run: str | None) -> AttachedRun:
+    from phalanx._run.attached import AttachedRun
 
-    assert found.run is not None
+    return AttachedRun(live_run(log_dir, run))
+
+
+@contextmanager
+def _asking(attached: AttachedRun) -> Iterator[None]:
+    """Print which nodes have not answered. Raises ClickException: the launcher has not, or has refused."""
     try:
-        answer = ask_for(found.path, found.run, found.owner, question, **arguments)
-    except (NotAnsweredError, RefusedError) as error:
-        raise click.ClickException(printable(f"{found.name}: {error}")) from None
-    for host, why in answer.get("why", {}).items():
+        yield
+    except RuntimeError as error:
+        raise click.ClickException(printable(str(error))) from None
+    for host, why in attached.missing.items():
         click.echo(printable(f"phalanx: host {host}: {why}"), err=True)
-    nodes: list[dict[str, Any]] = answer["nodes"]
-    return nodes
-
-
-def _ranks(nodes: list[dict[str, Any]]) -> list[int]:
-    return sorted(rank for node in nodes for rank in node["ranks"])
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -77,21 +76,17 @@ def stop(run: str | None, *, now: bool, log_dir: str | None) -> None:
     phalanx stop                         the latest run that runs
     phalanx stop 20261120-1030 --now
 
-    Returns when the run has ended, and prints how; Ctrl-C ends only the wait. The report says who has asked. A job of
+    Waits until the run has ended, and prints how; Ctrl-C ends only the wait. The report says who has asked. A job of
     many machines is stopped on all of them. A further stop kills the workers. The exit code is 0 if the run has ended.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx._base.process import Process
     from phalanx._runs import catalog
 
-    found = live_run(log_dir, run)
-    assert found.run is not None
-    with suppress(ProcessLookupError), Process(found.run.pid, start=found.run.pid_started) as launcher:
-        _ask(found, "stop", now=now)
-        while not launcher.wait(_LONGEST_WAIT):
-            pass
-    found = catalog.look(found.path)
-    cause = "" if found.run is None else found.run.cause
-    click.echo(printable(f"{found.name}: {found.state}" + f" ({cause})" * bool(cause)))
+    attached = _attached(log_dir, run)
+    with _asking(attached):
+        attached.stop(now=now)
+    state, found = attached.wait(), catalog.look(attached.path).run
+    cause = f": {found.cause}" if found is not None and found.cause else ""
+    click.echo(printable(f"{attached.name}: {state}{cause}"))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -101,9 +96,10 @@ def restart(run: str | None, *, log_dir: str | None) -> None:
 
     It counts as none of --max-restarts. A run that waits for its next attempt begins that when the delay is over.
     """
-    found = live_run(log_dir, run)
-    _ask(found, "restart")
-    click.echo(printable(f"{found.name}: its workers are stopped, and another attempt follows"))
+    attached = _attached(log_dir, run)
+    with _asking(attached):
+        attached.restart()
+    click.echo(printable(f"{attached.name}: its workers are stopped, and another attempt follows"))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -119,13 +115,14 @@ def signal(run: str | None, *, number: signals.Signals, ranks: Any, log_dir: str
 
     How a worker ends that the signal ends is its own failure: to stop a run, use phalanx stop.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    found = live_run(log_dir, run)
-    got = _ranks(_ask(found, "signal", number=int(number), ranks=None if ranks is None else sorted(ranks)))
+    attached = _attached(log_dir, run)
+    with _asking(attached):
+        got = attached.signal(number, ranks)
     missing = sorted(set(ranks or ()).difference(got))
     if missing:
         click.echo(printable(f"phalanx: {name_ranks(missing)}: no such worker runs"), err=True)
     if got:
-        click.echo(printable(f"{found.name}: {number.name} to {name_ranks(got)}"))
+        click.echo(printable(f"{attached.name}: {number.name} to {name_ranks(got)}"))
     sys.exit(not got or bool(missing))
 
 
@@ -137,15 +134,17 @@ def pause(run: str | None, *, log_dir: str | None) -> None:
     They keep their memory, and that of their GPUs; connections to other programs may time out. A stop of the run
     continues them first.
     """
-    found = live_run(log_dir, run)
-    ranks = _ranks(_ask(found, "pause"))
-    click.echo(printable(f"{found.name}: {how_many(len(ranks), 'worker')} paused; phalanx resume continues"))
+    attached = _attached(log_dir, run)
+    with _asking(attached):
+        ranks = attached.pause()
+    click.echo(printable(f"{attached.name}: {how_many(len(ranks), 'worker')} paused; phalanx resume continues"))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
 @_RUNS
 def resume(run: str | None, *, log_dir: str | None) -> None:
     """Continue the processes of RUN that phalanx pause has stopped."""
-    found = live_run(log_dir, run)
-    ranks = _ranks(_ask(found, "resume"))
-    click.echo(printable(f"{found.name}: {how_many(len(ranks), 'worker')} continued"))
+    attached = _attached(log_dir, run)
+    with _asking(attached):
+        ranks = attached.resume()
+    click.echo(printable(f"{attached.name}: {how_many(len(ranks), 'worker')} continued"))
