@@ -113,6 +113,8 @@ class Mirror:
         """By local rank."""
         self.state = "STARTING"
         """The group's state as the keeper reported it last, see `lifecycle`."""
+        self.is_paused = False
+        """Whether the group is paused, as the keeper reported it last."""
         self.began_ns = 0
         """When all workers had been started, in nanoseconds on CLOCK_MONOTONIC; 0: not yet."""
         self.leftovers: list[Leftover] = []
@@ -302,7 +304,7 @@ class Mirror:
 
     def close(self) -> None:
         """Wake all that wait for a worker's end: no report comes any more."""
-        self.state = "ENDED"
+        self.state, self.is_paused = "ENDED", False
         for worker in self.workers.values():
             worker.ended.open()
 

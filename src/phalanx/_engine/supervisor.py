@@ -261,6 +261,10 @@ class Supervisor:
         """Send a signal to one worker. It is no stop: how the worker ends then is its own end. Returns at once."""
         self._loop.call(partial(self.link.send, protocol.signal_worker(int(rank), int(number))))
 
+    def pause(self, *, is_on: bool) -> None:
+        """Have the keeper pause the group, or continue it. Returns at once."""
+        self._loop.call(partial(self.link.send, protocol.pause(is_on)))
+
     def status(self) -> dict[int, RankStatus]:
         """Return what each worker does just now, by rank, as far as it is known here."""
         report = self.hang_report if self.owner == os.getpid() else None

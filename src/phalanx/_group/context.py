@@ -476,8 +476,7 @@ class PContext(ABC):
 
         The keeper does it, though this process is stopped (SIGSTOP) by then. A group that is not open is left as it is.
         """
-        supervisor = self._open()
-        if supervisor is not None:
+        if (supervisor := self._open()) is not None:
             supervisor.expect(seconds)
 
     def status(self) -> dict[int, RankStatus]:
@@ -502,6 +501,26 @@ class PContext(ABC):
         if supervisor is not None:
             for rank in chosen:  # the keeper knows who runs; here, who has just started is not known yet
                 supervisor.send(rank, number)
+
+    def pause(self) -> None:
+        """Stop all processes of the group (SIGSTOP) until `resume`, or until the group is ended.
+
+        All deadlines of timers and heartbeats are later by the length of the pause. What a worker has started is
+        stopped as far as ``/proc`` shows it. Returns at once: `is_paused` is true once the keeper has done it. A group
+        that does not run is left as it is.
+        """
+        if (supervisor := self._open()) is not None:
+            supervisor.pause(is_on=True)
+
+    def resume(self) -> None:
+        """Continue all processes of a paused group (SIGCONT). Returns at once. Another group is left as it is."""
+        if (supervisor := self._open()) is not None:
+            supervisor.pause(is_on=False)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the group is paused, as its keeper has reported it."""
+        return self._supervisor is not None and self._supervisor.mirror.is_paused
 
     def take_stacks(self, seconds: float, then: Callable[[], None]) -> None:
         """Have the stacks of all workers written, as when one hangs, in ``seconds`` at most; then call ``then``, once.

@@ -24,6 +24,7 @@ from _thread import get_ident
 
 from phalanx._base import clock, linux
 from phalanx._timers.layout import (
+    ATTACHED,
     BREAKPOINT,
     FIRST,
     HEAD_CLOSED,
@@ -268,11 +269,24 @@ class Seat:
             raise
         return slot
 
+    def attach(self, slot: int, *, attached: bool = True, seconds: float = 0.0) -> None:
+        """Record that somebody has attached to the breakpoint of this slot: it is no hang, however long that takes.
+
+        With ``attached`` False: that nobody is attached any more, and that the time is ``seconds`` from now on.
+        """
+        span = int(min(seconds * clock.NS, LONGEST))
+        self.words[slot + SLOTS] = span
+        self.words[slot] = ATTACHED if attached else clock.now_ns() + span
+        self._wake_if_watched()
+
     def go_on(self, slot: int) -> None:
         """Record that the thread that `stand` returned this slot for goes on."""
         self._standing.remove(slot)
         self.words[SEAT_STANDS] = self._standing[-1] if self._standing else 0
         self.disarm(slot)
+        self._wake_if_watched()
+
+    def _wake_if_watched(self) -> None:
         try:
             self.wake_watcher()
         except RuntimeError:  # nobody watches any more

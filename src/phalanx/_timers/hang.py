@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
+from phalanx._timers.layout import BREAKPOINT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class Hang(Value):
         process = "" if self.is_worker else f", in process {self.pid} below the worker"
         if not timer.slot:
             return f"no heartbeat for {timer.span / clock.NS:g} s (the last at step {timer.step}){process}"
+        if timer.scope == BREAKPOINT:
+            return f"breakpoint at {timer.location}: nobody attached in {timer.span / clock.NS:g} s{process}"
         if timer.scope:
             location = f" ({timer.location})" if timer.location else ""
             return f"{timer.scope!r}{location} was not left {span}{process}"

@@ -34,6 +34,9 @@ SLOTS = 1024
 TEXT_LIMIT = 254
 """The most bytes that are kept of a timer's scope and location together."""
 
+ATTACHED = NEVER - 1
+"""The deadline of a breakpoint to which somebody has attached."""
+
 LATE = clock.NS
 """Nanoseconds after the published moment of the next look. A client that finds it longer ago checks for a watcher."""
 
