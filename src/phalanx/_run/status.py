@@ -111,7 +111,7 @@ class RunStatus:
                 "rank": int(group.envs[local_rank].get("RANK", local_rank)), "local_rank": local_rank,
                 "pid": worker.pid, "state": worker.state, "exitcode": worker.exitcode,
                 "started": round(started, 3) if pid == worker.pid else None, "step": worker.step,
-                "beat": worker.beat_age, "breakpoint": worker.breakpoint,
+                "beat": None if worker.beat_age is None else round(worker.beat_age, 3), "breakpoint": worker.breakpoint,
             })  # fmt: skip
         if group is not None:
             self._samples.add(ranks, group.logs.stdouts, group.logs.stderrs)

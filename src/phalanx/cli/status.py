@@ -7,21 +7,20 @@ answer holds is `_run.status`'s business.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import click
 
-from phalanx._base import files
 from phalanx._base.clock import format_duration
 from phalanx._base.text import format_size, how_many
 from phalanx._base.tty import escape_json, printable, size, use_colour
 from phalanx.cli._commands import SETTINGS, Command
-from phalanx.cli._options import resolved, run_argument
+from phalanx.cli._options import live_run, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ COLOURS = {
 }  # fmt: skip
 """How a rank is coloured, by what `Row.looks` returns."""
 
-_OPTIONAL = ("HOST", "CPU%", "MEM", "BEAT", "STEP", "STEP/S")  # columns that are left out if no row says anything there
+_OPTIONAL = ("UPTIME", "CPU%", "MEM", "BEAT", "STEP", "STEP/S", "LAST LINE")  # columns that are left out if no row says anything there
 _SPARED = ("UPTIME", "PID")  # columns that are left out, in this order, if else the last lines have less than:
 _ROOM = 20
 _LEFT = ("HOST", "STATE", "LAST LINE")
@@ -89,7 +88,7 @@ class Row(NamedTuple):
             "UPTIME": _shown(self.uptime, format_duration),
             "CPU%": _shown(self.cpu, "{:.0f}".format),
             "MEM": _shown(self.memory, lambda size: format_size(size).replace(" ", "").removesuffix("iB")),
-            "BEAT": _shown(self.beat, format_duration),
+            "BEAT": _shown(self.beat, lambda beat: f"{beat:.1f}s" if beat < LATE else format_duration(beat)),
             "STEP": _shown(self.step, str),
             "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004
             "LAST LINE": printable(self.line),
@@ -156,7 +155,7 @@ def table(rows: Iterable[Row], width: int = 0) -> tuple[list[str], list[list[str
     several = len({row["HOST"] for row in cells}) > 1
     heads = [
         head for head in (cells[0] if cells else ())
-        if head not in _OPTIONAL or (several if head == "HOST" else any(row[head] != NONE for row in cells))
+        if (several if head == "HOST" else head not in _OPTIONAL or any(row[head] not in ("", NONE) for row in cells))
     ]  # fmt: skip
     widths = {head: max(len(head), *(len(row[head]) for row in cells)) for head in heads}
     for head in _SPARED:
@@ -265,38 +264,21 @@ def cut(line: str, width: int) -> str:
 
 def find(log_dir: str | None, name: str | None) -> RunDir:
     """Return the run that is meant: by default the latest that runs, or else the latest. Raises ClickException."""
-    found = resolved(log_dir, name, _latest)
+    if name is None:
+        with suppress(click.ClickException):  # none runs; or what `resolved` refuses as well
+            return live_run(log_dir, None)
+    found = resolved(log_dir, name)
     if found.run is None:
         raise click.ClickException(f"{found.name}: {found.problem}")
-    if found.state == "running":
-        from phalanx._runs.record import is_here
-
-        if not found.is_ours and os.geteuid() != files.ROOT:
-            msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can ask how it is"
-            raise click.ClickException(msg)
-        if not is_here(found.run):
-            msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
-            raise click.ClickException(msg)
-    return found
+    return live_run(log_dir, found.path) if found.state == "running" else found
 
 
-def _latest(where: Sequence[str]) -> RunDir:
-    from phalanx._runs.catalog import find as find_all
-    from phalanx._runs.catalog import look, resolve
-
-    runs = [run for run in find_all(where) if run.is_ours]
-    live = [run for run in runs if run.state == "running"]
-    if len(live) > 1:
-        click.echo(f"phalanx: {printable(live[0].name)}, the latest of {len(live)} runs that run", err=True)
-    return look((live or runs)[0].path) if runs else resolve(where)  # which raises
-
-
-def ask(found: RunDir, question: str = "status", **arguments: Any) -> Answer:
-    """Ask the launcher of a run that goes on. Raises NotAnsweredError, RefusedError."""
+def ask(found: RunDir) -> Answer:
+    """Ask the launcher of a run that goes on how it is. Raises NotAnsweredError, RefusedError."""
     from phalanx._run.control_socket import ask_for
 
     assert found.run is not None
-    return ask_for(found.path, found.run, found.owner, question, **arguments)
+    return ask_for(found.path, found.run, found.owner, "status")
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -316,17 +298,18 @@ def status(run: str | None, *, as_json: bool, log_dir: str | None) -> None:
     Of a run that has ended, it is what its record says. The exit code is 1 if the launcher was killed, or has not
     answered. RUN is as for phalanx logs; another user's can be asked by root alone.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    from phalanx._run.control_socket import NotAnsweredError, RefusedError
     from phalanx._runs.catalog import look
 
     found = find(log_dir, run)
     answer = None
     if found.state == "running":
         try:
-            answer = asked(found)
-        except click.ClickException:
+            answer = ask(found)
+        except (NotAnsweredError, RefusedError) as error:
             found = look(found.path)
             if found.state == "running" or found.run is None:
-                raise
+                raise click.ClickException(f"{found.name}: {error}") from None
     if as_json:
         known = json.loads(found.replace(run=None).to_json() if answer else found.to_json())
         click.echo(escape_json(json.dumps(known | (answer or {}), ensure_ascii=False)))
@@ -334,13 +317,3 @@ def status(run: str | None, *, as_json: bool, log_dir: str | None) -> None:
         show(found, answer)
     if found.state == "lost":
         sys.exit(1)
-
-
-def asked(found: RunDir, question: str = "status", **arguments: Any) -> Answer:
-    """Ask as `ask` does. Raises ClickException."""
-    from phalanx._run.control_socket import NotAnsweredError, RefusedError
-
-    try:
-        return ask(found, question, **arguments)
-    except (NotAnsweredError, RefusedError) as error:
-        raise click.ClickException(f"{found.name}: {error}") from None

@@ -345,22 +345,24 @@ class _Screen:
             self._message = str(error)
 
     def _signal(self, text: str) -> None:
+        from phalanx._run.attached import AttachedRun
+        from phalanx.cli.control import read_signal
+
         row = self._row()
-        name = text.upper()
-        try:
-            number = signal.Signals(int(name)) if name.isdecimal() else signal.Signals[f"SIG{name.removeprefix('SIG')}"]
-        except (KeyError, ValueError):
-            self._message = f"there is no signal {text!r}" if text else ""
+        if row is None or not text:
             return
-        if row is None:
+        try:
+            number = read_signal(text)
+        except ValueError as error:
+            self._message = str(error)
             return
 
         def send() -> str:
             try:
-                status.asked(self._watch.found, "signal", number=int(number), ranks=[row.rank])
-            except click.ClickException as error:
-                return error.message
-            return f"{number.name} was sent to rank {row.rank}"
+                sent = AttachedRun(self._watch.found).signal(number, [row.rank])
+            except RuntimeError as error:
+                return str(error)
+            return f"{number.name} to rank {row.rank}" if sent else f"rank {row.rank} does not run"
 
         self._watch.do(send, functools.partial(setattr, self, "_message"))
 
