@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,28 +30,27 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that fail
 def with_others(address: str) -> None:
     """Live with a child in the session, one in a session of its own, and an orphan that is the keeper's child."""
 
-    def end(*_: object) -> None:
-        tell(address, "SIGTERM")
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for way in ("child", "session", "orphan"):
         if not os.fork():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if way != "child":
                 os.setsid()
             if way == "orphan" and os.fork():
-                os._exit(0)
+                os.execv("/bin/true", ["true"])
             tell(address, str(os.getpid()))
             rest()
     tell(address, str(os.getpid()))
-    rest()
+    try:
+        rest()
+    except SystemExit:
+        tell(address, "SIGTERM")
 
 
 @contextmanager
-def paused(ready: Ready, **options: object) -> Iterator[tuple[PContext, list[int]]]:
+def paused(ready: Ready) -> Iterator[tuple[PContext, list[int]]]:
     """A group that is paused, and all of its processes."""
-    with start_processes("p", with_others, (ready.address,), nprocs=2, start_method="fork", **options) as group:  # type: ignore[arg-type]  # by name
+    with start_processes("p", with_others, (ready.address,), nprocs=2, start_method="fork") as group:
         pids = ready.pids(8)
         group.pause()
         wait_until_stopped(pids)

@@ -965,7 +965,7 @@ def stand_below(address: str, gate: str) -> None:
     """Have a child stand at a breakpoint, and be in a block meanwhile."""
     if not os.fork():
         stand(address, gate, 3600)
-        os._exit(0)
+        rest()
     with expires(0.1, scope="load"):
         rest()
 
