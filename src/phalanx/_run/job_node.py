@@ -113,11 +113,12 @@ class JobNode:
 
     def stop(self, number: signal.Signals) -> None:
         """Leave the job, or stop it on all nodes; by SIGKILL, as before, but at once."""
-        kills, grace = number == signal.SIGKILL, self._grace
+        number, grace = self.team.control.death_signal(number), self._grace
+        kills = number == signal.SIGKILL
         if not kills:
-            self._asked = number.name
+            self._asked = self.team.control.named(number)
             is_to_leave = self._on_sigterm == "leave" or (self._on_sigterm == "spare" and self.run.is_spare)
-            self._leaves = is_to_leave and number == signal.SIGTERM
+            self._leaves = is_to_leave and number == signal.SIGTERM and not self.team.control.has_stopped
         if kills:
             host_signals.ignore()
             self.team.say("phalanx: killing the workers")

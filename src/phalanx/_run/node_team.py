@@ -21,7 +21,7 @@ from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.records import Stop, first_rank
 from phalanx._run.group_team import COMMON_STOP_SECONDS
 from phalanx._run.job_run import NodeTeam
-from phalanx._run.node_workers import LOOK, Answering, NodeWorkers, not_known
+from phalanx._run.node_workers import LOOK, NodeWorkers
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.run_team import Place, RunTeam
 from phalanx._run.runner import NoAttemptError
@@ -130,13 +130,12 @@ class MachineTeam(RunTeam, NodeTeam):
         grace: Seconds between SIGTERM and SIGKILL.
         patience: Seconds after which an import of what is preloaded has failed.
         keeps: Whether this node would keep what the job was.
-        questions: Answers what other nodes ask, but for stacks: see `NodeWorkers`.
         options: See `RunTeam`.
     """
 
     def __init__(
         self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, is_alone: bool,
-        typed: CommandLine | None, grace: float, patience: float, keeps: bool, questions: Answering = not_known,
+        typed: CommandLine | None, grace: float, patience: float, keeps: bool,
         **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
@@ -158,7 +157,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
         self._held: deque[tuple[float, int, Stop]] = deque()  # failures, and when the others are told of them
-        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported, questions)
+        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported, self.control)
         self._patience = patience
         self._has_failed_check = False
         self._run: JobRun

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from _thread import allocate_lock
 from collections.abc import Callable
-from functools import partial
 
 from phalanx._base import interrupts
 from phalanx._base.text import one_line
@@ -16,27 +15,19 @@ from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._group.warm import Warm
 from phalanx._rendezvous import questions, stack_report
+from phalanx._run.control import Control
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.job_run import JobRun
-from phalanx._run.job_stacks import StackDoor
 from phalanx._stacks.dump import EXITED, NO_STACK
 from phalanx.multiprocessing import PreloadError
 
 LOOK = 3.0
 """Seconds by which the end of the workers is put off, at the most, as a rank of another node hangs."""
 
-Answering = Callable[[str, int, int, Callable[[bytes], None]], object]
-"""Answers a question to the nodes of a job: see `NodeTeam.answer`."""
-
 _STACKS = 2.0  # seconds in which workers have to give their stacks
 _NOT_STARTED = f"{NO_STACK}it has not been started\n"
 _LONGEST_WAIT = 1e6  # seconds that poll(2) can wait
 _IMPORTS_END = 5.0  # seconds for the thread to end once the process has, which takes none
-
-
-def not_known(_what: str, _generation: int, _nodes: int, then: Callable[[bytes], None]) -> None:
-    """Answer that this is not known here."""
-    then(questions.refuse(questions.NOT_KNOWN))
 
 
 class LastLook:
@@ -106,15 +97,16 @@ class NodeWorkers:
         warm: What imports for all attempts, from the moment on at which the node comes; None: nothing.
         imported: Called by the node's thread as an import has ended: with its error, or None. By default, errors are
             printed.
-        answering: Answers what other nodes ask, but for stacks. It is called by the node's thread, and must not wait.
+        control: Answers those who ask from outside; None: one of its own.
     """
 
     def __init__(
         self, groups: GroupTeam, nproc: int, warn: Callable[[str], None], warm: Warm | None,
-        imported: Callable[[PreloadError | None], object] | None = None, answering: Answering = not_known,
+        imported: Callable[[PreloadError | None], object] | None = None, control: Control | None = None,
     ) -> None:  # fmt: skip
+        self._control = control or Control(groups, warn)
         self._groups, self._nproc, self._warn, self._warm = groups, nproc, warn, warm
-        self._announce, self._answering = imported, answering
+        self._announce = imported
         self.generation, self._first = -1, 0
         """The generation of the attempt that has begun last; the rank of its first worker."""
         self._expected = 0.0  # what `expect` was called with last
@@ -123,7 +115,6 @@ class NodeWorkers:
         self._is_closed = False
         self._stacks = SerialExecutor("phalanx-look", 1)
         self.last_look = LastLook()
-        self._door: StackDoor | None = None
         self.modules = "" if warm is None else ", ".join(warm.preload)
         """What is imported; "": nothing is."""
         self._imports = SerialExecutor("phalanx-preload")
@@ -144,7 +135,7 @@ class NodeWorkers:
         with self._lock:
             if self._is_closed:  # the agent's run has ended before the node came
                 return
-            self._door = StackDoor(partial(run.ask, questions.STACKS), self._warn)
+            self._control.job = run
             self._run, self._import_timeout = run, min(patience, _LONGEST_WAIT)
             self.preload()
 
@@ -204,11 +195,8 @@ class NodeWorkers:
         """Answer what other nodes ask, see `NodeTeam.answer`."""
         if what == questions.STACKS:
             self._take_stacks(generation, nodes, then)
-            return
-        try:
-            self._answering(what, generation, nodes, then)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job does not feel it, and the caller learns it
-            then(questions.refuse(f"its agent could not answer: {one_line(error)}"))
+        else:
+            self._control.answer_node(what, then)
 
     def _take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         first, group = self._first, self._groups.group if self.generation == generation else None
@@ -243,13 +231,13 @@ class NodeWorkers:
         """Begin the attempt of a generation."""
         self.last_look.drop()
         self.generation, self._first = generation, first_rank
+        self._control.first_rank = first_rank
 
     def started(self, folder: str) -> None:
-        """Have the group watched that has been started. ``folder``: where `phalanx stack` asks for it; "": nowhere."""
+        """Have the group watched that has been started. ``folder``: where people ask for it; "": nowhere."""
         if self._expected:
             self.expect(self._expected)
-        if self._door is not None and folder:
-            self._door.open(folder)
+        self._control.open(folder)
 
     def wait_for_imports(self) -> Warm | None:
         """Return what has imported, once it has; None: there is nothing to import. Raises PreloadError."""
@@ -264,9 +252,8 @@ class NodeWorkers:
                 imported.wait()
 
     def close_door(self) -> None:
-        """Answer `phalanx stack` no more."""
-        if self._door is not None:
-            self._door.close()
+        """Answer nobody any more."""
+        self._control.close()
 
     def close(self) -> None:
         """Give back what is held; no worker is left. Waits for stacks that are collected, but not for long."""

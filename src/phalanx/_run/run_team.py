@@ -14,6 +14,7 @@ from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
+from phalanx._run.control import Control
 from phalanx._run.group_team import CommonStop, GroupTeam
 from phalanx._run.run_events import StatusWorker
 from phalanx._runs.recorder import Recorder, observe
@@ -98,6 +99,9 @@ class RunTeam(GroupTeam):
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
         self.check: NodeCheck | None = check
+        self.control = Control(self, self.warn)
+        """Answers those who ask about the run from outside."""
+        self.control.stops = tuple(signals)
 
     def warn(self, text: str) -> None:
         """Say a line, above those of the workers. By any thread."""
@@ -185,6 +189,7 @@ class RunTeam(GroupTeam):
 
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
+        self.control.open(self._groups.log_dir)
         if self.check is not None:
             self.check.write(self._groups.log_dir)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
@@ -220,6 +225,7 @@ class RunTeam(GroupTeam):
 
     def close(self) -> None:
         """See `GroupTeam`."""
+        self.control.close()
         super().close()
         if self.check is not None:
             self.check.close()
