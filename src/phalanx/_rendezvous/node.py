@@ -195,7 +195,8 @@ class Participant:
         """End the generation that runs, on all nodes, for another one: it has not failed. Else, nothing happens."""
         job = self._view.known_job()
         if job is not None and job.phase == "running" and not self._liveness.is_new:
-            self._entry.stop = self._entry.stop or replace(self._stop("grow", why), generation=job.generation)
+            stop = self._stop("grow", f"{why}, on host {self._entry.node.host}")
+            self._entry.stop = self._entry.stop or replace(stop, generation=job.generation)
         return self._settle(now)
 
     def ask_leave(self, why: str, now: float, *, at_once: bool = False) -> list[Effect]:
