@@ -78,6 +78,7 @@ def test_a_stop_now_kills_who_ignores_sigterm(place: Place, live: Callable[..., 
     done = phalanx_(place, "stop", "--now")
     assert done.status == 0
     ended = launcher.end()
+    assert ended.status == 128 + signal.SIGKILL
     assert "killing the workers" in ended.err
     assert not wait_gone(pids)
 

@@ -96,7 +96,7 @@ class Control:
 
     def _restart(self, question: Question) -> dict[str, Any]:
         if self.restart is None:
-            raise RefusedError("it cannot be restarted from here: a job of many machines, or another program's agent")
+            raise RefusedError("it cannot be restarted from here: its launcher is another program")
         self.restart(f"phalanx restart ({question.asker})")
         return {}
 
