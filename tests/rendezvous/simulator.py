@@ -7,9 +7,9 @@ Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut 
 and others come; their leases run out while they live; the store is away, or starts again, which one that a node hosts
 does empty, and with earlier revisions; answers are lost though a write was made; what a watch tells comes late, twice,
 or out of order; workers fail, several at once, succeed, and take long to end; somebody presses Ctrl-C, and once more,
-takes a node out, asks where the ranks are, or has something done on all nodes; a node finds that it can start no
-worker; or is killed while it gives its lease back. Each node's end is concluded as `phalanx run` does: its exit code is
-checked.
+takes a node out, asks for another generation or where the ranks are, or has something done on all nodes; a node finds
+that it can start no worker; or is killed while it gives its lease back. Each node's end is concluded as `phalanx run`
+does: its exit code is checked.
 """
 
 from __future__ import annotations
@@ -241,9 +241,10 @@ class Simulation:
     def _ask(self) -> None:
         live = [node for node in self.nodes if node.is_alive and node.finish is None]
         if live:
-            what = self.random.choice([questions.STACKS, questions.STATUS, "do"])
+            what = self.random.choice([questions.STACKS, questions.STATUS, "do", "restart"])
             for _ in range(self.random.choice([1, 1, 1, 4, 20])):
-                self.random.choice(live).question(what)
+                node = self.random.choice(live)
+                node.restart() if what == "restart" else node.question(what)
 
     def _calm_down(self) -> None:
         """End what has gone wrong; and see that the job has nodes enough."""
@@ -766,6 +767,12 @@ class SimulatedNode:
             self.questions += 1
             self.do(self.node.ask(what, tell, self._simulation.now))
             self._later(check, TOLD)
+
+    def restart(self) -> None:
+        """Have somebody ask for another generation."""
+        if not self._is_stopped:
+            self._simulation.tell(f"{self.name}: another generation is asked for")
+            self.do(self.node.ask_restart("asked", self._simulation.now))
 
     def _tick(self) -> None:
         if self.is_alive and self.finish is None and self.node.wake <= self._simulation.now:

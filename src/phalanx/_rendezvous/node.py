@@ -164,7 +164,8 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._entry.stop = self._entry.stop or stop
+        own = self._entry.stop
+        self._entry.stop = stop if own is None or own.kind == "grow" else own
         self._see("FAILED")
         return self._settle(now)
 
@@ -188,6 +189,15 @@ class Participant:
         self._by = min(self._by, now + (grace if runs else 0.0) + patience)
         if self.state == "RUNNING":
             self._see("ENDED")
+        return self._settle(now)
+
+    def ask_restart(self, why: str, now: float) -> list[Effect]:
+        """End the generation that runs, on all nodes, for another one: it has not failed. Else, nothing happens."""
+        self._now = now
+        job = self._view.known_job()
+        if job is not None and job.phase == "running" and not self._liveness.is_new:
+            stop = self._stop("grow", f"{why}, on host {self._entry.node.host}")
+            self._entry.stop = self._entry.stop or replace(stop, generation=job.generation)
         return self._settle(now)
 
     def ask_leave(self, why: str, now: float, *, at_once: bool = False) -> list[Effect]:

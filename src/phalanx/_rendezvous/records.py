@@ -146,7 +146,7 @@ class Stop(Struct, frozen=True):
 
     Attributes:
         kind: "failure" of a worker; "hang": a timer has expired; "lost": a node is gone; "left": a node goes; "grow":
-            nodes have come; "signal": somebody asked for it.
+            nodes have come, or somebody asked for another one; "signal": somebody asked for the end of the job.
         node, host: The node that it is about, and its machine.
         error: What happened, in one line.
         rank, exitcode: Those of the worker that failed: in the job; negative for a signal. None: not known.

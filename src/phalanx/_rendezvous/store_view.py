@@ -161,8 +161,9 @@ class StoreView:
 
     def stop(self, generation: int) -> Stop | None:
         """Return why a generation ends; None: nobody has said. Raises DamagedError."""
-        entry = self._entries.get(f"{records.STOP}{generation}")
-        return None if entry is None else records.read(Stop, entry)
+        entry, job = self._entries.get(f"{records.STOP}{generation}"), self._entries.get(records.STATE)
+        is_earlier = entry is not None and job is not None and entry.created < job.created  # of a job that is gone
+        return None if entry is None or is_earlier else records.read(Stop, entry)
 
     def refusal(self, node: str) -> str:
         """Return why a node is not taken; "": it may be."""

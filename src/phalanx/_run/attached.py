@@ -44,7 +44,7 @@ class AttachedRun:
         """Stop the run, as a signal to its launcher does: notice, SIGTERM, the grace period, SIGKILL.
 
         Returns when the launcher has begun to: see `wait`. A job of many machines is stopped on all. A further stop
-        kills the workers.
+        kills the workers, as a further signal does; within 0.3 s of the first one, it counts as that.
 
         Args:
             now: Whether the workers are killed at once.

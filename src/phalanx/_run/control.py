@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 OF_NODES = ("status", "signal", "pause", "resume")
 """Questions that each node answers for its own workers."""
 
+_APART = 0.5  # seconds between two signals that are two requests
 _NO_STOP = "its launcher is a program that handles no signals now: end that by what it offers"
 
 
@@ -85,15 +86,18 @@ class Control:
         number = next((each for each in (signal.SIGTERM, *self.stops) if each in self.stops), None)
         if number is None or not callable(signal.getsignal(number)):
             raise RefusedError(_NO_STOP)
+        kills, is_further = question.arguments.get("now") is True, self.has_stopped
         self._stopped_by = self._stopped_by or question.asker
-        self._kills = self._kills or question.arguments.get("now") is True
+        self._kills = self._kills or kills
         os.kill(os.getpid(), number)
+        if kills and is_further:  # signals that come at once are one: see `host_signals`
+            self._socket.call_later(_APART, lambda: os.kill(os.getpid(), number))
         return {}
 
     def _restart(self, question: Question) -> dict[str, Any]:
         if self.restart is None:
-            raise RefusedError("it cannot be restarted from here: a job of many machines, or another program's agent")
-        self.restart(f"restart asked for by {question.asker}")
+            raise RefusedError("it cannot be restarted from here: its launcher is another program")
+        self.restart(f"phalanx restart ({question.asker})")
         return {}
 
     # --- the socket's thread
@@ -168,7 +172,7 @@ class Control:
         except ValueError as error:
             raise RefusedError(str(error)) from None
         if wanted:
-            self._warn(f"{signal_name(number)} to {name_ranks(wanted)}, asked for by {question.asker}")
+            self._warn(f"phalanx signal ({question.asker}): {signal_name(number)} to {name_ranks(wanted)}")
         return sorted(wanted)
 
     def _pause(self, asker: Asker, *, pauses: bool) -> list[int]:
@@ -178,8 +182,8 @@ class Control:
         changes = group.is_paused != pauses
         if changes:
             (group.pause if pauses else group.resume)()
-            what = "paused, until phalanx resume:" if pauses else "resumed:"
-            self._warn(f"the workers are {what} asked for by {asker}")
+            name, what = ("pause", "are paused until phalanx resume") if pauses else ("resume", "go on")
+            self._warn(f"phalanx {name} ({asker}): the workers {what}")
         return sorted(self.first_rank + rank for rank in group.alive)
 
 

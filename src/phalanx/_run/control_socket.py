@@ -148,6 +148,11 @@ class ControlSocket(LocalServer):
 
     # --- the socket's thread
 
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call a function in so many seconds; not, after `close`."""
+        assert self.loop is not None
+        self.loop.after(seconds, function)
+
     def listen(self) -> socket.socket:
         """See `LocalServer`. Raises OSError."""
         import socket
@@ -280,6 +285,9 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
     except TimeoutError:
         msg = f"its launcher has not answered within {WAIT if clock.now() >= until else SOON:g} s"
         raise NotAnsweredError(msg) from None
+    except PermissionError:
+        whose = f"user {user_name(owner)}"
+        raise NotAnsweredError(f"it belongs to {whose}: only that user, and root, can ask its launcher") from None
     except BlockingIOError:
         raise NotAnsweredError("too many ask its launcher at once") from None
     except (ConnectionResetError, BrokenPipeError):

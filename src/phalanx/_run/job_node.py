@@ -115,8 +115,8 @@ class JobNode:
         """Leave the job, or stop it on all nodes; by SIGKILL, as before, but at once."""
         number, grace = self.team.control.death_signal(number), self._grace
         kills = number == signal.SIGKILL
+        self._asked = self._asked or self.team.control.named(number)
         if not kills:
-            self._asked = self.team.control.named(number)
             is_to_leave = self._on_sigterm == "leave" or (self._on_sigterm == "spare" and self.run.is_spare)
             self._leaves = is_to_leave and number == signal.SIGTERM and not self.team.control.has_stopped
         if kills:

@@ -131,6 +131,10 @@ class JobRun(Decider):
         """Ask for the end of the whole job, on all nodes. Returns at once; the runner carries it out."""
         self.submit(self._asked_to_stop, death_signal, error, grace)
 
+    def ask_restart(self, why: str) -> None:
+        """Ask for another generation, on all nodes; it counts as no restart. Returns at once."""
+        self.submit(self._node.ask_restart, why)
+
     def ask_leave(self, why: str, *, kills: bool = False) -> None:
         """Ask for this node's departure. The job goes on without it, if there are nodes enough.
 
@@ -216,7 +220,8 @@ class JobRun(Decider):
                 return [Start(job.generation)]
             case life.End(stop):
                 self._team.cause = stop
-                return [self._order or End(None, 0.0)]
+                kills = stop is not None and stop.kind == "signal" and stop.signal == signal.SIGKILL
+                return [self._order or (End(signal.SIGKILL, 0.0) if kills else End(None, 0.0))]
             case life.Finish():
                 self.finish = effect
             case life.Heard(what):

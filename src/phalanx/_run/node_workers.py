@@ -135,7 +135,7 @@ class NodeWorkers:
         with self._lock:
             if self._is_closed:  # the agent's run has ended before the node came
                 return
-            self._control.job = run
+            self._control.job, self._control.restart = run, run.ask_restart
             self._run, self._import_timeout = run, min(patience, _LONGEST_WAIT)
             self.preload()
 

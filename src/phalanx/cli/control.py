@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal as signals
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -16,6 +16,7 @@ from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import printable
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import live_run, read_ranks, run_argument
+from phalanx.cli._restarts import signal_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ def read_signal(text: str) -> signals.Signals:
     >>> read_signal("usr1"), read_signal("SIGUSR1"), read_signal("10") == signals.SIGUSR1
     (<Signals.SIGUSR1: 10>, <Signals.SIGUSR1: 10>, True)
     """
-    name = text.strip().upper()
-    with suppress(ValueError, KeyError):
-        return signals.Signals(int(name)) if name.isdecimal() else signals.Signals[f"SIG{name.removeprefix('SIG')}"]
-    msg = f"{text!r}: expected a signal, like USR1, SIGUSR1 or 10"
-    raise ValueError(msg)
+    wrong = f"{text!r}: expected a signal, like USR1, SIGUSR1 or 10"
+    if not text.strip().isdecimal():
+        return signal_of(text, wrong)
+    try:
+        return signals.Signals(int(text))
+    except ValueError:
+        raise ValueError(wrong) from None
 
 
 def _read(read: Any) -> Any:

@@ -228,7 +228,7 @@ def _see_through(
         try:
             with runner:
                 first = runner.carry_to_end(stop, team)
-                return ending(), None if first is None else first.sigval
+                return ending(), None if first is None else team.control.death_signal(first.sigval)
         except (PreloadError, NoAttemptError, KeeperLostError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
