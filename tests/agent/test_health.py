@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest

@@ -1,4 +1,4 @@
-"""`phalanx status` as a person and as a program use it: runs that run, have ended, are lost, and what is shown of each."""
+"""`phalanx status` as a person and as a program use it: of runs that run, that have ended, and that are lost."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def until_answered(place: Place, shown: str = "") -> Done:
         assert time.monotonic() < deadline, done
 
 
+HEADS = ["RANK", "PID", "STATE", "UPTIME", "CPU%", "MEM", "BEAT", "STEP", "STEP/S", "LAST", "LINE"]
 STAYS = "echo line of $RANK; exec sleep 1000"
 
 
@@ -82,7 +83,7 @@ def test_a_run_that_runs(place: Place, ready: Ready, gate: Gate) -> None:
         (run,) = place.logs.iterdir()
         assert re.fullmatch(rf"{run.name}: running for [\d.]+s, attempt 0, 0 of 3 restarts", head)
         assert where == f"{script}, 2 ranks on {os.uname().nodename}, launcher {launcher.process.pid}"
-        assert (empty, heads.split()) == ("", "RANK PID STATE UPTIME CPU% MEM BEAT STEP STEP/S LAST LINE".split())
+        assert (empty, heads.split()) == ("", HEADS)
         assert [row.split()[0] for row in rows] == ["0", "1"]
         assert [row.split()[2] for row in rows] == ["running"] * 2
         assert [row.endswith(f"  loss {rank}") for rank, row in enumerate(rows)] == [True] * 2
@@ -182,3 +183,17 @@ def test_no_such_run(place: Place) -> None:
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("Error: there is no run 'night' in ")
 
+
+@pytest.mark.slow
+def test_the_list_of_runs_has_the_steps_of_live_ones(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(SCRIPT.format(ready=ready.python(), gate=gate.python()), "train.py")
+    with place.start("--nproc-per-node", 2, "--hang-timeout", 600, script) as launcher:
+        ready.wait(2)
+        until_answered(place)
+        deadline = time.monotonic() + TIMEOUT
+        while (cells := phalanx(place, "runs").out.splitlines()[1].split())[8] != "8":  # on a busy machine, not at once
+            assert time.monotonic() < deadline
+        assert (cells[1], cells[4:8]) == ("running", ["2", "-", str(launcher.process.pid), "0"])
+        gate.open(2)
+        assert launcher.end().status == 0
+    assert phalanx(place, "runs").out.splitlines()[1].split()[4:9] == ["2", "0", "-", "0", "8"]

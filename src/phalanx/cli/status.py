@@ -44,7 +44,15 @@ COLOURS = {
 }  # fmt: skip
 """How a rank is coloured, by what `Row.looks` returns."""
 
-_OPTIONAL = ("UPTIME", "CPU%", "MEM", "BEAT", "STEP", "STEP/S", "LAST LINE")  # columns that are left out if no row says anything there
+_OPTIONAL = (
+    "UPTIME",
+    "CPU%",
+    "MEM",
+    "BEAT",
+    "STEP",
+    "STEP/S",
+    "LAST LINE",
+)  # columns that are left out if no row says anything there
 _SPARED = ("UPTIME", "PID")  # columns that are left out, in this order, if else the last lines have less than:
 _ROOM = 20
 _LEFT = ("HOST", "STATE", "LAST LINE")
