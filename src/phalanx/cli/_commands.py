@@ -27,11 +27,12 @@ SETTINGS = {
     "max_content_width": 100,
 }
 
-_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack", "torchrun-shim")
+_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack", "debug", "torchrun-shim")
 _ELSEWHERE = {
     "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
     "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
-    "dump": "stack", "py-spy": "stack", "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
+    "dump": "stack", "py-spy": "stack", "pdb": "debug", "breakpoint": "debug",
+    "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
     "gc": "runs prune", "restart": "rerun", "repeat": "rerun", "version": "--version",
 }  # fmt: skip
 """What commands are called in other tools, and here."""

@@ -21,7 +21,7 @@ _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
     sys.modules["readline"] = None  # type: ignore[assignment]  # so that its import fails
 try:
-    import pdb
+    import pdb  # noqa: T100 - what this module is about
 finally:
     if not _known:
         del sys.modules["readline"]
@@ -142,13 +142,15 @@ def _open() -> Server | None:
         return _server
     if os.isatty(0):
         return None
-    path = os.environ.get(ERROR_FILE_ENV, "")
+    path = os.environ.get(ERROR_FILE_ENV)
+    why = f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket"
     try:
-        if not path:
-            raise OSError(0, f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket")
-        _server = Server(f"{path}{SUFFIX}{os.getpid()}", _rank(), _stop.attached)
+        if path:
+            _server = Server(f"{path}{SUFFIX}{os.getpid()}", _rank(), _stop.attached)
     except OSError as error:
-        std_streams.write_stderr(f"phalanx: the debugger reads stdin here: {error.strerror or error}\n")
+        why = error.strerror or str(error)
+    if _server is None:
+        std_streams.write_stderr(f"phalanx: the debugger reads stdin here: {why}\n")
     return _server
 
 
@@ -178,13 +180,13 @@ class Debugger(pdb.Pdb):
     """A pdb at a server; without one, at stdin. It does not show Phalanx's own frames, and does not stop in them."""
 
     def __init__(self, server: Server | None) -> None:
-        file = None if server is None else _File(server)
-        super().__init__(stdin=file, stdout=file, nosigint=server is not None)  # type: ignore[arg-type]  # as any file
+        file: Any = None if server is None else _File(server)
+        super().__init__(stdin=file, stdout=file, nosigint=server is not None)
         self.server = server
         self.heading = ""
         self._goes_on = False
 
-    def interaction(self, frame: FrameType | None, *trace: Any) -> None:  # type: ignore[override]  # differs by version
+    def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         """See `pdb.Pdb`: the rank stands from here to a command that has it go on."""
         at = _place(frame, *trace)
         with _stop.terminal:

@@ -192,8 +192,7 @@ def _begin(child: Child) -> None:
     ThisWorker.prints = os.environ.pop("PHALANX_TRACEBACKS", "")
     catch_fatal_signals()
     offer_stacks()
-    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = _breakpoint
+    _install_breakpoint()
     ThisWorker.post_mortem = os.environ.get("PHALANX_POST_MORTEM") == "1"
     linux.allow_ptrace()
     # A killed worker loses what is in its buffers; and its log is read while it runs.
@@ -255,11 +254,17 @@ def _record(error: BaseException) -> None:
         _send_leaving(1)
 
 
+def _install_breakpoint() -> None:
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _breakpoint
+
+
 def _breakpoint(*args: Any, **options: Any) -> None:
     """Stop in pdb: `sys.breakpointhook`, with the arguments of `pdb.set_trace`."""
     from phalanx._engine.worker import breakpoints
 
-    breakpoints.stop(sys._getframe(1), *args, **options)
+    breakpoints.stop(sys._getframe(1), *args, **options)  # noqa: SLF001 - it is where the program stops
 
 
 def _write_last(text: str) -> None:

@@ -79,8 +79,7 @@ def run(fd: int) -> None:
     path = os.environ.get(ERROR_FILE_ENV)  # now: the program may change its environment
     catch_fatal_signals()
     offer_stacks()
-    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = _breakpoint
+    _install_breakpoint()
     post_mortem = os.environ.get("PHALANX_POST_MORTEM") == "1"
     as_module = sys.argv[0] == "-m"
     if as_module:
@@ -120,13 +119,19 @@ def run(fd: int) -> None:
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
 
 
+def _install_breakpoint() -> None:
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _breakpoint
+
+
 def _breakpoint(*args: Any, **options: Any) -> None:
     """Stop in pdb: `sys.breakpointhook`, with the arguments of `pdb.set_trace`."""
     try:
         stop = _debugger().stop
     except (ImportError, OSError) as error:  # this process's user may not read the files
         _write("phalanx: breakpoint() reads stdin here: {}\n".format(error))
-        import pdb
+        import pdb  # noqa: T100 - what `breakpoint` means
 
         stop = pdb.Pdb().set_trace
     stop(sys._getframe(1), *args, **options)
