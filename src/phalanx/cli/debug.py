@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shlex
 import signal
 import socket
 import stat
@@ -172,7 +173,8 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
         elif rank is None and len(stops) > 1:
             _list(stops)
         else:
-            _attach(stops[0], f"phalanx debug {run}" if run else "phalanx debug")
+            place = [*(("--log-dir", log_dir) if log_dir else ()), *((run,) if run else ())]
+            _attach(stops[0], shlex.join(["phalanx", "debug", *place]))
 
 
 def _is_socket(path: str) -> bool:
@@ -252,10 +254,10 @@ class _Answer:
         if message.get("runs") == "step":
             self.until = clock.now() + _STEPS_WITHIN
         elif "runs" in message:
-            self.text += "(goes on)\n"
+            self.text += f"({'goes on' if message['runs'] == 'on' else 'ends'})\n"
         else:
             self.text += str(message.get("out", ""))
-        return "prompt" in message or message.get("runs") == "on"
+        return "prompt" in message or message.get("runs") in ("on", "end")
 
 
 def _ask_all(stops: list[_Stop], command: str) -> None:
@@ -324,15 +326,15 @@ class _Session:
                 self._stop.send(interrupt=True)
                 return True
             click.echo()
-            self.say(f"goes on; when it stands again: {self.back}")
+            self.say(f"runs; when it stands again: {self.back}")
             return False
         if "end" in message:
             raise click.ClickException(f"{self._stop.name}: {message['end']}")
         if "out" in message:
             click.echo(_shown(str(message["out"])), nl=False)
         elif "runs" in message:
-            self._runs = message["runs"] == "on"
-            return not self._runs or self._waits()
+            self._runs = message["runs"] != "step"
+            return message["runs"] != "on" or self._waits()
         elif "prompt" in message:
             self._runs = False
             return self._answers(str(message["prompt"]))

@@ -15,7 +15,7 @@ import time
 from phalanx._base import std_streams
 from phalanx._engine.worker.debug_socket import SUFFIX, Server, Standing
 from phalanx._evidence.describe import is_own_file
-from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, ERROR_FILE_ENV
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -31,17 +31,11 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-POST_MORTEM_ENV = "PHALANX_POST_MORTEM"
-"""The variable that has a rank stop where it has raised an exception that ends it: 1."""
-
-TIMEOUT_ENV = "PHALANX_BREAKPOINT_TIMEOUT"
-"""The variable with the seconds after which a rank that stands, and to which nobody has attached, is reported."""
-
 _TIMEOUT = 3600.0
 _LOCK = "post-mortem.lock"  # in the attempt's folder: held by the rank that stands after its failure
 _OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _NS = 1_000_000_000
-_ATTACHED = 1 << 60  # nanoseconds that a deadline is away to which somebody has attached: 36 years
+_ATTACHED = 1 << 60  # nanoseconds that the deadline of a rank is away to which somebody is attached: 36 years
 
 
 def _take_seat() -> Any:
@@ -56,7 +50,7 @@ def _take_seat() -> Any:
 
 def _timeout() -> float:
     try:
-        return float(os.environ.get(TIMEOUT_ENV, "")) or _TIMEOUT
+        return float(os.environ.get(BREAKPOINT_TIMEOUT_ENV, "")) or _TIMEOUT
     except ValueError:
         return _TIMEOUT
 
@@ -114,7 +108,7 @@ class _Stop:
 
     def _set_deadline(self) -> None:
         if self._slot:
-            span = _ATTACHED if self._is_attached else int(self._seconds * _NS)
+            span = _ATTACHED if self._is_attached else int(min(self._seconds * _NS, _ATTACHED))
             self._seat.words[self._slot] = time.monotonic_ns() + span
             try:
                 self._seat.wake_watcher()
@@ -184,31 +178,31 @@ class Debugger(pdb.Pdb):
         super().__init__(stdin=file, stdout=file, nosigint=server is not None)
         self.server = server
         self.heading = ""
-        self._goes_on = False
+        self._goes = "step"  # how the program goes on, see `Server.goes`
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         """See `pdb.Pdb`: the rank stands from here to a command that has it go on."""
         at = _place(frame, *trace)
         with _stop.terminal:
-            self._goes_on = False
+            self._goes = "step" if frame is not None else "end"
             _stop.begin(at, self.server)
             before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
             try:
                 super().interaction(frame, *trace)
             finally:
-                if before is None and (self._goes_on or frame is None):
+                if before is None and self._goes != "step":
                     _stop.end()
                 if self.server is not None:
-                    self.server.goes("on" if self._goes_on or frame is None else "step", before)
+                    self.server.goes(self._goes, before)
 
     def set_continue(self) -> None:
         """See `bdb.Bdb`."""
-        self._goes_on = True
+        self._goes = "end" if self._goes == "end" else "on"
         super().set_continue()
 
     def set_quit(self) -> None:
         """See `bdb.Bdb`."""
-        self._goes_on = True
+        self._goes = "end"
         super().set_quit()
 
     def stop_here(self, frame: FrameType) -> bool:

@@ -6,8 +6,8 @@ is a line of JSON, an object:
 - The server sends first what it is: ``{"pid", "rank", "at", "since", "attached"}``; ``at`` is empty while it runs.
 - The client sends ``{"attach": true}``, then a ``{"line": text}`` for each prompt, ``{"complete": [text, line, begin,
   end]}`` before it has answered one, and ``{"interrupt": true}`` while its command runs.
-- The server sends ``{"out": text}``, ``{"prompt": text}``, ``{"matches": [...]}``, ``{"runs": "on"}`` or
-  ``{"runs": "step"}`` when the program goes on, and ``{"end": why}``.
+- The server sends ``{"out": text}``, ``{"prompt": text}``, ``{"matches": [...]}``, ``{"runs": "on"}``,
+  ``"step"`` or ``"end"`` when the program goes on, and ``{"end": why}``.
 
 One client at a time is attached. A client that sends anything else, or does not read, loses its connection. The process
 loads this module at its first breakpoint, in whatever Python it runs (3.8 or later).
@@ -188,7 +188,7 @@ class Server:
         return before
 
     def goes(self, how: str, before: Standing | None) -> None:
-        """Read no more lines: the program runs ``"on"``, or for a ``"step"``; or it stands as ``before``."""
+        """Read no more lines: the program runs ``"on"``, for a ``"step"``, or to its ``"end"``; or stands as before."""
         with self._change:
             self._thread = 0 if before is None else threading.get_ident()
             self.standing = before

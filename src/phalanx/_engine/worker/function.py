@@ -16,7 +16,7 @@ from phalanx._engine import main_module, worker_messages
 from phalanx._engine.worker.mp_child import Child
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, skip_own_frames
-from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
 from phalanx._evidence.recording import exit_code
 from phalanx._evidence.sent import DESCRIPTORS_ENV
 from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -193,7 +193,7 @@ def _begin(child: Child) -> None:
     catch_fatal_signals()
     offer_stacks()
     _install_breakpoint()
-    ThisWorker.post_mortem = os.environ.get("PHALANX_POST_MORTEM") == "1"
+    ThisWorker.post_mortem = os.environ.get(POST_MORTEM_ENV) == "1"
     linux.allow_ptrace()
     # A killed worker loses what is in its buffers; and its log is read while it runs.
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):

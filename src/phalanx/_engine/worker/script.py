@@ -54,7 +54,7 @@ def _take_out() -> dict[str, Any]:
 with _Ours():
     from phalanx._base import linux
     from phalanx._evidence.describe import describe
-    from phalanx._evidence.error_file import ERROR_FILE_ENV
+    from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
     from phalanx._evidence.recording import exit_code, note_exit, record, refused
     from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
     from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -80,7 +80,7 @@ def run(fd: int) -> None:
     catch_fatal_signals()
     offer_stacks()
     _install_breakpoint()
-    post_mortem = os.environ.get("PHALANX_POST_MORTEM") == "1"
+    post_mortem = os.environ.get(POST_MORTEM_ENV) == "1"
     as_module = sys.argv[0] == "-m"
     if as_module:
         del sys.argv[0]
