@@ -424,3 +424,12 @@ def end_slowly(address: str, gate: str, way: str) -> str:
     if "exits" in way:
         sys.exit(3 if "badly" in way else 0)
     return "done"
+
+
+def beat_and_announce(step: int, address: str, gate: str) -> None:
+    """Send a heartbeat if there is a step, and wait; say when a signal comes."""
+    signal.signal(signal.SIGUSR1, lambda *_: tell(address, f"{step} signalled"))
+    if step:
+        timer.progress(step)
+    tell(address, f"{step} up")
+    pass_gate(gate)

@@ -128,7 +128,7 @@ def wait_slice(seconds: float) -> float:
 
 
 class Pauses:
-    """The times in which a watcher was suspended. All moments are in seconds, monotonic.
+    """The times in which a watcher was suspended, or nothing was to expire. All moments are in seconds, monotonic.
 
     >>> pauses = Pauses()
     >>> pauses.note(10.0, 12.0, 12.01), pauses.note(20.0, 22.0, 22.5), pauses.note(30.0, 32.0, 40.0)
@@ -150,10 +150,27 @@ class Pauses:
         if late > SLACK:
             since = began if late > LONG else planned
             self._all.append((since, ended, ended - since))
+            self._merge(ended)
+
+    def add(self, began: float, ended: float) -> None:
+        """Add a time, which has just ``ended``, in which nothing was to expire. What is known of it counts once.
+
+        >>> pauses = Pauses()
+        >>> pauses.note(10.0, 12.0, 18.0), pauses.note(18.0, 19.0, 20.0), pauses.add(15.0, 30.0)
+        (None, None, None)
+        >>> pauses.lost(0.0)
+        20.0
+        """
+        before = [one for one in self._all if one[0] < began]
+        self._all = [(since, min(until, began), min(seconds, began - since)) for since, until, seconds in before]
+        self._all.append((began, ended, ended - began))
+        self._merge(ended)
+
+    def _merge(self, now: float) -> None:
         if len(self._all) > _KEPT:
             # Merge the two neighbours that lie closest for their age: no pause is dropped, for timers that are old.
             pairs = list(zip(self._all, self._all[1:], strict=False))
-            spans = [(second[1] - first[0]) / (ended - first[0]) for first, second in pairs]
+            spans = [(second[1] - first[0]) / (now - first[0]) for first, second in pairs]
             where = spans.index(min(spans))
             first, second = pairs[where]
             self._all[where : where + 2] = [(first[0], second[1], first[2] + second[2])]
@@ -170,7 +187,7 @@ class Pauses:
         return bool(self._all)
 
     def lost(self, since: float) -> float:
-        """Return for how many seconds after ``since`` the watcher was suspended."""
+        """Return for how many seconds after ``since`` the watcher was suspended, or nothing was to expire."""
         return sum(min(seconds, ended - max(began, since)) for began, ended, seconds in self._all if ended > since)
 
 

@@ -96,7 +96,7 @@ def _exited(attempt: int, worker: WorkerRecord) -> Event:
         worker.exit_ns,
         rank=worker.rank,
         pid=worker.pid,
-        state="failed" if worker.failed else "stopped" if worker.asked is not None else "succeeded",
+        state=worker.state,
         how=worker.exit.description,
         exitcode=worker.exit.returncode,
         signal_sent=worker.signalled,

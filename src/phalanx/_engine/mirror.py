@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any
 
+    from phalanx._timers.hang import RankSigns
+
 TURN = 256
 """Packets that are taken in one turn: a worker that sends without end must not delay the others."""
 
@@ -68,6 +70,13 @@ class WorkerRecord:
         return self.exit is not None and self.exit.ok and not self.struck and not self.leaving
 
     @property
+    def state(self) -> str:
+        """What has become of it in one word, see `RankStatus`."""
+        if self.exit is None:
+            return "abandoned" if self.abandoned or self.ended else "running"
+        return "failed" if self.failed else "stopped" if self.asked is not None else "succeeded"
+
+    @property
     def failed(self) -> bool:
         """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
         return self.leaving or (self.exit is not None and (not self.exit.ok or self.struck > 0) and self.asked is None)
@@ -104,6 +113,8 @@ class Mirror:
         """By local rank."""
         self.state = "STARTING"
         """The group's state as the keeper reported it last, see `lifecycle`."""
+        self.is_paused = False
+        """Whether the group is paused, as the keeper reported it last."""
         self.began_ns = 0
         """When all workers had been started, in nanoseconds on CLOCK_MONOTONIC; 0: not yet."""
         self.leftovers: list[Leftover] = []
@@ -115,6 +126,17 @@ class Mirror:
         self._said: dict[int, _Said] = {}  # by pid
         self._pids: set[int] | None = None  # of all workers, once no other will be added
         self._exits = 0
+
+    def status(self, signs: Mapping[int, RankSigns]) -> dict[int, RankStatus]:
+        """Return what is known of each worker just now, by rank; ``signs`` has the signs of life of some."""
+        now, found = clock.now_ns(), {}
+        for rank, worker in sorted(self.workers.copy().items()):
+            exitcode = None if worker.exit is None else worker.exit.returncode
+            found[rank] = RankStatus(rank, worker.pid, worker.state, exitcode)
+            if (sign := signs.get(rank)) is not None:
+                age = None if sign.beat is None else max(0, now - sign.beat) / clock.NS
+                found[rank] = found[rank].replace(beat_age=age, step=sign.step, breakpoint=sign.breakpoint)
+        return found
 
     @property
     def alive(self) -> dict[int, int]:
@@ -282,7 +304,7 @@ class Mirror:
 
     def close(self) -> None:
         """Wake all that wait for a worker's end: no report comes any more."""
-        self.state = "ENDED"
+        self.state, self.is_paused = "ENDED", False
         for worker in self.workers.values():
             worker.ended.open()
 
@@ -302,6 +324,29 @@ def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> Non
         else:
             said.result = error
         drop([file, *fds])
+
+
+class RankStatus(Value):
+    """What a worker does just now, or how it has ended: see `PContext.status`.
+
+    Attributes:
+        local_rank: Its rank in its group.
+        pid: Its process.
+        state: ``"running"``; or how it has ended: ``"succeeded"``, ``"failed"`` by itself, ``"stopped"`` by us, or
+            ``"abandoned"``, if no exit was seen.
+        exitcode: As `subprocess` gives it, negative for a signal; None while it runs, or if no exit was seen.
+        beat_age: Seconds since its last heartbeat; None: none has come, or heartbeats are not watched.
+        step: The highest step that it has reported; None: none.
+        breakpoint: The line at which it stands in a debugger, as ``FILE:LINE``; None: it does not.
+    """
+
+    local_rank: int
+    pid: int
+    state: str
+    exitcode: int | None = None
+    beat_age: float | None = None
+    step: int | None = None
+    breakpoint: str | None = None
 
 
 _NAMED = 4  # processes that get a line each

@@ -186,6 +186,11 @@ def signal_worker(rank: int, number: int) -> Message:
     return "signal_worker", rank, number
 
 
+def pause(is_on: bool) -> Message:  # noqa: FBT001 - the field of a message
+    """Stop (SIGSTOP) all that the workers have started, and hold their timers; or continue all that."""
+    return "pause", is_on
+
+
 def evidence_taken(serial: int) -> Message:
     """The stacks that `hang` number ``serial`` asked for are written: its step may be taken."""
     return "evidence_taken", serial
@@ -201,7 +206,7 @@ def leaving(pid: int) -> Message:
     return "leaving", pid
 
 
-TO_KEEPER = (start, stop, kill, set_grace, expect, signal_worker, evidence_taken, judged, leaving)
+TO_KEEPER = (start, stop, kill, set_grace, expect, signal_worker, pause, evidence_taken, judged, leaving)
 
 # --- keeper to launcher; from the guard, where it has taken over
 
@@ -234,6 +239,16 @@ def exits(reports: list[tuple[Any, ...]]) -> Message:
 def failing(rank: int) -> Message:
     """This worker counts as failed, though it has not exited: see `leaving`."""
     return "failing", rank
+
+
+def paused(is_on: bool) -> Message:  # noqa: FBT001 - the field of a message
+    """Whether the group is paused: the answer to `pause`. Also comes when a paused group is continued for its end."""
+    return "paused", is_on
+
+
+def held() -> Message:
+    """The settle window is over, but a worker stands at a breakpoint: the group is stopped once none does."""
+    return ("held",)
 
 
 def signalled(number: int, moment: int, ranks: list[int]) -> Message:
@@ -291,11 +306,11 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, running, state, exits, failing, signalled, noticed, lingering, orphans, logs_refused, helper_lost),
-    *(start_failed, ended, ended_by_loss),
+    *(up, started, running, state, exits, failing, paused, held, signalled, noticed, lingering, orphans),
+    *(logs_refused, helper_lost, start_failed, ended, ended_by_loss),
 )
 
-TIMER_VERBS = ("armed", "expired", "hang", "struck", "left", "refused", "unwatched")
+TIMER_VERBS = ("armed", "expired", "stands", "hang", "struck", "left", "refused", "unwatched")
 """What the keeper's `escalation` sends of timers. The launcher passes these on to its `hang_report`, which knows their
 fields; of each it answers ``hang`` alone, with `evidence_taken`."""
 

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
     from phalanx._engine.forkserver import ForkServer
     from phalanx._engine.group_events import GroupEvents
-    from phalanx._engine.mirror import WorkerRecord
+    from phalanx._engine.mirror import RankStatus, WorkerRecord
     from phalanx._engine.stop_flag import StopFlag
     from phalanx._logs.pump import Pump
+    from phalanx._timers.hang import RankSigns
     from phalanx._timers.hang_reporter import HangReporter
 
 _SOON = 0.1  # seconds after which a group is one that goes on for a while
@@ -68,6 +69,7 @@ class Supervisor:
         """Whether what `start` was given as ``failed`` has been called, or will be."""
         self.last_step: int | None = None
         """The highest step that a worker had reported, once all are gone; None: none had."""
+        self._last_signs: dict[int, RankSigns] = {}  # once all are gone
         self.lines = GroupLines(write_line)
         self.hang_report: HangReporter | None = None
         """What writes down hangs; None: no timers are watched."""
@@ -259,6 +261,15 @@ class Supervisor:
         """Send a signal to one worker. It is no stop: how the worker ends then is its own end. Returns at once."""
         self._loop.call(partial(self.link.send, protocol.signal_worker(int(rank), int(number))))
 
+    def pause(self, *, is_on: bool) -> None:
+        """Have the keeper pause the group, or continue it. Returns at once."""
+        self._loop.call(partial(self.link.send, protocol.pause(is_on)))
+
+    def status(self) -> dict[int, RankStatus]:
+        """Return what each worker does just now, by rank, as far as it is known here."""
+        report = self.hang_report if self.owner == os.getpid() else None
+        return self.mirror.status(self._last_signs if report is None or self.gone else report.signs())
+
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
         self._loop.call(self.link.kill)
@@ -363,7 +374,7 @@ class Supervisor:
             if not executor.submit(self.hang_report.finish):
                 self.hang_report.finish()
             executor.drain(2 * hang_reporter.FINISH + ANSWER_WAIT)
-            self.last_step = self.hang_report.table.last_step()
+            self.last_step, self._last_signs = self.hang_report.table.last_step(), self.hang_report.signs()
             self.mirror.note_hangs(self.hang_report.unwritten, self.hang_report.hung)
 
 

@@ -17,7 +17,7 @@ from phalanx._timers.specs import TimerSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable
     from typing import Any
 
 START_METHODS = ("spawn", "forkserver", "fork")
@@ -246,6 +246,15 @@ def check_signal(name: str, value: object) -> int:
         return signal.Signals(number)
     except ValueError:
         return number
+
+
+def check_ranks(ranks: Iterable[int], known: Collection[int]) -> list[int]:
+    """Return the ranks. Raises ValueError if one of them is not among those of the group."""
+    chosen = list(ranks)
+    for rank in chosen:
+        if rank not in known:
+            raise ValueError(f"ranks: expected local ranks from 0 to {len(known) - 1}, got {rank!r}")
+    return chosen
 
 
 def check_timeout(timeout: float | None) -> None:

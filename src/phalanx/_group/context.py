@@ -10,9 +10,9 @@ import os
 import signal
 import warnings
 import weakref
-from _thread import RLock, allocate_lock
+from _thread import allocate_lock
 from abc import ABC, abstractmethod
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 from phalanx._base import interrupts, linux, unpatched
@@ -22,23 +22,31 @@ from phalanx._engine import host_signals, main_module
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._group import observers
-from phalanx._group.arguments import GRACE, SETTLE, check_signal, check_timeout, checked_listener, checked_notice
+from phalanx._group.arguments import (
+    GRACE,
+    SETTLE,
+    check_ranks,
+    check_signal,
+    check_timeout,
+    checked_listener,
+    checked_notice,
+)
 from phalanx._group.ending import EndFd, FirstFailure, opened, release
 from phalanx._group.plan import GroupOptions, Places, Plan, worker_specs
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
-from phalanx._outcomes.result import lost_connection, verdict
+from phalanx._outcomes.result import lost_connection
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any, Literal, NoReturn, Self, overload
 
     from phalanx._base.threads import Latch
     from phalanx._engine.forkserver import ForkServer
     from phalanx._engine.group_events import GroupEvents
-    from phalanx._engine.mirror import WorkerRecord
+    from phalanx._engine.mirror import RankStatus, WorkerRecord
     from phalanx._events.stream import EventStream
     from phalanx._group.warm import Warm
     from phalanx._logs.specs import LogsSpecs
@@ -63,21 +71,16 @@ class PContext(ABC):
         envs: The environment variables of each local rank, on top of the caller's.
         logs_specs: Where output goes.
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
-        duplicate_stdout_filters: Strings; lines of stdout that hold one are also written to a file of all ranks.
+        duplicate_stdout_filters: See `start_processes`.
         duplicate_stderr_filters: The same for stderr.
-        settle: Seconds after the first failure before the others are stopped (default 0.03; at least 1 after a lost
-            connection, unless it is 0).
-        grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
-        linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
-            (default 0). After that they are ended, and it is said which, and whose they were.
-        orphan_grace: When this process is killed, or exits without closing the group: seconds between the SIGTERM that
-            every worker gets then and SIGKILL (default 0: SIGKILL at once).
-        notice: A signal's number and seconds (> 0), with which a planned stop begins: the workers that handle the
-            signal get it, `phalanx.should_stop` turns true in all of them, and they have so long before the death
-            signal. Default: none. See `close`.
+        settle: Seconds after the first failure before the others are stopped: see `start_processes`, as below.
+        grace: Seconds between SIGTERM and SIGKILL when a failure stops the others.
+        linger: Seconds for which processes that workers left behind may go on when every worker has succeeded.
+        orphan_grace: Seconds between SIGTERM and SIGKILL when this process dies without closing the group.
+        notice: A signal's number and seconds (> 0), with which a planned stop begins, see `close`.
         console: How the console shows what is teed.
-        placement: Where the workers run, and within which bounds; default: as the caller.
-        timers: How timers and heartbeats of the workers are watched; default: not at all.
+        placement: Where the workers run, and within which bounds.
+        timers: How timers and heartbeats of the workers are watched.
         stdin: Local rank → the descriptor that becomes the stdin of its worker; default: each worker's is /dev/null. A
             terminal has no job control in a worker, whose session is another one: it reads as if in the foreground.
         record: Whether ``run.json`` in the run's folder says what becomes of the group, for ``phalanx runs``, ``logs``
@@ -162,11 +165,8 @@ class PContext(ABC):
         self._first_failure: FirstFailure | None = None
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
-        self._result: RunProcsResult | None = None
-        self._values: dict[int, Any] = {}
         self._starting = self._closed = self._is_closed = False
         self._one = allocate_lock()
-        self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `wait` again
 
     def start(self) -> None:
         """Start every worker, or none.
@@ -362,7 +362,8 @@ class PContext(ABC):
             msg = f"the group {self.name!r} was not started: {supervisor.link.not_started}"
             raise RuntimeError(msg) from supervisor.link.not_started
         with host_signals.delivering():
-            result = self._result or self._judge(supervisor)
+            assert self._first_failure is not None  # as of the start
+            result = self._first_failure.judge(self._value, self._events)
         if (lost := supervisor.link.lost) is not None:
             lost.failures = result.failures
             raise lost
@@ -475,20 +476,51 @@ class PContext(ABC):
 
         The keeper does it, though this process is stopped (SIGSTOP) by then. A group that is not open is left as it is.
         """
-        supervisor = self._open()
-        if supervisor is not None:
+        if (supervisor := self._open()) is not None:
             supervisor.expect(seconds)
 
-    def signal(self, number: signal.Signals | int) -> None:
-        """Send a signal to every worker that runs. It is no stop: how a worker ends then is its own end.
+    def status(self) -> dict[int, RankStatus]:
+        """Return what each worker does just now, by local rank: see `RankStatus`; nothing before the start."""
+        return {} if self._supervisor is None else self._supervisor.status()
 
-        Returns at once. A group that is not open is left as it is. Raises ValueError if ``number`` is no signal.
+    def signal(self, number: signal.Signals | int, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to workers that run. It is no stop: how a worker ends then is its own end.
+
+        Returns at once. A group that is not open is left as it is.
+
+        Args:
+            number: The signal.
+            ranks: The local ranks of those that get it; None: all.
+
+        Raises:
+            ValueError: ``number`` is no signal, or the group has no such rank.
         """
         number = check_signal("number", number)
+        chosen = check_ranks(self.envs if ranks is None else ranks, self.envs)
         supervisor = self._open()
         if supervisor is not None:
-            for rank in self.envs:  # the keeper knows who runs; here, who has just started is not known yet
+            for rank in chosen:  # the keeper knows who runs; here, who has just started is not known yet
                 supervisor.send(rank, number)
+
+    def pause(self) -> None:
+        """Stop all processes of the group (SIGSTOP) until `resume`, or until the group is ended.
+
+        All deadlines of timers and heartbeats are later by the length of the pause. What a worker has started is
+        stopped as far as ``/proc`` shows it. Returns at once: `is_paused` is true once the keeper has done it. A group
+        that does not run is left as it is.
+        """
+        if (supervisor := self._open()) is not None:
+            supervisor.pause(is_on=True)
+
+    def resume(self) -> None:
+        """Continue all processes of a paused group (SIGCONT). Returns at once. Another group is left as it is."""
+        if (supervisor := self._open()) is not None:
+            supervisor.pause(is_on=False)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the group is paused, as its keeper has reported it."""
+        return self._supervisor is not None and self._supervisor.mirror.is_paused
 
     def take_stacks(self, seconds: float, then: Callable[[], None]) -> None:
         """Have the stacks of all workers written, as when one hangs, in ``seconds`` at most; then call ``then``, once.
@@ -555,29 +587,6 @@ class PContext(ABC):
     def _value(self, worker: WorkerRecord) -> Any:  # noqa: ARG002 - a program returns nothing
         """Return the value of a worker that succeeded. Raises if it cannot be read."""
         return None
-
-    def _judge(self, supervisor: Supervisor) -> RunProcsResult:
-        """Collect the result, once for all threads that wait. If a signal interrupts this, the next one goes on."""
-        # In a fork of the launcher no other thread exists that could release the lock.
-        with self._judging if supervisor.owner == os.getpid() else nullcontext():
-            result = self._result
-            if result is None:
-                first = self._first_failure
-                assert first is not None  # as of the start
-                result = first.collect(self._value_once)
-                result = self._result = self._result or result
-                if self._events is not None:
-                    self._events.ended(result.state, *verdict(result), result, supervisor.link.lost)
-                for worker in supervisor.mirror.workers.values():
-                    worker.received_fds.close()  # of workers that failed after they had returned
-                if supervisor.owner == os.getpid():
-                    first.note(result)
-            return result
-
-    def _value_once(self, worker: WorkerRecord) -> Any:
-        if worker.rank not in self._values:
-            self._values[worker.rank] = self._value(worker)
-        return self._values[worker.rank]
 
     def _open(self) -> Supervisor | None:
         """Return what supervises the workers; None: none is left, none was started, or another process's are they."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from _thread import RLock, allocate_lock
+from functools import partial
 
 from phalanx._base import stderr
 from phalanx._base.text import one_line
@@ -17,7 +18,7 @@ from phalanx._base.tty import sanitise
 from phalanx._engine import host_signals
 from phalanx._evidence.cleanup import remove_empty, remove_old
 from phalanx._logs.specs import DefaultLogsSpecs, FolderLogsSpecs
-from phalanx._outcomes.result import collect, failures_of, first_of
+from phalanx._outcomes.result import collect, failures_of, first_of, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _LOG_WAIT = 2.0  # seconds for which `wait` waits for the log, when the launcher
 
 
 class FirstFailure:
-    """The first failure of one group.
+    """The first failure of one group, and its result.
 
     Attributes:
         folder: Where the logs of the group are; "": none are kept.
@@ -65,6 +66,9 @@ class FirstFailure:
         self._one, self._looking = allocate_lock(), RLock()
         self._found: dict[int, ProcessFailure | None] | None = None
         self._is_announced = self._has_failed = False
+        self._result: RunProcsResult | None = None
+        self._values: dict[int, Any] = {}
+        self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `PContext.wait` again
 
     @property
     def all_succeeded(self) -> bool:
@@ -79,16 +83,37 @@ class FirstFailure:
                 self._found = failures_of(self._supervisor.mirror.workers.values(), self._logs, self._envs)
             return self._found
 
-    def collect(self, value: Callable[[WorkerRecord], Any]) -> RunProcsResult:
-        """Collect the result of a group that is gone. ``value`` returns that of a worker that has succeeded."""
-        mirror = self._supervisor.mirror
-        workers = mirror.workers.values()
-        # In a fork, the lock of the failures may be taken for ever.
-        is_ours = self._supervisor.owner == os.getpid()
-        found = self.found() if is_ours else failures_of(workers, self._logs, self._envs)
-        return collect(
-            workers, self._logs, found, value, mirror.leftovers, mirror.began_ns, name=self._name, log_dir=self.folder
-        )
+    def judge(self, value: Callable[[WorkerRecord], Any], events: GroupEvents | None) -> RunProcsResult:
+        """Return the result of a group that is gone, which is collected, and emitted, once for all threads that wait.
+
+        If a signal interrupts this, the next call goes on. ``value`` returns that of a worker that has succeeded.
+        """
+        supervisor = self._supervisor
+        # In a fork of the launcher no other thread exists that could release a lock.
+        is_ours = supervisor.owner == os.getpid()
+        with self._judging if is_ours else contextlib.nullcontext():
+            result = self._result
+            if result is None:
+                mirror = supervisor.mirror
+                workers = mirror.workers.values()
+                found = self.found() if is_ours else failures_of(workers, self._logs, self._envs)
+                result = collect(
+                    workers, self._logs, found, partial(self._value_once, value), mirror.leftovers, mirror.began_ns,
+                    name=self._name, log_dir=self.folder,
+                )  # fmt: skip
+                result = self._result = self._result or result
+                if events is not None:
+                    events.ended(result.state, *verdict(result), result, supervisor.link.lost)
+                for worker in workers:
+                    worker.received_fds.close()  # of workers that failed after they had returned
+                if is_ours:
+                    self._note(result)
+            return result
+
+    def _value_once(self, value: Callable[[WorkerRecord], Any], worker: WorkerRecord) -> Any:
+        if worker.rank not in self._values:
+            self._values[worker.rank] = value(worker)
+        return self._values[worker.rank]
 
     def announce(self) -> None:
         """Log the first failure as far as it is known: of a worker, or why the group was killed. At most once."""
@@ -104,7 +129,7 @@ class FirstFailure:
         elif left := next((worker for worker in workers if worker.abandoned), None):
             self._log(f"rank {left.rank}, pid {left.pid}: {left.abandoned}")
 
-    def note(self, result: RunProcsResult) -> None:
+    def _note(self, result: RunProcsResult) -> None:
         """Log a failure that only the launcher has found: a value that cannot be unpickled there. At most once."""
         failure = result.root_cause
         self._has_failed = failure is not None

@@ -102,6 +102,7 @@ def watch_timers(
     report, variables = hang_reporter.watch(
         options.timers, logs, envs, supervisor.lines.say,
         stacks=getattr(options.logs_specs, "is_kept", True), speak=options.speak,
+        numbers={rank: int(number) for rank, env in envs.items() if (number := env.get("RANK", "")).isdecimal()},
     )  # fmt: skip
     if report is not None:
         undo.callback(report.close)

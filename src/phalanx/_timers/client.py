@@ -20,9 +20,12 @@ import mmap
 import os
 import struct
 import sys
+from _thread import get_ident
 
 from phalanx._base import clock, linux
 from phalanx._timers.layout import (
+    ATTACHED,
+    BREAKPOINT,
     FIRST,
     HEAD_CLOSED,
     HEAD_HANG,
@@ -30,6 +33,7 @@ from phalanx._timers.layout import (
     HEAD_USED,
     HEAD_WAKE,
     LATE,
+    LONGEST,
     MAGIC,
     NEVER,
     RESTS,
@@ -38,6 +42,7 @@ from phalanx._timers.layout import (
     SEAT_RANK,
     SEAT_REST,
     SEAT_SIZE,
+    SEAT_STANDS,
     SEAT_STEP,
     SEAT_WHO,
     SEATS_IN_USE,
@@ -46,6 +51,7 @@ from phalanx._timers.layout import (
     TEXT_SIZE,
     TEXTS,
     TIMERS_ENV,
+    encode,
     flag,
     head_size,
     is_alive,
@@ -161,6 +167,7 @@ class Seat:
         self.expected = self.head[HEAD_HANG] != NEVER
         self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
         self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
+        self._standing: list[int] = []  # the slots of breakpoints at which threads of this process stand
         self._flags[self._mark * 8 + _FLAG_OF[0]] = 1
         _taken.add(self)
 
@@ -241,6 +248,49 @@ class Seat:
         ran = bool(words[SEAT_BEAT] and not words[SEAT_REST])
         words[SEAT_REST] = RESTS
         return ran
+
+    def stand(self, location: str, seconds: float) -> int:
+        """Record that a thread of this process stands at a breakpoint, and return its slot, for `go_on`.
+
+        All other timers and heartbeats of the group rest meanwhile. Raises RuntimeError as `arm`.
+
+        Args:
+            location: Where it stands, as ``FILE:LINE``.
+            seconds: The time after which the breakpoint itself counts as a hang.
+        """
+        span = int(min(seconds * clock.NS, LONGEST))
+        slot = self.arm(clock.now_ns() + span, span, encode(BREAKPOINT, location), get_ident())
+        self._standing.append(slot)
+        self.words[SEAT_STANDS] = slot
+        try:
+            self.wake_watcher()
+        except BaseException:
+            self.go_on(slot)
+            raise
+        return slot
+
+    def attach(self, slot: int, *, attached: bool = True, seconds: float = 0.0) -> None:
+        """Record that somebody has attached to the breakpoint of this slot: it is no hang, however long that takes.
+
+        With ``attached`` False: that nobody is attached any more, and that the time is ``seconds`` from now on.
+        """
+        span = int(min(seconds * clock.NS, LONGEST))
+        self.words[slot + SLOTS] = span
+        self.words[slot] = ATTACHED if attached else clock.now_ns() + span
+        self._wake_if_watched()
+
+    def go_on(self, slot: int) -> None:
+        """Record that the thread that `stand` returned this slot for goes on."""
+        self._standing.remove(slot)
+        self.words[SEAT_STANDS] = self._standing[-1] if self._standing else 0
+        self.disarm(slot)
+        self._wake_if_watched()
+
+    def _wake_if_watched(self) -> None:
+        try:
+            self.wake_watcher()
+        except RuntimeError:  # nobody watches any more
+            pass
 
     def wake_watcher(self) -> None:
         """Have the watcher look now. Raises RuntimeError if no process watches any more."""

@@ -1,7 +1,8 @@
 """Timers of a group expire here: when that is, and what follows, in the steps that the owner chose.
 
 Runs in the keeper. `TimerScheduler` looks at a `TimerTable` at the next deadline, or when a client writes to its bell;
-never else. It owns which expired timers are new, and how long a deadline is postponed after the keeper was stopped.
+never else. It owns which expired timers are new, how long a deadline is postponed after the keeper was stopped, and
+what is held: while the group is paused, nothing expires; while a process stands at a breakpoint, breakpoints alone do.
 
 `Escalation` decides which rank a timer belongs to, when each step is due (report, dump, SIGTERM, SIGKILL), and which
 processes are signalled. Before a step that signals, the launcher takes the stacks of all ranks; the keeper waits
@@ -17,13 +18,13 @@ from phalanx._base import clock, linux
 from phalanx._base.loop import SLACK, wait_slice
 from phalanx._base.process import Process, lineage
 from phalanx._timers.hang import Hang
-from phalanx._timers.layout import NEVER
+from phalanx._timers.layout import ATTACHED, NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections import deque
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from phalanx._base.loop import Deadline, Loop
     from phalanx._timers.hang import Key, Timer
@@ -50,13 +51,15 @@ _SIGNALS = {"terminate": int(signal.SIGTERM), "kill": linux.SIGKILL}
 class TimerScheduler:
     """Calls ``expired`` with the timers whose deadline is over, each once, in the loop's thread.
 
-    A deadline is postponed by the time in which this process could not run, see `loop.wait_slice`.
+    A deadline is postponed by the time in which this process could not run, see `loop.wait_slice`, or it was held.
 
     Args:
         table: The table to look at.
         loop: The loop that waits.
         expired: Called with one to `AT_ONCE` timers. It may `rearm` them.
         seen: Called with one to `AT_ONCE` timers in slots that were not in use before.
+        standing: Called at each look with the timers of breakpoints at which processes stand. Returns those that count,
+            each as its seat and its slot.
     """
 
     def __init__(
@@ -65,11 +68,16 @@ class TimerScheduler:
         loop: Loop,
         expired: Callable[[list[Timer]], None],
         seen: Callable[[list[Timer]], None] = lambda _timers: None,
+        standing: Callable[[list[Key]], Iterable[tuple[int, int]]] = lambda _keys: (),
     ) -> None:
         self._table = table
         self._loop = loop
         self._expired = expired
         self._seen = seen
+        self._find_standing = standing
+        self._standing: set[tuple[int, int]] = set()
+        self._stands_since, self._paused_since = 0.0, 0.0  # 0: nobody stands; the group is not paused
+        self._held: list[Callable[[], None]] = []  # to be called when something is held no longer
         self._later: dict[Key, int] = {}  # of expired timers that are still set: when they expire again
         self._rearmed: dict[Key, int] = {}  # the deadlines that `rearm` has given them
         self._new: deque[Key] = deque()  # to be passed to `seen`
@@ -91,6 +99,49 @@ class TimerScheduler:
         self._busy = False
         if self._next is not None:
             self._next.cancel()
+
+    def look(self) -> None:
+        """Look now: something may have changed of which no client tells."""
+        self._look()
+
+    def pause(self, is_paused: bool) -> None:  # noqa: FBT001 - as the order has it
+        """Hold all timers, or go on."""
+        if is_paused:
+            self._paused_since = self._paused_since or clock.now()
+        elif self._paused_since:
+            self._end_hold(self._paused_since)
+            self._paused_since = 0.0
+            self._release()
+            self._look()
+
+    @property
+    def stands(self) -> bool:
+        """Whether a process stands at a breakpoint."""
+        return bool(self._standing)
+
+    def holds(self, seat: int, slot: int) -> bool:
+        """Whether this timer does not expire just now, and the steps after its expiry wait."""
+        return self._paused_since > 0 or (self.stands and (seat, slot) not in self._standing)
+
+    def when_released(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once something is held no longer: it has to find out what."""
+        self._held.append(action)
+
+    def _end_hold(self, since: float) -> None:
+        self._loop.pauses.add(since, clock.now())
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for action in held:
+            action()
+
+    def _update_standing(self) -> None:
+        before, self._standing = self._standing, set(self._find_standing(self._table.standing()))
+        if self._standing and not before:
+            self._stands_since = clock.now()
+        elif before and not self._standing:
+            self._end_hold(self._stands_since)
+            self._loop.call(self._release)  # and not within a look
 
     def rearm(self, timer: Timer, moment: int) -> None:
         """Have an expired timer expire again at ``moment`` (nanoseconds), unless it is disarmed before."""
@@ -133,7 +184,8 @@ class TimerScheduler:
             # A client that sets ever earlier deadlines must not keep this loop going.
             then = earliest if turn + 1 < _TURNS else now
         self._plan(then)
-        fresh = [key for key in due if self._later.get(key, 0) <= now]
+        self._update_standing()
+        fresh = [key for key in due if self._later.get(key, 0) <= now and not self.holds(*key[:2])]
         fresh = [key for key in fresh if not self._postponed_by_pause(key, planned, now)]
         self._later.update(dict.fromkeys(fresh, NEVER))
         self._new.extend(self._table.newly_armed())
@@ -206,8 +258,14 @@ class Escalation:
         self._serial = 0
         # Steps for which the launcher takes evidence, by serial number.
         self._requested: dict[int, tuple[int, list[Hang], Deadline | None]] = {}
+        self._standing: dict[tuple[int, int], int] = {}  # the deadlines of breakpoints by seat and slot
+        self._watched: dict[int, Process] = {}  # the processes that stand there
         self._scheduler = TimerScheduler(
-            table, loop, self._on_expired, lambda timers: self._send_hangs(self._find_ranks(timers), "armed")
+            table,
+            loop,
+            self._on_expired,
+            lambda timers: self._send_hangs(self._find_ranks(timers), "armed"),
+            self._find_standing,
         )
 
     def open(self) -> None:
@@ -217,7 +275,61 @@ class Escalation:
     def close(self) -> None:
         """Stop watching, and close the table."""
         self._scheduler.close()
+        self._watch_standing(set())
         self._table.close()
+
+    # --- what is held
+
+    def pause(self, is_paused: bool) -> None:  # noqa: FBT001 - as the order has it
+        """Hold all timers, and all steps, or go on."""
+        self._scheduler.pause(is_paused)
+
+    @property
+    def stands(self) -> bool:
+        """Whether a process of the group stands at a breakpoint."""
+        return self._scheduler.stands
+
+    def when_released(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once nobody stands at a breakpoint any more, or perhaps before."""
+        self._scheduler.when_released(action)
+
+    def _find_standing(self, keys: list[Key]) -> Iterable[tuple[int, int]]:
+        """Return the breakpoints that are of this group. Report each to the launcher, once."""
+        known = self._standing
+        hangs = self._find_ranks([timer for timer in map(self._table.read, keys) if timer is not None]) if keys else []
+        self._standing = {(hang.timer.seat, hang.timer.slot): hang.timer.deadline for hang in hangs}
+        fresh = [
+            hang for hang in hangs
+            if known.get(where := (hang.timer.seat, hang.timer.slot)) != hang.timer.deadline
+            and (hang.timer.deadline != ATTACHED or where not in known)
+        ]  # fmt: skip
+        for first in range(0, len(fresh), AT_ONCE):
+            self._send_hangs(fresh[first : first + AT_ONCE], "stands")
+        self._watch_standing({hang.pid for hang in hangs})
+        return self._standing
+
+    def _watch_standing(self, pids: set[int]) -> None:
+        """Look once one of these processes has exited: it does not write to the bell then."""
+        for pid in self._watched.keys() - pids:
+            self._loop.forget(self._watched[pid].pidfd)
+            self._watched.pop(pid).close()
+        for pid in pids - self._watched.keys():
+            try:
+                process = Process(pid)
+            except ProcessLookupError:
+                self._loop.call(self._scheduler.look)
+            except OSError:  # no descriptor is left: the look at the next deadline finds out
+                continue
+            else:
+                self._watched[pid] = process
+                self._loop.watch(process.pidfd, lambda _events, pid=pid: self._on_exit(pid))  # type: ignore[misc]  # mypy has no type for it
+
+    def _on_exit(self, pid: int) -> None:
+        self._loop.forget(self._watched[pid].pidfd)
+        self._scheduler.look()
+
+    def _holds(self, hangs: list[Hang]) -> bool:
+        return any(self._scheduler.holds(hang.timer.seat, hang.timer.slot) for hang in hangs)
 
     # --- whose timers they are
 
@@ -321,6 +433,9 @@ class Escalation:
         began = clock.now()
 
         def look(hangs: list[Hang]) -> None:
+            if self._holds(hangs):
+                self._scheduler.when_released(lambda: look(hangs))
+                return
             now = clock.now()
             left = began + delay + self._loop.pauses.lost(began) - now
             if left <= 0:
@@ -350,6 +465,9 @@ class Escalation:
 
     def evidence_taken(self, serial: int) -> None:
         """Finish the step of this serial number: the launcher has its evidence, or `EVIDENCE_WAIT` is over."""
+        if serial in self._requested and self._holds(self._requested[serial][1]):
+            self._scheduler.when_released(lambda: self.evidence_taken(serial))
+            return
         step, hangs, timeout = self._requested.pop(serial, (0, [], None))
         if timeout is not None:
             timeout.cancel()

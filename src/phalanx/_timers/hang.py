@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
+from phalanx._timers.layout import BREAKPOINT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +37,20 @@ class Timer(Value):
     scope: str
     location: str
     step: int = 0
+
+
+class RankSigns(Value):
+    """The signs of life of one rank, as its table of timers has them.
+
+    Args:
+        beat: When the last heartbeat was sent (nanoseconds of CLOCK_MONOTONIC); None: none was.
+        step: The highest step above 0 that was reported; None: none was.
+        breakpoint: Where a process of the rank stands at a breakpoint, as ``FILE:LINE``; None: nowhere.
+    """
+
+    beat: int | None
+    step: int | None
+    breakpoint: str | None
 
 
 class Hang(Value):
@@ -85,6 +100,8 @@ class Hang(Value):
         process = "" if self.is_worker else f", in process {self.pid} below the worker"
         if not timer.slot:
             return f"no heartbeat for {timer.span / clock.NS:g} s (the last at step {timer.step}){process}"
+        if timer.scope == BREAKPOINT:
+            return f"breakpoint at {timer.location}: nobody attached in {timer.span / clock.NS:g} s{process}"
         if timer.scope:
             location = f" ({timer.location})" if timer.location else ""
             return f"{timer.scope!r}{location} was not left {span}{process}"

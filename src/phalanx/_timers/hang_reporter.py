@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from phalanx._logs.layout import LogsDest
     from phalanx._stacks.dump import Location
+    from phalanx._timers.hang import RankSigns
     from phalanx._timers.specs import TimerSpecs
 
     Packed = tuple[Any, ...]  # see `Hang.to_tuple`
@@ -55,6 +56,7 @@ class HangReporter:
         error_files: Each rank's. Its folder takes the rank's stacks, if they are to be kept.
         show: Shows a line.
         stacks: Whether the stacks are kept.
+        numbers: Each rank's number in the job, if that is another one.
 
     Attributes:
         unwritten: By rank, what is known of its hangs and is not in its error file.
@@ -72,8 +74,10 @@ class HangReporter:
         show: Callable[[str], None],
         *,
         stacks: bool = True,
+        numbers: Mapping[int, int] | None = None,
     ) -> None:
         self.table = table
+        self._numbers = numbers or {}
         self.steps = steps
         self.unwritten: dict[int, str] = {}
         self.hung: dict[int, str] = {}
@@ -98,8 +102,8 @@ class HangReporter:
         """Report on a message of the keeper about timers, soon.
 
         Args:
-            verb: Its verb: "armed", "expired", "hang" (a step is to be taken), "struck" (signalled), "left", "refused"
-                or "unwatched".
+            verb: Its verb: "armed", "expired", "stands" (at a breakpoint), "hang" (a step is to be taken), "struck"
+                (signalled), "left", "refused" or "unwatched".
             *arguments: Its arguments, see `escalation`.
             workers: The pids of the live workers, by rank.
             ended: How the others have ended, by rank.
@@ -173,6 +177,13 @@ class HangReporter:
         if not self._background.drain(FINISH if by is None else max(0.0, by - clock.now())):
             self._show("evidence of timers is not complete: that takes too long")
 
+    def signs(self) -> dict[int, RankSigns]:
+        """Return the signs of life of each rank that has sent any; none once this is closed."""
+        try:
+            return self.table.signs()
+        except (OSError, ValueError, IndexError):  # another thread closes it; a lock would block in a signal handler
+            return {}
+
     def close(self) -> None:
         """Close the table. Idempotent."""
         self.table.close()
@@ -237,6 +248,12 @@ class HangReporter:
         for description, those in hang_report.by_description(hangs).items():
             has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
             self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
+
+    def _stands(self, _moment: int, packed: list[Packed]) -> None:
+        """Workers stand at breakpoints."""
+        for hang in map(Hang.from_tuple, packed):
+            rank = self._numbers.get(hang.rank, hang.rank)
+            self._show(f"rank {rank} stopped at {hang.timer.location}: phalanx debug --rank {rank}")
 
     def _refused(self, pid: int, _scope: str, _location: str) -> None:
         self._show(f"process {pid} is not in the group: its timers are not watched")
@@ -309,6 +326,7 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
 
 
 _REPORT: dict[str, Callable[..., None]] = {
+    "stands": HangReporter._stands,
     "struck": HangReporter._struck,
     "left": HangReporter._left,
     "refused": HangReporter._refused,
@@ -324,6 +342,7 @@ def watch(
     *,
     stacks: bool = True,
     speak: Callable[[str], None] | None = None,
+    numbers: Mapping[int, int] | None = None,
 ) -> tuple[HangReporter | None, dict[int, dict[str, str]]]:
     """Make a group's table and its reporter. Returns the reporter, and each rank's environment variables for the table.
 
@@ -337,6 +356,7 @@ def watch(
         say: Shows a line on the group's consoles, and returns whether that was possible.
         stacks: Whether stacks are written to files beside the error files.
         speak: Shows a line if ``say`` cannot. Default: it is logged.
+        numbers: See `HangReporter`.
     """
     try:
         seats = min(max(_LEAST_SEATS, _SEATS * len(ranks)), max(_MOST_SEATS, len(ranks)))
@@ -351,7 +371,7 @@ def watch(
         if not say(f"phalanx: {text}"):
             (speak or _log)(sanitise(text))
 
-    reporter = HangReporter(table, specs.on_expiry, logs.error_files, show, stacks=stacks)
+    reporter = HangReporter(table, specs.on_expiry, logs.error_files, show, stacks=stacks, numbers=numbers)
     return reporter, {rank: {TIMERS_ENV: f"{table.address}:{rank}"} for rank in ranks}
 
 

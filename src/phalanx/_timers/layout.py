@@ -34,14 +34,19 @@ SLOTS = 1024
 TEXT_LIMIT = 254
 """The most bytes that are kept of a timer's scope and location together."""
 
+ATTACHED = NEVER - 1
+"""The deadline of a breakpoint to which somebody has attached."""
+
 LATE = clock.NS
 """Nanoseconds after the published moment of the next look. A client that finds it longer ago checks for a watcher."""
 
-MAGIC = int.from_bytes(b"phalanx2", "little")
+MAGIC = int.from_bytes(b"phalanx3", "little")
 HEAD_MAGIC, HEAD_SEATS, HEAD_WAKE, HEAD_HANG, HEAD_USED, HEAD_CLOSED = 0, 1, 2, 3, 4, 5  # words of the head
 HEAD_MARKS = 8  # then one of each seat
-SEAT_BEAT, SEAT_STEP, SEAT_WHO, SEAT_RANK, SEAT_REST, SEAT_BEFORE, FIRST = 0, 1, 2, 5, 6, 7, 8  # words of a seat
+SEAT_BEAT, SEAT_STEP, SEAT_WHO, SEAT_RANK, SEAT_REST, SEAT_STANDS, SEAT_BEFORE = 0, 1, 2, 5, 6, 7, 8  # words of a seat
+FIRST = 9  # then the slots
 RESTS = 1  # in SEAT_REST: no heartbeat is expected from the seat, nor from processes below its own
+BREAKPOINT = "breakpoint"  # the scope of the slot at which a process stands; SEAT_STANDS has its number, or 0
 TEXT_SIZE = TEXT_LIMIT + 2
 TEXTS = (FIRST + 3 * SLOTS) * 8  # bytes before the texts: deadlines, spans, threads
 # A word of flags is read by the highest one that is set. It stands for the number of seats, from the first one on, that

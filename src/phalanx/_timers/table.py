@@ -23,7 +23,7 @@ import struct
 import sys
 
 from phalanx._base import clock
-from phalanx._timers.hang import Timer
+from phalanx._timers.hang import RankSigns, Timer
 from phalanx._timers.layout import (
     FIRST,
     HEAD_CLOSED,
@@ -39,6 +39,7 @@ from phalanx._timers.layout import (
     SEAT_RANK,
     SEAT_REST,
     SEAT_SIZE,
+    SEAT_STANDS,
     SEAT_STEP,
     SEAT_WHO,
     SEATS_IN_USE,
@@ -54,7 +55,7 @@ from phalanx._timers.layout import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from typing import Self
 
     from phalanx._timers.hang import Key
@@ -81,6 +82,11 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 def _in_use(levels: tuple[int, ...], flags: int) -> int:
     """Return how many seats or slots may be in use, by a word of flags. Any worker may have written anything there."""
     return levels[(flags.bit_length() - 1) >> 3] if 0 < flags <= NEVER else 0
+
+
+def _highest_step(rows: Iterable[tuple[int, memoryview]]) -> int | None:
+    steps = [row[SEAT_STEP] for _seat, row in rows if row[SEAT_BEAT]]
+    return max(filter(lambda step: step > 0, steps), default=None)
 
 
 def _seats_that_fit(seats: int) -> int:
@@ -290,8 +296,7 @@ class TimerTable:
 
     def last_step(self) -> int | None:
         """Return the highest step that a process has reported with a heartbeat; None: none has reported one above 0."""
-        steps = [row[SEAT_STEP] for _seat, row in self._rows() if row[SEAT_BEAT]]
-        return max(filter(lambda step: step > 0, steps), default=None)
+        return _highest_step(self._rows())
 
     def _rows(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the seats that are or were taken, and the words of each as far as it has slots in use."""
@@ -306,6 +311,28 @@ class TimerTable:
 
     def _word(self, seat: int, word: int) -> int:
         return self._row(seat, 1, word)[0]
+
+    def standing(self) -> list[Key]:
+        """Return the slots at which live processes stand at breakpoints, as the last look saw them."""
+        return list(self._standing(self._seen))
+
+    def _standing(self, rows: list[tuple[int, memoryview]]) -> Iterator[Key]:
+        for seat, row in rows:
+            slot = row[SEAT_STANDS]
+            if FIRST <= slot < len(row) and row[slot] != NEVER and self.holder(seat):  # the dead leave it behind
+                yield seat, slot, row[slot]
+
+    def signs(self) -> dict[int, RankSigns]:
+        """Return the signs of life of each rank that has taken a seat."""
+        ranks: dict[int, list[tuple[int, memoryview]]] = {}
+        for seat, row in self._rows():
+            ranks.setdefault(row[SEAT_RANK], []).append((seat, row))
+        found = {}
+        for rank, rows in ranks.items():
+            beating = any(row[SEAT_BEAT] for _, row in rows)
+            at = next((timer.location for key in self._standing(rows) if (timer := self.read(key))), None)
+            found[rank] = RankSigns(self._last_beat(rows) if beating else None, _highest_step(rows), at)
+        return found
 
     def newly_armed(self) -> list[Key]:
         """Return the timers that the last look saw in slots that the seat's holder had not used at a look before."""

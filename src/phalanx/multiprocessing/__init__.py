@@ -15,7 +15,7 @@ from __future__ import annotations
 from phalanx._engine.forkserver import PreloadError
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.main_module import UnguardedMainError
-from phalanx._engine.mirror import Leftover
+from phalanx._engine.mirror import Leftover, RankStatus
 from phalanx._engine.pickling.unpicklable import UnpicklableError
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import RanksError
@@ -44,6 +44,7 @@ __all__ = [
     "Placement",
     "PreloadError",
     "ProcessFailure",
+    "RankStatus",
     "RanksError",
     "RunProcsResult",
     "ScriptContext",

@@ -62,7 +62,7 @@ class Keeper:
             guard_lost=lambda: self._lose("guard", -linux.SIGKILL),
             sent=lambda: self._see("REPORTED") if self._state == "ENDED" else None,
         )
-        self._waits = Waits(self.loop, self._see)
+        self._waits = Waits(self.loop, self._on_wait_over)
         self._orphan_grace = 0.0
         self._silence: Deadline | None = None  # after which the launcher is stopped, or worse
         self._taken_over: dict[int, int] | None = None  # in the keeper's place: the children that ended, and how
@@ -80,6 +80,7 @@ class Keeper:
         self._logs: RotatedLogs | None = None  # where files are bounded in size
         self._abandoned: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
         self._escalation: Escalation | None = None
+        self._is_paused = False
         self._signals = linux.signalfd(signal.SIGCHLD)
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
@@ -118,11 +119,21 @@ class Keeper:
         self._state, actions = lifecycle.step(before, event)
         if self._state != before:
             self._waits.enter(self._state)
+            if self._is_paused and self._state != "RUNNING":
+                self._end_pause()
             if self._state in _REPORTED:
                 self._send_exits()
                 self._connection.send(protocol.state(self._state, clock.now_ns()))
         for action in actions:
             _ACTIONS[action](self)
+
+    def _on_wait_over(self, event: str) -> None:
+        """Take the step, but do not end a settle window while a worker stands at a breakpoint."""
+        if event == "SETTLED" and self._escalation is not None and self._escalation.stands:
+            self._connection.send(protocol.held())
+            self._escalation.when_released(lambda: self._on_wait_over(event))
+        elif event != "SETTLED" or self._state == "SETTLING":  # else another event came while it was held
+            self._see(event)
 
     # --- the launcher
 
@@ -151,6 +162,29 @@ class Keeper:
         if self._silence is not None:
             self._silence.cancel()
         self._silence = self.loop.at(clock.now() + seconds, lambda: self._on_stop(signal.SIGTERM, self._waits.grace))
+
+    def _on_pause(self, is_on: bool) -> None:  # noqa: FBT001 - as the message has it
+        """Pause a group that runs, or continue it."""
+        if self._state == "STARTING":
+            self.loop.call(lambda: self._on_pause(is_on))  # when all are started
+            return
+        if self._is_paused and not is_on:
+            self._end_pause()
+        elif is_on and not self._is_paused and self._state == "RUNNING":
+            self._is_paused = True
+            if self._escalation is not None:
+                self._escalation.pause(True)
+            self._sweeper().signal_all(signal.SIGSTOP)
+        self._connection.send(protocol.paused(self._is_paused))
+
+    def _end_pause(self) -> None:
+        """Continue all that was stopped, unless it is about to be killed: a stopped process handles no SIGTERM."""
+        self._is_paused = False
+        if self._state != "KILLING":
+            self._sweeper().signal_all(signal.SIGCONT)
+        if self._escalation is not None:
+            self._escalation.pause(False)
+        self._connection.send(protocol.paused(False))
 
     def _on_leaving(self, pid: int) -> None:
         """A worker has left its main function by a failure. While it is being stopped, that is none of its own.
@@ -249,6 +283,8 @@ class Keeper:
     def _watch_timers(self, start: Start) -> None:
         send, strike = self._connection.send, self._children.strike
         self._escalation = start.watch_timers(self.loop, self._in_charge, strike, send)
+        if self._is_paused and self._escalation is not None:
+            self._escalation.pause(True)
 
     def _in_charge(self) -> dict[int, int]:
         """The pids of the live workers by rank; none once they are being stopped."""
@@ -442,6 +478,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
     "expect": Keeper._on_expect,
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
+    "pause": Keeper._on_pause,
     "evidence_taken": lambda keeper, serial: keeper._escalation and keeper._escalation.evidence_taken(serial),
     "judged": Keeper._on_judged,
     "leaving": Keeper._on_leaving,

@@ -156,18 +156,31 @@ class Sweep:
         children = self._find()
         below = procfs.descendants(children, _BELOW) if procfs.is_shown() else {}
         self._orphans.note(dict.fromkeys(below, linux.SIGKILL))
-        for group in self._groups(children[-_BELOW:]):  # the newest: the others may be zombies by the thousand
+        self._signal_below(children[-_BELOW:], below, linux.SIGKILL)  # the newest: the others may be many zombies
+        self._loop.after(PATIENCE, self.kill_below)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to the children, and all that is below. Twice: a process may fork before it is stopped."""
+        for _ in range(2):
+            children = self._find()
+            for pid in children:
+                send(pid, number, wake=False)
+            below = procfs.descendants(children, _BELOW * 8) if procfs.is_shown() else {}
+            self._signal_below(children, below, number)
+
+    def _signal_below(self, children: list[int], below: dict[int, int], number: int) -> None:
+        """Send a signal to the process groups of children, and to the processes ``below`` them: pid → parent."""
+        for group in self._groups(children):
             try:
-                os.killpg(group, linux.SIGKILL)
+                os.killpg(group, number)
             except OSError:  # gone, or another user's
                 continue
         for pid, parent in below.items():
             try:
                 with Process(pid, parent=parent) as process:
-                    process.signal(linux.SIGKILL)
+                    process.signal(number)
             except OSError:  # gone, or no descriptor is left
                 continue
-        self._loop.after(PATIENCE, self.kill_below)
 
     def _groups(self, children: Iterable[int]) -> set[int]:
         """The process groups of children in sessions of their own: their members were all started below us."""
