@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 """The environment variable that names a worker's error file."""
 
+DEBUG_SUFFIX = ".debug."
+"""Between the name of the error file and a pid: the socket at which that process is debugged while it stands."""
+
 POST_MORTEM_ENV = "PHALANX_POST_MORTEM"
 """The environment variable that has a worker stand where it has raised the exception that ends it: 1."""
 

@@ -22,7 +22,7 @@ import click
 from phalanx._base import clock, files
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
-from phalanx._engine.worker.debug_socket import SUFFIX, Lines, by_folder, encode, peer
+from phalanx._engine.worker.debug_socket import Lines, by_folder, encode, peer
 from phalanx._evidence import error_file, recording
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import Whole, live_run, run_argument
@@ -119,7 +119,7 @@ class _Stop:
                     return ""
             finally:
                 os.close(pidfd)
-        path = self.path.rpartition(SUFFIX)[0]
+        path = self.path.rpartition(error_file.DEBUG_SUFFIX)[0]
         left = recording.read_exit(path, self.pid)
         data, _ = error_file.read_error_file(path)
         why = error_file.message_of(data) if error_file.written_by(data) == self.pid else ""
@@ -191,7 +191,11 @@ def _sockets(found: RunDir) -> Iterator[tuple[str, int]]:
         for rank in attempt.ranks:
             folder = os.path.join(found.path, f"attempt_{attempt.number}", str(rank.local_rank))
             with contextlib.suppress(OSError):
-                yield from ((os.path.join(folder, name), rank.rank) for name in os.listdir(folder) if SUFFIX in name)
+                yield from (
+                    (os.path.join(folder, name), rank.rank)
+                    for name in os.listdir(folder)
+                    if error_file.DEBUG_SUFFIX in name
+                )
 
 
 def _reached(sockets: Any, owner: int, held: contextlib.ExitStack) -> Iterator[_Stop]:

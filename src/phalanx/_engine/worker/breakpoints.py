@@ -7,15 +7,15 @@ connection. A worker loads this module when it stops for the first time, in what
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import threading
-import time
 
 from phalanx._base import std_streams
-from phalanx._engine.worker.debug_socket import SUFFIX, Server, Standing
+from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
-from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, ERROR_FILE_ENV
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _TIMEOUT = 3600.0
 _LOCK = "post-mortem.lock"  # in the attempt's folder: held by the rank that stands after its failure
 _OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
-_NS = 1_000_000_000
-_ATTACHED = 1 << 60  # nanoseconds that the deadline of a rank is away to which somebody is attached: 36 years
 
 
 def _take_seat() -> Any:
@@ -77,7 +75,7 @@ class _Stop:
         with self._lock:
             first = not self._threads
             self._threads.add(threading.get_ident())
-            if first and not self._rest(at) and server is not None:
+            if first and not self._rest("" if server is None else at) and server is not None:
                 rank = f"rank {_rank()}" if _rank() else f"process {os.getpid()}"
                 std_streams.write_stderr(f"phalanx: {rank} stopped at {at}: phalanx debug {server.path}\n")
 
@@ -93,27 +91,20 @@ class _Stop:
         """Note whether somebody is attached: a session is no hang, however long."""
         with self._lock:
             self._is_attached = there
-            self._set_deadline()
+            if self._slot:
+                self._seat.attach(self._slot, attached=there, seconds=self._seconds)
 
     def _rest(self, at: str) -> bool:
-        """Have the timers rest. Returns False where nobody watches any."""
+        """Have the timers rest; "": a person at a terminal has them. Returns False where nobody watches any."""
         try:
             if self._seat is None:
                 self._seat = _take_seat()
-            self._slot = self._seat.stand(at, self._seconds)
+            self._slot = self._seat.stand(at, self._seconds if at else math.inf)
         except Exception:  # noqa: BLE001 - there are none, or they have gone; or an old Python cannot load the module
             return False
-        self._set_deadline()
+        if self._is_attached:
+            self._seat.attach(self._slot)
         return True
-
-    def _set_deadline(self) -> None:
-        if self._slot:
-            span = _ATTACHED if self._is_attached else int(min(self._seconds * _NS, _ATTACHED))
-            self._seat.words[self._slot] = time.monotonic_ns() + span
-            try:
-                self._seat.wake_watcher()
-            except RuntimeError:  # nobody watches any more
-                pass
 
 
 _stop = _Stop()
@@ -140,7 +131,7 @@ def _open() -> Server | None:
     why = f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket"
     try:
         if path:
-            _server = Server(f"{path}{SUFFIX}{os.getpid()}", _rank(), _stop.attached)
+            _server = Server(f"{path}{DEBUG_SUFFIX}{os.getpid()}", _rank(), _stop.attached)
     except OSError as error:
         why = error.strerror or str(error)
     if _server is None:

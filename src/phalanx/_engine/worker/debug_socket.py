@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-SUFFIX = ".debug."
-"""What stands in a socket's name between that of the error file and the pid."""
-
 LONGEST_LINE = 1 << 16
 """Bytes of a message of a client."""
 
