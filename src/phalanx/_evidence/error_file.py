@@ -327,6 +327,11 @@ def remove_timer_evidence(path: str) -> None:
         pass
 
 
+def is_of_run(path: str) -> bool:
+    """Whether an error file is in the folder of a run that has a record: `phalanx` finds such a one. Never raises."""
+    return os.path.exists(os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(path))), "run.json"))
+
+
 def may_write(path: str) -> bool:
     """Whether a path has nothing at it, or an error file of any writer. Never raises."""
     data, problem = read_error_file(path)

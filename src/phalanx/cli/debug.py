@@ -7,7 +7,6 @@ Owns which rank is meant, and what a person types and reads. The rank's end, and
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import shlex
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 _LONGEST_MESSAGE = 16 << 20  # of a rank: its output is bounded, see `debug_socket.MOST_OUTPUT`
 _ANSWERS_WITHIN = 5.0  # seconds in which a rank says what it is, or completes a word, and in which it ends
+_CHECKS_EVERY = 0.25  # seconds in which a prompt notices that the rank has ended
 _STEPS_WITHIN = 10.0  # seconds that `--all` waits for the end of a step
 _DELIMITERS = " \t\n`@#%^&*()=+[{]}\\|;:'\",<>?"  # of words that are completed, as in pdb
 _CHUNK = 1 << 16
@@ -43,6 +43,10 @@ _CHUNK = 1 << 16
 
 class _GoneError(Exception):
     """The rank has closed the connection."""
+
+
+class _LeftError(Exception):
+    """The person leaves the rank as it is."""
 
 
 class _Stop:
@@ -103,12 +107,9 @@ class _Stop:
         return self._messages
 
     def is_gone(self) -> bool:
-        try:
-            return not self.link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        poll = select.poll()
+        poll.register(self.link, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def end(self) -> str:
         """How the rank has ended, in words; "": it has not."""
@@ -146,9 +147,9 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
 
     A rank stands at breakpoint(), or after an exception under phalanx run --post-mortem, until it is told to go on. The
     prompt is that of pdb: h lists its commands. Ctrl-D leaves the rank as it stands, and so does the end of the
-    commands; Ctrl-C interrupts a command. After c you see the rank again when it next stops; Ctrl-C leaves it then. q
-    ends the rank. RUN is as for phalanx stack, or the path of a socket that a rank has named. The ranks of another
-    machine are reached there. The exit code is 1 if no rank stands.
+    commands. Ctrl-C interrupts a command; a second one leaves. After c you see the rank again when it next stops, and
+    Ctrl-C leaves it. q ends the rank. RUN is as for phalanx stack, or the path of a socket that a rank has named. The
+    ranks of another machine are reached there. The exit code is 1 if no rank stands.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     if rank is not None and command is not None:
         raise click.UsageError("--rank and --all exclude each other")
@@ -303,6 +304,9 @@ def _attach(stop: _Stop, command: str) -> None:
         stop.send(attach=True)
         while session.goes_on():
             pass
+    except _LeftError:
+        click.echo()
+        session.say(f"runs; when it stands again: {session.back}")
     except _GoneError:
         session.say(stop.end() or f"has closed the connection; come back: {session.back}")
 
@@ -317,21 +321,17 @@ class _Session:
         self._read = self._typed.read if self._typed else _read_line
         self._next: str | None = None  # a line of a file that was read before its prompt
         self._runs = False
+        self._interrupts = 0  # Ctrl-C, since the rank has sent anything
+        if self._typed is not None:
+            signal.signal(signal.SIGINT, self._interrupt)
 
     def say(self, text: str) -> None:
         click.echo(printable(f"phalanx: {self._stop.name} {text}"), err=True)
 
     def goes_on(self) -> bool:
         """Handle what comes next. Returns False when the person leaves. Raises _GoneError."""
-        try:
-            message = self._stop.receive()
-        except KeyboardInterrupt:
-            if not self._runs:
-                self._stop.send(interrupt=True)
-                return True
-            click.echo()
-            self.say(f"runs; when it stands again: {self.back}")
-            return False
+        message = self._stop.receive()
+        self._interrupts = 0
         if "end" in message:
             raise click.ClickException(f"{self._stop.name}: {message['end']}")
         if "out" in message:
@@ -343,6 +343,15 @@ class _Session:
             self._runs = False
             return self._answers(str(message["prompt"]))
         return True
+
+    def _interrupt(self, *_signal: object) -> None:
+        assert self._typed is not None
+        if self._typed.at_prompt:
+            raise KeyboardInterrupt
+        if self._runs or self._interrupts:
+            raise _LeftError
+        self._interrupts += 1
+        self._stop.send(interrupt=True)
 
     def _waits(self) -> bool:
         """Whether somebody is there for the next stop of a rank that goes on."""
@@ -357,6 +366,8 @@ class _Session:
         if line is None:
             line = self._read(_shown(prompt))
         if line is None:
+            if self._stop.is_gone():
+                raise _GoneError
             self.say(f"stands on; come back: {self.back}")
             return False
         self._stop.send(line=line)
@@ -377,26 +388,27 @@ class _Typed:
     def __init__(self, stop: _Stop) -> None:
         import readline
 
+        self.at_prompt = False
         self._stop = stop
         self._readline = readline
         self._matches: list[str] = []
         readline.set_completer(self._complete)
         readline.set_completer_delims(_DELIMITERS)
         readline.parse_and_bind("tab: complete")
-        signal.signal(signal.SIGIO, self._check)
-        fcntl.fcntl(stop.link, fcntl.F_SETOWN, os.getpid())
+        signal.signal(signal.SIGALRM, self._check)
 
     def read(self, prompt: str) -> str | None:
         """Return a line; None for Ctrl-D. Raises _GoneError, as soon as the rank has ended."""
-        flags = fcntl.fcntl(self._stop.link, fcntl.F_GETFL)
-        fcntl.fcntl(self._stop.link, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, see `_check`
+        signal.setitimer(signal.ITIMER_REAL, _CHECKS_EVERY, _CHECKS_EVERY)  # readline waits for the terminal alone
         try:
-            self._check()
             while True:
                 try:
+                    self.at_prompt = True
                     return input(prompt)
                 except KeyboardInterrupt:
                     click.echo()
+                finally:
+                    self.at_prompt = False
         except EOFError:
             click.echo()
             return None
@@ -404,7 +416,7 @@ class _Typed:
             click.echo()
             raise
         finally:
-            fcntl.fcntl(self._stop.link, fcntl.F_SETFL, flags)
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _check(self, *_signal: object) -> None:
         if self._stop.is_gone():

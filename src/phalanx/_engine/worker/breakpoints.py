@@ -15,7 +15,7 @@ import threading
 from phalanx._base import std_streams
 from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
-from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -75,7 +75,10 @@ class _Stop:
         with self._lock:
             first = not self._threads
             self._threads.add(threading.get_ident())
-            if first and not self._rest("" if server is None else at) and server is not None:
+            if not first:
+                return
+            is_watched = self._rest("" if server is None else at)
+            if server is not None and not (is_watched and is_of_run(server.path)):  # else the launcher writes it
                 rank = f"rank {_rank()}" if _rank() else f"process {os.getpid()}"
                 std_streams.write_stderr(f"phalanx: {rank} stopped at {at}: phalanx debug {server.path}\n")
 
