@@ -24,10 +24,10 @@ class Asks(Story):
         self.told: list[Found] = []
 
     def ask(self, what: str = STACKS) -> list[life.Effect]:
-        return self._take(self.node.ask(what, self.told.append, self.now))
+        return self.take(self.node.ask(what, self.told.append, self.now))
 
     def answered(self, answer: Any, data: bytes = b"here") -> list[life.Effect]:
-        return self._take(self.node.has_answered(answer.names, data, self.now))
+        return self.take(self.node.has_answered(answer.names, data, self.now))
 
     def answers(self, name: str, node: str, data: bytes) -> list[life.Effect]:
         self.revision += 1
@@ -273,7 +273,7 @@ def test_no_more_than_some_are_asked_at_a_time() -> None:
     assert answered == [(DO, (f"a.{UNDER_WAY + 1}",))]
 
 
-def test_between_two_attempts_the_nodes_of_the_last_one_are_asked() -> None:
+def test_between_attempts_the_nodes_of_the_last_are_asked() -> None:
     story = Asks()
     story.enter().writes("job/state", records.Job(0, "forming", 2, 2))
     assert only(life.Answered, story.ask(DO)).found == Found(None, {}, "no attempt of the job runs now")
