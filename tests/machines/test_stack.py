@@ -122,10 +122,10 @@ def test_where_the_ranks_of_all_hosts_are(tmp_path: Path, hosts: Hosts) -> None:
         os.kill(agents[1].launcher(), signal.SIGCONT)
         ask(one, [2], everywhere(one, "h2"))
 
-        assert len([*tmp_path.rglob("stack.sock")]) == len(agents)
+        assert len([*tmp_path.rglob("control.sock")]) == len(agents)
         os.kill(agents[2].launcher(), signal.SIGINT)
         assert [agent.end() for agent in agents] == [130] * 3
-        assert [*tmp_path.rglob("stack.sock")] == []
+        assert [*tmp_path.rglob("control.sock")] == []
     finally:
         one.close()
 

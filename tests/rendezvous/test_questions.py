@@ -6,9 +6,7 @@ import json
 from typing import Any
 
 from phalanx._rendezvous import life, questions, records
-from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.questions import INTERVAL, MOST_ANSWER, PATIENCE, STACKS, STATUS, UNDER_WAY
-from phalanx._rendezvous.records import MOST_QUESTION, Stop, Verdict, replace
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
@@ -21,13 +19,13 @@ class Asks(Story):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.told: list[Found] = []
+        self.told: list[life.Found] = []
 
     def ask(self, what: str = STACKS) -> list[life.Effect]:
-        return self._take(self.node.ask(what, self.told.append, self.now))
+        return self.take(self.node.ask(what, self.told.append, self.now))
 
     def answered(self, answer: Any, data: bytes = b"here") -> list[life.Effect]:
-        return self._take(self.node.has_answered(answer.names, data, self.now))
+        return self.take(self.node.has_answered(answer.names, data, self.now))
 
     def answers(self, name: str, node: str, data: bytes) -> list[life.Effect]:
         self.revision += 1
@@ -70,20 +68,20 @@ def test_all_answer_and_nothing_is_left() -> None:
     assert story.answers("a.1", "stranger", b"lies") == []
     due = story.answers("a.1", "b", b"there")
     assert kinds(due) == ["Answered", "Unwatch", "Submit"]
-    assert due[0].found == Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
+    assert due[0].found == life.Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
     assert written(story) == ((), REMOVAL)
     story.answer()
     assert story.removes("job/look/a.1") == []
     assert story.node.wake > 1e9
 
 
-def test_who_does_not_answer_is_waited_for_no_longer_than_agreed() -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
     story = Asks().running()
     story.answered(only(life.Answer, story.ask()))
     story.answer()
     assert story.wait(PATIENCE - 0.1) == []
     due = story.wait(0.1)
-    assert only(life.Answered, due).found == Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
+    assert only(life.Answered, due).found == life.Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
     assert story.asked[0].transaction.writes == REMOVAL
     assert story.answers("a.1", "b", b"late") == []
     assert story.answer() == []  # the question is gone: no node can answer any more
@@ -138,7 +136,7 @@ def test_questions_that_are_not_for_this_node_are_not_answered() -> None:
     assert story.writes("job/look/b.2", b"[]") == []
     assert story.writes("job/look/b.3", b'{"node": "b"}') == []
     spare = Asks()
-    spare.enter().writes("job/state", replace(RUNS, members=RUNS.members[:1]))
+    spare.enter().writes("job/state", records.replace(RUNS, members=RUNS.members[:1]))
     assert spare.writes("job/look/b.1", ASKED) == []
     due = spare.ask()
     assert kinds(due) == ["Watch", "Submit"]  # a spare may ask
@@ -149,26 +147,29 @@ def test_questions_that_are_not_for_this_node_are_not_answered() -> None:
 def test_a_generation_that_ends_meanwhile() -> None:
     story = Asks().running()
     story.answered(only(life.Answer, story.ask()))
-    assert kinds(story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))) == ["Heard", "End"]  # they are there
+    assert kinds(story.writes("job/stop/0", records.Stop(0, "failure", "b", "host-b"))) == [
+        "Heard",
+        "End",
+    ]  # they are there
     ends = (records.End(0, "failure", "b", "host-b"),)
-    due = story.writes("job/state", replace(RUNS, generation=1, phase="forming", ends=ends))
-    assert only(life.Answered, due).found == Found(RUNS, {"a": b"here"}, "the attempt has ended meanwhile")
+    due = story.writes("job/state", records.replace(RUNS, generation=1, phase="forming", ends=ends))
+    assert only(life.Answered, due).found == life.Found(RUNS, {"a": b"here"}, "the attempt has ended meanwhile")
     due = story.ask()
-    assert only(life.Answered, due).found == Found(None, {}, "no attempt of the job runs now")
+    assert only(life.Answered, due).found == life.Found(None, {}, "no attempt of the job runs now")
 
 
 def test_a_store_that_is_away() -> None:
     story = Asks().running()
     story.ask()
     due = story.tell(Away("no answer"))
-    assert only(life.Answered, due).found == Found(RUNS, {}, "the store does not answer any more")
-    assert only(life.Answered, story.ask()).found == Found(None, {}, "the store does not answer")
+    assert only(life.Answered, due).found == life.Found(RUNS, {}, "the store does not answer any more")
+    assert only(life.Answered, story.ask()).found == life.Found(None, {}, "the store does not answer")
     assert story.answered(life.Answer(STACKS, 0, 2, ("a.1",))) == []  # too late
     due = story.tell(Back())
     assert only(life.Submit, due).transaction == ((), REMOVAL)
     due = story.tell(Done(only(life.Submit, due).ticket, None, 0))
     assert (due, story.node.wake) == ([], 1.0)
-    assert only(life.Answered, story.ask()).found == Found(None, {}, "the store could not be asked")
+    assert only(life.Answered, story.ask()).found == life.Found(None, {}, "the store could not be asked")
     due = story.wait(1.0)
     assert only(life.Submit, due).transaction == ((), REMOVAL)
     story.tell(Done(only(life.Submit, due).ticket, True, 99))
@@ -193,7 +194,7 @@ def test_nobody_is_told_twice_or_of_too_much() -> None:
 def test_a_job_that_is_over_has_nobody_to_ask() -> None:
     story = Asks().running()
     story.ask()
-    over = replace(RUNS, phase="over", verdict=Verdict("failed"))
+    over = records.replace(RUNS, phase="over", verdict=records.Verdict("failed"))
     due = story.writes("job/state", over)
     assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
 
@@ -273,14 +274,14 @@ def test_no_more_than_some_are_asked_at_a_time() -> None:
     assert answered == [(DO, (f"a.{UNDER_WAY + 1}",))]
 
 
-def test_between_two_attempts_the_nodes_of_the_last_one_are_asked() -> None:
+def test_between_attempts_the_nodes_of_the_last_one_are_asked() -> None:
     story = Asks()
     story.enter().writes("job/state", records.Job(0, "forming", 2, 2))
-    assert only(life.Answered, story.ask(DO)).found == Found(None, {}, "no attempt of the job runs now")
+    assert only(life.Answered, story.ask(DO)).found == life.Found(None, {}, "no attempt of the job runs now")
     story = Asks().running()
     ends = (records.End(0, "failure", "b", "host-b"),)
-    forming = replace(RUNS, generation=1, phase="forming", ends=ends)
-    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))
+    forming = records.replace(RUNS, generation=1, phase="forming", ends=ends)
+    story.writes("job/stop/0", records.Stop(0, "failure", "b", "host-b"))
     story.writes("job/state", forming)
     assert asked(story.writes("job/look/b.1", question("b"))) == []  # of the one before
     assert asked(story.writes("job/look/b.2", question("b", generation=1))) == [(DO, ("b.2",))]
@@ -288,17 +289,17 @@ def test_between_two_attempts_the_nodes_of_the_last_one_are_asked() -> None:
     due = story.ask(DO)
     assert asked(due) == [(DO, ("a.1",))]
     story.answered(only(life.Answer, due), b"{}")
-    assert only(life.Answered, story.answers("a.1", "b", b"{}")).found == Found(forming, {"a": b"{}", "b": b"{}"})
+    assert only(life.Answered, story.answers("a.1", "b", b"{}")).found == life.Found(forming, {"a": b"{}", "b": b"{}"})
     story.ask(DO)
-    due = story.writes("job/state", replace(forming, phase="over", verdict=Verdict("failed")))
+    due = story.writes("job/state", records.replace(forming, phase="over", verdict=records.Verdict("failed")))
     assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
 
 
 def test_what_is_too_long_is_neither_asked_nor_answered() -> None:
     story = Asks().running()
-    due = story.ask("x" * (MOST_QUESTION + 1))
-    assert only(life.Answered, due).found == Found(None, {}, "a question has 4096 characters at most")
-    assert asked(story.writes("job/look/b.1", question("b", "x" * (MOST_QUESTION + 1)))) == []
+    due = story.ask("x" * (records.MOST_QUESTION + 1))
+    assert only(life.Answered, due).found == life.Found(None, {}, "a question has 4096 characters at most")
+    assert asked(story.writes("job/look/b.1", question("b", "x" * (records.MOST_QUESTION + 1)))) == []
     due = story.writes("job/look/b.2", question("b"))
     story.answered(only(life.Answer, due), b"x" * (MOST_ANSWER + 1))
     assert story.asked[-1].transaction.writes[0].value == b'{"why":"what its agent has to answer is too long"}'
@@ -306,7 +307,7 @@ def test_what_is_too_long_is_neither_asked_nor_answered() -> None:
 
 def test_what_the_nodes_answer_is_one_object() -> None:
     answers = {"a": b'{"ranks": [7]}', "b": b"[1]", "c": b'{"a": ' * 100_000, "d": b'{"stacks": []}', "e": b"\xff"}
-    found = json.loads(questions.tell(Found(RUNS, answers, "late")))
+    found = json.loads(questions.tell(life.Found(RUNS, answers, "late")))
     assert (found["generation"], found["why"]) == (0, "late")
     assert [member["host"] for member in found["members"]] == ["host-b", "host-a"]
     answers = found["answers"]
@@ -314,5 +315,5 @@ def test_what_the_nodes_answer_is_one_object() -> None:
     assert answers["b"] == {"why": "what its agent has answered cannot be read: b: Expected `object`, got `array`"}
     assert [set(answers[node]) for node in "cde"] == [{"why"}] * 3
     assert answers["d"]["why"] == "its agent is of an earlier release, and does not know that question"
-    nobody = json.loads(questions.tell(Found(None, {}, "the store does not answer")))
+    nobody = json.loads(questions.tell(life.Found(None, {}, "the store does not answer")))
     assert nobody == {"generation": -1, "members": [], "answers": {}, "why": "the store does not answer"}
