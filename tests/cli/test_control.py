@@ -200,7 +200,7 @@ def test_the_run_of_another_user_is_refused(place: Place, live: Callable[..., tu
     with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # pytest's own is its user's alone
         Path(shared).chmod(0o755)
         place.logs = Path(shared) / "logs"
-        _, pids = live("--log-mode", "755")
+        launcher, pids = live("--log-mode", "755")
         (run,) = place.logs.iterdir()
         drop = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
         done = place.program(*drop, sys.executable, "-m", "phalanx", "stop", "--log-dir", place.logs, run.name)
@@ -208,6 +208,7 @@ def test_the_run_of_another_user_is_refused(place: Place, live: Callable[..., tu
         assert "it belongs to user root: only that user, and root, can ask its launcher" in done.err
         assert all(map(alive, pids))
         phalanx.attach(log_dir=str(place.logs)).stop()
+        launcher.end()
         assert not wait_gone(pids)
 
 
