@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from phalanx._rendezvous import life, questions, records
 from phalanx._rendezvous.questions import INTERVAL, MOST_ANSWER, PATIENCE, STACKS, STATUS, UNDER_WAY
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
@@ -215,9 +217,12 @@ def asked(due: list[life.Effect]) -> list[tuple[str, tuple[str, ...]]]:
 
 def test_each_is_answered_by_itself_and_at_once() -> None:
     story = Asks().running()
-    due = story.writes("job/look/b.1", question("b")) + story.writes("job/look/b.2", question("b"))
-    assert asked(due) == [(DO, ("b.1",)), (DO, ("b.2",))]  # the same, twice
+    story.writes("job/look/b.1", question("b"))
+    created = story.created["job/look/b.1"]
+    assert written(story) == ((Created("job/look/b.1", created),), (Put("looks/b.1/a", b"", OWN),))  # it begins
+    story.writes("job/look/b.2", question("b"))
     assert story.writes("job/look/b.1", question("b")) == []  # it is the same one
+    assert asked(story.answer() + story.answer()) == [(DO, ("b.1",)), (DO, ("b.2",))]  # the same, twice
     due = story.writes("job/look/c.1", ASKED)
     assert asked(due) == [(STACKS, ("c.1",))]
     assert asked(story.writes("job/look/c.2", question("c", STATUS))) == [(STATUS, ("c.2",))]  # no `INTERVAL`
@@ -231,23 +236,40 @@ def test_each_is_answered_by_itself_and_at_once() -> None:
 
 def test_no_more_than_some_are_answered_at_a_time() -> None:
     story = Asks().running()
-    due: list[life.Effect] = []
     for number in range(UNDER_WAY + 2):
-        due += story.writes(f"job/look/b.{number}", question("b", f"{number}"))
-    assert [what for what, _ in asked(due)] == [str(number) for number in range(UNDER_WAY)]
-    assert asked(story.removes("job/look/b.3")) == [("8", ("b.8",))]  # who has asked it waits no more
-    assert asked(story.removes("job/look/b.9")) == []
-    assert asked(story.answered(life.Answer("0", 0, 2, ("b.0",)))) == []
+        story.writes(f"job/look/b.{number}", question("b", f"{number}"))
+    begun = [one for _ in range(UNDER_WAY) for one in asked(story.answer())]
+    assert [what for what, _ in begun] == [str(number) for number in range(UNDER_WAY)]
+    assert story.asked == []
+    story.removes("job/look/b.3")  # who has asked it waits no more
+    assert asked(story.answer()) == [("8", ("b.8",))]
+    story.removes("job/look/b.9")
+    story.answered(life.Answer("0", 0, 2, ("b.0",)))
+    assert [put.key for one in story.asked for put in one.transaction.writes] == ["looks/b.0/a"]
+
+
+@pytest.mark.parametrize("made", [False, None])
+def test_what_nobody_waits_for_is_not_done(made: bool | None) -> None:
+    story = Asks().running()
+    story.writes("job/look/b.1", question("b"))
+    assert asked(story.answer(made)) == []
+    assert asked(story.writes("job/look/b.1", question("b"))) == []
+    asker = Asks().running()
+    asker.ask(DO)
+    asker.answered(life.Answer(DO, 0, 2, ("a.1",)), b"{}")
+    assert asker.answers("a.1", "b", b"") == []  # it has only begun
+    assert kinds(asker.answers("a.1", "b", b"{}")) == ["Answered", "Unwatch", "Submit"]
 
 
 def test_a_question_that_comes_late_again_is_not_answered_again() -> None:
     story = Asks().running()
-    late = story.writes("job/look/b.1", question("b"))
-    assert len(asked(late)) == 1
+    story.writes("job/look/b.1", question("b"))
     entry = Entry("job/look/b.1", question("b"), story.revision, story.revision)
+    assert len(asked(story.answer())) == 1
     story.removes("job/look/b.1")
     story.tell(Snapshot("job/", story.revision + 1, ()))
-    assert asked(story.tell(Changed("job/", entry.modified, (entry,), ()))) == []
+    story.tell(Changed("job/", entry.modified, (entry,), ()))
+    assert story.asked == []
 
 
 def test_those_who_ask_how_the_ranks_are_share_an_answer() -> None:
@@ -283,8 +305,11 @@ def test_between_attempts_the_nodes_of_the_last_one_are_asked() -> None:
     forming = records.replace(RUNS, generation=1, phase="forming", ends=ends)
     story.writes("job/stop/0", records.Stop(0, "failure", "b", "host-b"))
     story.writes("job/state", forming)
-    assert asked(story.writes("job/look/b.1", question("b"))) == []  # of the one before
-    assert asked(story.writes("job/look/b.2", question("b", generation=1))) == [(DO, ("b.2",))]
+    story.asked.clear()
+    story.writes("job/look/b.1", question("b"))  # of the one before
+    assert story.asked == []
+    story.writes("job/look/b.2", question("b", generation=1))
+    assert asked(story.answer()) == [(DO, ("b.2",))]
     assert asked(story.writes("job/look/b.3", question("b", STACKS, 1))) == []
     due = story.ask(DO)
     assert asked(due) == [(DO, ("a.1",))]
@@ -300,8 +325,8 @@ def test_what_is_too_long_is_neither_asked_nor_answered() -> None:
     due = story.ask("x" * (records.MOST_QUESTION + 1))
     assert only(life.Answered, due).found == life.Found(None, {}, "a question has 4096 characters at most")
     assert asked(story.writes("job/look/b.1", question("b", "x" * (records.MOST_QUESTION + 1)))) == []
-    due = story.writes("job/look/b.2", question("b"))
-    story.answered(only(life.Answer, due), b"x" * (MOST_ANSWER + 1))
+    story.writes("job/look/b.2", question("b"))
+    story.answered(only(life.Answer, story.answer()), b"x" * (MOST_ANSWER + 1))
     assert story.asked[-1].transaction.writes[0].value == b'{"why":"what its agent has to answer is too long"}'
 
 
