@@ -115,7 +115,7 @@ def test_where_the_ranks_of_all_hosts_are(tmp_path: Path, hosts: Hosts) -> None:
         why = "its agent has not answered within 5.0s"
         rest = rf"4 of 6 ranks are in all_reduce \(.*\); ranks 2-3 on host h2 show no Python stack \({why}\)\n"
         ask(one, [1], rf"{rest}.*\nranks 2-3 on host h2: no Python stack: {why}\n")
-        alone = "phalanx: these are the ranks of this machine alone: its agent has not answered within 3 s\n"
+        alone = "phalanx: these are the ranks of this machine alone: its launcher has not answered within 3 s\n"
         out, err = on_its_own.answer()
         shown = " ".join(re.findall(r"(?m)^ranks? ([\d, -]+):", out))
         assert (set(re.findall(r"\d+", shown)), err) == ({"2", "3"}, alone)
