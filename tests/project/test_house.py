@@ -98,7 +98,7 @@ PLACES = {
         )
     },
     "re2": {"src/phalanx/_logs/search.py"},
-    "rich": {"src/phalanx/cli/runs.py"},
+    "rich": {f"src/phalanx/cli/{name}.py" for name in ("runs", "status", "top")},
 }
 """Libraries with a use for each of a few modules, and these."""
 

@@ -91,7 +91,7 @@ class JobNode:
         typed = None if plan.meeting.is_scheduled else command_line(asked.argv, program, os.environ, vars(config))
         team = MachineTeam(
             me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-            observers=plan.observers(services),
+            status=plan.status, observers=plan.observers(),
             where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
             typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
             signals=config.signals_to_handle, asked=asked, check=check,

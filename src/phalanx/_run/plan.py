@@ -17,6 +17,7 @@ from typing import Any
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, POST_MORTEM_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared
 from phalanx._placement import devices, topology
@@ -27,6 +28,7 @@ from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._run.config import GONE, RunError, colours_of_workers, console_specs, is_here_gone
 from phalanx._run.logs import bounds_given, make_logs, umask_notes
 from phalanx._run.meeting import meet
+from phalanx._run.status import RunStatus
 from phalanx._run.stdin import Stdin
 from phalanx._run.worker_env import OF_PART, worker_env
 from phalanx._timers.specs import TimerSpecs
@@ -92,6 +94,7 @@ class RunPlan:
         streams = redirects or Std.NONE, tee or Std.NONE, local_ranks
         self.meeting = meet(config)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.status = RunStatus(self.run_id, policy.max_restarts)
         self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
         self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
@@ -195,18 +198,13 @@ class RunPlan:
 
         until_end.enter_context(log_shown())
         try:
-            return until_end.enter_context(Services(self.health_address, self.run_id, self.policy.max_restarts))
+            return until_end.enter_context(Services(self.health_address, self.status))
         except OSError as error:
             raise RunError(error.strerror or str(error)) from None
 
-    def observers(self, services: Services | None) -> dict[str, Observer]:
-        """Return who takes the events of the run, beside its record."""
-        observers: dict[str, Observer] = {}
-        if services is not None and self.health_address is not None:
-            observers["phalanx-health"] = services.observe
-        if self.events is not None:
-            observers["phalanx-status"] = self.events
-        return observers
+    def observers(self) -> dict[str, Observer]:
+        """Return who takes the events of the run, beside its record and its status."""
+        return {} if self.events is None else {"phalanx-status": self.events}
 
     def node_check(self) -> NodeCheck | None:
         """Return what this machine has to pass before each attempt; None: nothing."""
@@ -257,6 +255,10 @@ class RunPlan:
         shows = config.tee or (config.tee is None and config.redirects is None)
         colours = colours_of_workers(self.console, config.env) if shows and not config.no_force_color else {}
         same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **colours, **variables}
+        if config.post_mortem:
+            same[POST_MORTEM_ENV] = "1"
+        if config.breakpoint_timeout is not None:
+            same[BREAKPOINT_TIMEOUT_ENV] = str(config.breakpoint_timeout)
         return {
             rank: worker_env(
                 first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,

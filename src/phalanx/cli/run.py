@@ -193,8 +193,8 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     until_end.callback(groups.close)
     config = plan.config
     team = RunTeam(
-        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=plan.observers(services),
-        signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
+        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, status=plan.status,
+        observers=plan.observers(), signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
 
     def stop(number: signal.Signals) -> None:
