@@ -225,7 +225,7 @@ def test_a_folder_that_takes_no_socket_is_reported(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path)
     until(lambda: launcher.warned)
     assert launcher.warned == [
-        f"phalanx status, stop and the like cannot reach this run: {control_socket.NAME}: [Errno 98] Address already in use"
+        "phalanx status, stop and the like cannot reach this run: control.sock: [Errno 98] Address already in use"
     ]
     launcher.socket.close()
     assert (tmp_path / control_socket.NAME).read_text() == "somebody's"

@@ -316,7 +316,7 @@ def test_a_failure_goes_before_a_generation_that_is_asked_for() -> None:
     assert records.write(failure) in [put.value for one in story.asked for put in one.transaction.writes]
 
 
-def test_the_end_of_an_earlier_jobs_generation_is_not_read() -> None:
+def test_the_end_of_an_earlier_job_is_not_read() -> None:
     story = Story().enter()
     story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert kinds(story.writes("job/state", RUNS)) == ["Heard", "Start"]
