@@ -10,9 +10,9 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
-import sys
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
