@@ -92,6 +92,7 @@ class Steady:
         ),
         (r'"/[^" ]*/lib/python3\.\d+/([^"]*)", line \d+', r'"/usr/lib/python3.12/\1", line 525'),
         (r"(?m)^(    .*\S +)(threading)\.py:\d+$", r"\1\2.py:359"),
+        (r"\buser \S+, pid", "user ada, pid"),
         (r"\b[\d.]+m?s over", "2ms over"),
         (r"\b[\d.]+m?s old", "1.1s old"),
         (r"(failed|succeeded,|\d\d) after [\d.]+m?s", r"\1 after 2.1s"),

@@ -2,8 +2,9 @@
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
 `phalanx.spawn`, `phalanx.launcher`, `phalanx.agent`, `phalanx.rendezvous`, `phalanx.timer`, `phalanx.metrics`,
-`phalanx.events`, `phalanx.run`, and the command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop`
-are at hand here, and loaded when they are first used: importing this package alone imports nothing else.
+`phalanx.events`, `phalanx.run`, and the command ``phalanx run``. The modules, `phalanx.attach`, `phalanx.warm` and
+`phalanx.should_stop` are at hand here, and loaded when they are first used: importing this package alone imports
+nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from phalanx import spawn as spawn
     from phalanx import timer as timer
     from phalanx._engine.stop_flag import should_stop
+    from phalanx._run.attached import attach
     from phalanx.multiprocessing import warm
 
 __all__ = [
     "__version__",
     "agent",
+    "attach",
     "errors",
     "events",
     "launcher",
@@ -60,6 +63,10 @@ def __getattr__(name: str) -> "Any":
 
         globals()[name] = should_stop  # from now on it is found without this function
         return should_stop
+    if name == "attach":
+        from phalanx._run.attached import attach
+
+        return attach
     if name in __all__:
         import importlib
 

@@ -34,7 +34,7 @@ LONG = 20 * TIMEOUT
 """An orphan grace that no test waits for."""
 
 LAUNCHER = """
-import os, sys, time
+import os, signal, sys, time
 from phalanx.multiprocessing import DefaultLogsSpecs, Std
 from tests.engine import test_orphan_grace
 from tests.support.helpers import tell
@@ -43,6 +43,7 @@ kind, address, gate, folder, grace, size, forks = sys.argv[1:]
 if __name__ == "__main__":
     specs = DefaultLogsSpecs(folder, redirects=Std.ALL, max_size=int(size) or None)
     with test_orphan_grace.start(kind, address, gate, specs, float(grace)) as group:
+        signal.signal(signal.SIGUSR1, lambda *_: group.pause())
         if int(forks) and not os.fork():
             tell(address, "forked")
             while True:

@@ -82,7 +82,9 @@ class House:
         logs = self._logs / str(len(list(self._logs.iterdir())))
         done = self._run(sys.executable, *launcher, "-m", "phalanx", "run", "-r", 3, "--log-dir", logs, *argv)
         assert done.stdout == b""
-        (rank,) = logs.glob("*/attempt_0/0")
+        ranks = [*logs.glob("*/attempt_0/0")]
+        assert len(ranks) == 1, done
+        rank = ranks[0]
         error = rank / "error.json"
         found = json.loads(error.read_bytes()) if error.exists() else None
         # No stacks: nobody has asked for them.

@@ -70,7 +70,7 @@ KEPT_APART = {
         f"src/phalanx/{name}.py": set[str]()
         for name in (
             *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "entrance", "life", "membership", "node")),
-            *("_rendezvous/store_view", "_run/job_node", "_run/job_run", "_run/job_stacks", "_run/node_team"),
+            *("_rendezvous/store_view", "_run/job_node", "_run/job_run", "_run/control", "_run/node_team"),
             *("_run/node_thread", "_run/node_workers", "_store/hub/server"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
             *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "link")),
@@ -97,7 +97,7 @@ PLACES = {
         )
     },
     "re2": {"src/phalanx/_logs/search.py"},
-    "rich": {"src/phalanx/cli/runs.py"},
+    "rich": {f"src/phalanx/cli/{name}.py" for name in ("runs", "status", "top")},
 }
 """Libraries with a use for each of a few modules, and these."""
 

@@ -7,8 +7,9 @@ Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut 
 and others come; their leases run out while they live; the store is away, or starts again, which one that a node hosts
 does empty, and with earlier revisions; answers are lost though a write was made; what a watch tells comes late, twice,
 or out of order; workers fail, several at once, succeed, and take long to end; somebody presses Ctrl-C, and once more,
-takes a node out, or asks where the ranks are; a node finds that it can start no worker; or is killed while it gives
-its lease back. Each node's end is concluded as `phalanx run` does: its exit code is checked.
+takes a node out, asks for another generation or where the ranks are, or has something done on all nodes; a node finds
+that it can start no worker; or is killed while it gives its lease back. Each node's end is concluded as `phalanx run`
+does: its exit code is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx._rendezvous import conclusion, evidence, life, records
+from phalanx._rendezvous import conclusion, evidence, life, questions, records
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Refusal, Stop, first_rank, replace
 from phalanx._rendezvous.settings import Rules
@@ -50,7 +51,7 @@ AGAIN = 4000.0
 """Seconds after which nodes come for another job of the same id, where what the first was is kept."""
 
 TOLD = 60.0
-"""Seconds after which somebody who asks where the ranks are has been told, though his node is stopped meanwhile."""
+"""Seconds after which somebody who asks all nodes something has an answer, though his node is stopped meanwhile."""
 
 HOSTED, KEEPING = 0.25, 0.2
 """The chances that a node hosts the store; and that what the job was is kept, where none does."""
@@ -92,8 +93,8 @@ class Setting(NamedTuple):
     """Whether what the job was is kept; there is another one of its id then."""
     mixed: float = 0.0
     """The chance that a node has another role, was told another number of nodes or restarts, or runs something else."""
-    looks: int = 0
-    """How many times somebody asks on a node where all ranks are."""
+    questions: int = 0
+    """How many times somebody asks on a node where all ranks are, or to have something done."""
 
 
 class Simulation:
@@ -169,7 +170,7 @@ class Simulation:
         for _ in range(setting.faults):
             self.at(self.random.uniform(0, calm), self._go_wrong)
         self.at(calm, self._calm_down)
-        for _ in range(setting.looks):
+        for _ in range(setting.questions):
             self.at(self.random.uniform(0, calm + setting.lasts), self._ask)
         while self._queue and self.now < END:
             self.now, _, action = heapq.heappop(self._queue)
@@ -240,7 +241,10 @@ class Simulation:
     def _ask(self) -> None:
         live = [node for node in self.nodes if node.is_alive and node.finish is None]
         if live:
-            self.random.choice(live).ask_look()
+            what = self.random.choice([questions.STACKS, questions.STATUS, "do", "restart"])
+            for _ in range(self.random.choice([1, 1, 1, 4, 20])):
+                node = self.random.choice(live)
+                node.restart() if what == "restart" else node.question(what)
 
     def _calm_down(self) -> None:
         """End what has gone wrong; and see that the job has nodes enough."""
@@ -540,7 +544,8 @@ class SimulatedNode:
         self.ran = -1  # that whose workers were started last
         self.finish: life.Finish | None = None
         self.part_of = 0  # the job in which it has started workers: when that was made
-        self.submitted = self.submitted_for_looks = self.looks = 0
+        self.submitted = self.submitted_for_questions = self.questions = 0
+        self.done: set[str] = set()  # of what it was asked
         self.leased = self.started = simulation.now  # since when it has its lease, and its workers
         self.has_lease = True
         self.heard = simulation.now  # when the store has heard of it last
@@ -651,7 +656,7 @@ class SimulatedNode:
         simulation = self._simulation
         self.submitted += 1
         keys = [write.key for write in effect.transaction.writes]
-        self.submitted_for_looks += any(key.startswith((records.LOOK, records.LOOKS)) for key in keys)
+        self.submitted_for_questions += any(key.startswith((records.QUESTION, records.ANSWERS)) for key in keys)
         self._recent = [moment for moment in self._recent if moment > simulation.now - 1] + [simulation.now]
         if len(self._recent) > MOST_REQUESTS:
             raise BrokenError(f"{self.name} asks the store for {len(self._recent)} things within a second")
@@ -720,36 +725,54 @@ class SimulatedNode:
                 self._snapshot(effect.prefix)
         elif isinstance(effect, life.Unwatch):
             self._watches.pop(effect.prefix, None)
-        elif isinstance(effect, life.Look):
-            self._later(partial(self._have_looked, effect), self._simulation.random.uniform(0, 2))
-        elif isinstance(effect, life.Looked):
+        elif isinstance(effect, life.Answer):
+            self._answer(effect)
+        elif isinstance(effect, life.Answered):
             effect.tell(effect.found)
 
-    def _have_looked(self, look: life.Look) -> None:
-        if self.is_alive and self.finish is None:
-            self.do(self.node.has_looked(look.looks, self.name.encode(), self._simulation.now))
+    def _answer(self, asked: life.Answer) -> None:
+        """Do what is asked, once; and answer in a while."""
+        if asked.what.startswith("do "):
+            if asked.what in self.done:
+                raise BrokenError(f"{self.name} does once more what it has done: {asked.what}")
+            self.done.add(asked.what)
+            self._simulation.tell(f"{self.name}: {asked.what}")
+        span = self._simulation.random.uniform(0, 2)
+        self._later(partial(self._has_answered, asked, f"{self.name} {asked.what}".encode()), span)
 
-    def ask_look(self) -> None:
-        """Have somebody ask where all ranks are; and see that he is told once, and what the nodes have said."""
+    def _has_answered(self, asked: life.Answer, data: bytes) -> None:
+        if self.is_alive and self.finish is None:
+            self.do(self.node.has_answered(asked.names, data, self._simulation.now))
+
+    def question(self, what: str = questions.STACKS) -> None:
+        """Have somebody ask all nodes; and see that he has an answer once, and what the nodes have answered."""
         told: list[life.Found] = []
+        if what == "do":
+            what = f"do {self.name} {self.questions}"
 
         def tell(found: life.Found) -> None:
             told.append(found)
-            wrong = [node for node, data in found.answers.items() if data != node.encode()]
+            wrong = [node for node, data in found.answers.items() if data != f"{node} {what}".encode()]
             if len(told) > 1 or wrong or (found.job is not None and not set(found.answers) <= set(found.job.ids)):
-                raise BrokenError(f"{self.name}: who has asked where the ranks are is told {told}")
+                raise BrokenError(f"{self.name}: who has asked {what} has {told}")
             if found.job is not None and bool(found.why) == (set(found.answers) == set(found.job.ids)):
                 raise BrokenError(f"{self.name}: {found.why!r} is said, and {list(found.answers)} have answered")
 
         def check() -> None:
             if self.is_alive and self.finish is None and not told:
-                raise BrokenError(f"{self.name}: who has asked where the ranks are is not told")
+                raise BrokenError(f"{self.name}: who has asked {what} has no answer")
 
         if not self._is_stopped:
-            self._simulation.tell(f"{self.name} is asked where the ranks are")
-            self.looks += 1
-            self.do(self.node.ask_look(tell, self._simulation.now))
+            self._simulation.tell(f"{self.name} is asked {what}")
+            self.questions += 1
+            self.do(self.node.ask(what, tell, self._simulation.now))
             self._later(check, TOLD)
+
+    def restart(self) -> None:
+        """Have somebody ask for another generation."""
+        if not self._is_stopped:
+            self._simulation.tell(f"{self.name}: another generation is asked for")
+            self.do(self.node.ask_restart("asked", self._simulation.now))
 
     def _tick(self) -> None:
         if self.is_alive and self.finish is None and self.node.wake <= self._simulation.now:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from phalanx._group.restart_policy import AttemptEnd
-from phalanx._rendezvous import life, stack_report
+from phalanx._rendezvous import life, questions, stack_report
 from phalanx._rendezvous.life import Found
 from phalanx._run.job_run import JobRun, NodeTeam
 from phalanx._run.runner import Runner
@@ -57,29 +57,33 @@ def test_what_the_store_has_told_meanwhile_is_told_at_once_and_in_order() -> Non
     assert it.said == [None, "no answer"]
 
 
-class Looks(Told):
-    """A node that has its workers looked at as somebody asks, and tells what was seen; a team that shows no stacks."""
+class Asks(Told):
+    """A node that has its team answer what somebody asks, and returns the answer; a team that knows no question."""
 
-    def look(self, generation: int, nodes: int, then: Any) -> None:
-        NodeTeam.look(cast("Any", self), generation, nodes, then)
+    def answer(self, what: str, generation: int, nodes: int, then: Any) -> None:
+        NodeTeam.answer(cast("Any", self), what, generation, nodes, then)
 
-    def ask_look(self, tell: Any, _now: float) -> list[Effect]:
+    def ask(self, what: str, tell: Any, _now: float) -> list[Effect]:
         self.tell = tell
-        return [life.Look(0, 2, ("a.1", "b.7"))]
+        return [life.Answer(what, 0, 2, ("a.1", "b.7"))]
 
-    def has_looked(self, looks: tuple[str, ...], data: bytes, _now: float) -> list[Effect]:
-        assert looks == ("a.1", "b.7")
-        return [life.Looked(self.tell, Found(None, {"a": data}))]
+    def has_answered(self, names: tuple[str, ...], data: bytes, _now: float) -> list[Effect]:
+        assert names == ("a.1", "b.7")
+        return [life.Answered(self.tell, Found(None, {"a": data}))]
 
 
-def test_an_agent_that_shows_no_stacks_says_so() -> None:
-    it, found = Looks(), list[Found]()
-    run, runner = carried(it)
-    run.ask_look(found.append)
-    while runner._step() is None:
-        pass
-    (told,) = found
-    assert stack_report.read(told.answers["a"]).why == "its agent is a program that shows no stacks"
+def test_an_agent_that_does_not_know_a_question_answers_that() -> None:
+    for what, why in (
+        (questions.STACKS, "its agent is a program that shows no stacks"),
+        ("signal", "its agent does not know that question"),
+    ):
+        it, found = Asks(), list[Found]()
+        run, runner = carried(it)
+        run.ask(what, found.append)
+        while runner._step() is None:
+            pass
+        (told,) = found
+        assert stack_report.read(told.answers["a"]).why == why
 
 
 class Starts(Told):

@@ -289,6 +289,39 @@ def test_ctrl_c_ends_the_workers_at_once_though_the_store_is_away() -> None:
     assert kinds(due) == ["Finish"]
 
 
+def test_another_generation_is_asked_for() -> None:
+    story = Story().enter()
+    assert kinds(story._take(story.node.ask_restart("asked", story.now))) == []  # nothing runs
+    story.writes("job/state", RUNS)
+    story._take(story.node.ask_restart("asked", story.now))
+    put = story.asked[-1].transaction.writes[0]
+    told = records.read(Stop, Entry(put.key, put.value, 1, 1))
+    assert (told.kind, told.error) == ("grow", "asked, on host host-a")
+    due = story.writes("job/stop/0", put.value)
+    assert due == [life.Heard(told), life.End(told)]
+    spare = Story().enter()
+    spare.writes("job/state", replace(RUNS, generation=3, members=MEMBERS[1:], ends=ENDS))
+    spare._take(spare.node.ask_restart("asked", spare.now))
+    assert spare.asked[-1].transaction.writes[0].key == "job/stop/3"
+
+
+def test_a_failure_goes_before_a_generation_that_is_asked_for() -> None:
+    story = Story().run()
+    story.asked.clear()
+    story.tell(Away("no answer"))
+    story._take(story.node.ask_restart("asked", story.now))
+    failure = Stop(0, "failure", "a", "host-a", "exit code 1", 0, 1)
+    story._take(story.node.workers_failed(failure, story.now))
+    story.tell(Back())
+    assert records.write(failure) in [put.value for one in story.asked for put in one.transaction.writes]
+
+
+def test_why_a_generation_of_an_earlier_job_has_ended_is_not_read() -> None:
+    story = Story().enter()
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert kinds(story.writes("job/state", RUNS)) == ["Heard", "Start"]
+
+
 @pytest.mark.parametrize("away", [True, False])
 def test_nobody_waits_for_ever(away: bool) -> None:
     story = Story().enter()

@@ -52,25 +52,25 @@ def test_what_a_node_asks_of_the_store_does_not_depend_on_their_number(nodes: in
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(200, marks=pytest.mark.long)])
-def test_who_asks_where_the_ranks_are_is_told_whatever_happens(first: int) -> None:
+def test_who_asks_all_nodes_has_an_answer_whatever_happens(first: int) -> None:
     count = 0
     for seed in range(first, first + 200):
         try:
-            story = Simulation(setting_of(seed)._replace(looks=12), seed).run()
+            story = Simulation(setting_of(seed)._replace(questions=12), seed).run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        count += sum(node.looks for node in story.nodes)
+        count += sum(node.questions for node in story.nodes)
     assert count > 200
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [4, 64, 256])
-def test_a_look_at_all_ranks_costs_one_write_of_each_node(nodes: int) -> None:
+def test_a_question_costs_one_write_of_each_node(nodes: int) -> None:
     simulation = Simulation(Setting(nodes, nodes, nodes, lasts=400.0), 1)
-    simulation.at(60.0, lambda: simulation.nodes[0].ask_look())  # noqa: PLW0108 - there is none yet
+    simulation.at(60.0, lambda: simulation.nodes[0].question())  # noqa: PLW0108 - there is none yet
     simulation.run()
-    submitted = [node.submitted_for_looks for node in simulation.nodes]
+    submitted = [node.submitted_for_questions for node in simulation.nodes]
     assert submitted == [2, *[1] * (nodes - 1)]  # the question and its removal; an answer of each other node
 
 

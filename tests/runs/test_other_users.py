@@ -29,6 +29,8 @@ from phalanx._runs import catalog, record
 from phalanx._stacks import collect, py_spy, request
 from phalanx.cli.logs import logs
 from phalanx.cli.stack import stack
+from phalanx.cli.status import status
+from phalanx.cli.top import top
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.runs.test_runs import put
 from tests.support.helpers import TIMEOUT
@@ -138,10 +140,11 @@ def test_root_signals_nobody_for_another_users_run(shared: Path, monkeypatch: py
 
 def test_a_user_cannot_ask_another_users_run(shared: Path) -> None:
     folder = forge(shared, os.getpid(), "", uid=NOBODY - 1)
-    with acting_as(NOBODY):
-        done = CliRunner().invoke(stack, ["--log-dir", str(shared), "forged_run"])
-    said = f"forged_run belongs to uid {NOBODY - 1}: only that user, and root, can look at its processes"
-    assert (done.exit_code, said in done.output) == (1, True)
+    said = f"forged_run belongs to uid {NOBODY - 1}: only that user, and root, can reach its processes"
+    for command in (stack, status, top):
+        with acting_as(NOBODY):
+            done = CliRunner().invoke(command, ["--log-dir", str(shared), "forged_run"])
+        assert (done.exit_code, said in done.output) == (1, True)
     assert folder.exists()
 
 

@@ -221,7 +221,7 @@ def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready,
         assert row(place)["state"] == "lost"  # nobody has reaped it yet
     found = row(place)
     assert (found["state"], found["run"]["state"]) == ("lost", "running")
-    assert re.search(r"  lost +\S+ +- +2 +-  \S", runs(place).out)
+    assert re.search(r"  lost +\S+ +- +2 +- +- +0 +-  \S", runs(place).out)
 
 
 @pytest.mark.slow
@@ -415,7 +415,8 @@ def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
     put(tmp_path, "a", command=["x" * 3000, "y" * 3000, "z"])
     (found,) = catalog.find([str(tmp_path)])
     assert found.run is not None
-    assert (found.run.attempts, found.run.command) == ([], ["x" * 3000, "y" * 1095 + "…"])
+    assert ([len(attempt.ranks) for attempt in found.run.attempts], found.run.argv) == ([0], [])
+    assert found.run.command == ["x" * 3000, "y" * 1095 + "…"]
     whole = catalog.resolve([str(tmp_path)], "a").run
     assert whole is not None
     assert (len(whole.attempts), len(whole.command)) == (1, 3)
@@ -534,13 +535,13 @@ def test_a_table_for_pipes(place: Place) -> None:
     head, c, b, a = done.out.splitlines()
     assert "\t" not in done.out
     assert "\x1b" not in done.out
-    assert head.split() == ["RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND", "CAUSE"]
-    assert a.split() == (
-        ["20260101-101010_aaaa", "succeeded", "2001-09-09T01:46:40", "12m05s", "1", "0", "train.py", "--lr", "0.1"]
-    )
+    assert " ".join(head.split()) == "RUN STATE STARTED TIME RANKS EXIT PID ATTEMPT STEP COMMAND CAUSE"
+    said = "20260101-101010_aaaa succeeded 2001-09-09T01:46:40 12m05s 1 0 - 0 - train.py --lr 0.1"
+    assert " ".join(a.split()) == said
     assert b.split()[:6] == ["b_b", "failed", "2033-05-18T03:33:20", "1.2s", "1000", "1"]
     assert b.endswith("rank 3: \\x1b[2J")
     assert c.split()[:6] == ["c", "running", "2065-01-24T05:20:00", "0ms", "1", "-"]
+    assert c.split()[6:9] == [str(os.getpid()), "0", "-"]
     assert f"'a\\tb' 'x y' '{'é' * 300}'" in c  # never cut, never wrapped
     assert {line.index(word) for line, word in ((head, "STATE"), (a, "succ"), (b, "failed"), (c, "runn"))} == {22}
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from phalanx._engine.supervisor import Supervisor
     from phalanx.multiprocessing import PContext
 
@@ -40,9 +42,18 @@ def helpers_of(group: PContext) -> tuple[int, int]:
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has taken effect."""
     os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped([pid])
+
+
+def wait_until_stopped(pids: Iterable[int], *, stopped: bool = True) -> None:
+    """Wait until all of these processes are stopped; or until none is."""
     deadline = time.monotonic() + TIMEOUT
-    while True:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            if file.read().rpartition(b")")[2].split()[0] == b"T":
-                return
-        assert time.monotonic() < deadline
+    for pid in pids:
+        while (_state(pid) == b"T") != stopped:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+
+
+def _state(pid: int) -> bytes:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0]

@@ -1046,12 +1046,24 @@ class Watched:
         monkeypatch.setattr(clock, "now_ns", lambda: self.now)
         self.loop = FakeLoop()
         self.seen: list[int] = []
-        self.scheduler = TimerScheduler(table, self.loop, self.on_expired)  # type: ignore[arg-type]  # as above
+        self.scheduler = TimerScheduler(
+            table,
+            self.loop,  # type: ignore[arg-type]  # as above
+            self.on_expired,
+            standing=lambda keys: [key[:2] for key in keys],
+        )
         self.scheduler.open()
         self.loop.serve(self.now)
 
     def on_expired(self, timers: list[Timer]) -> None:
         self.seen += [timer.slot for timer in timers]
+
+    def pass_until(self, second: float) -> None:
+        """Time passes, with waits that end in time, until so many seconds after the beginning."""
+        self.loop.serve(self.now)
+        while self.now < (until := 1000 * clock.NS + round(second * clock.NS)):
+            wake = min(self.loop.next() or NEVER, until)
+            self.pass_by(max(0, wake - self.now) / clock.NS, max(0, wake - self.now) / clock.NS)
 
     def take(self, seat: Seat, seconds: float) -> int:
         span = int(seconds * clock.NS)
@@ -1139,6 +1151,142 @@ def test_a_pause_in_a_block_puts_its_heartbeat_off(paused: bool, monkeypatch: py
             assert sorted(watched.seen) == [0, FIRST]
     watched.scheduler.close()
     table.close()
+
+
+# --- what is held
+
+
+def test_nothing_expires_in_a_pause(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 10)
+        watched.pass_until(3)
+        watched.scheduler.pause(True)
+        watched.scheduler.pause(True)  # which changes nothing
+        watched.pass_until(8)
+        later = watched.take(seat, 10)  # as the keeper's own client might, late
+        watched.pass_until(53)
+        watched.scheduler.pause(False)
+        watched.scheduler.pause(False)
+        watched.pass_until(59.9)
+        assert watched.seen == []
+        watched.pass_until(60)
+        assert watched.seen == [slot]
+        watched.pass_until(62.9)
+        assert watched.seen == [slot]
+        watched.pass_until(63)
+        assert watched.seen == [slot, later]
+
+
+def test_a_breakpoint_alone_expires_while_a_process_stands_there(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 10)
+        watched.pass_until(3)
+        stands = seat.stand("train.py:7", 20)
+        watched.pass_until(22.9)
+        assert watched.seen == []
+        watched.pass_until(30)
+        assert watched.seen == [stands]
+        seat.go_on(stands)
+        watched.pass_until(36.9)
+        assert watched.seen == [stands]
+        watched.pass_until(37)
+        assert watched.seen == [stands, slot]
+
+
+def test_a_heartbeat_rests_while_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TimerTable(2, hang=10)
+    watched = Watched(table, monkeypatch)
+    with seat_at(table) as seat, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fcntl.lockf", lambda *_args: None)
+        with Seat(f"{table.address}:1") as other:  # of another rank
+            seat.beat(1)
+            stands = other.stand("train.py:7", 3600)
+            watched.pass_until(3000)
+            assert watched.seen == []
+            other.go_on(stands)
+            watched.pass_until(3009.9)
+            assert watched.seen == []
+            watched.pass_until(3010)
+            assert watched.seen == [0]
+    watched.scheduler.close()
+    table.close()
+
+
+@pytest.mark.parametrize(
+    "pause, stand", [((5, 15), (3, 20)), ((3, 20), (5, 15)), ((3, 12), (8, 20)), ((8, 20), (3, 12))]
+)
+def test_what_is_held_twice_is_put_off_once(
+    pause: tuple[int, int], stand: tuple[int, int], table: TimerTable, watched: Watched
+) -> None:
+    with seat_at(table) as seat:
+        slot, stands = watched.take(seat, 10), 0
+        for moment in sorted({*pause, *stand}):
+            watched.pass_until(moment)
+            if moment in pause:
+                watched.scheduler.pause(moment == pause[0])
+            elif moment == stand[0]:
+                stands = seat.stand("train.py:7", 3600)
+            else:
+                seat.go_on(stands)
+        watched.pass_until(26.9)
+        assert watched.seen == []
+        watched.pass_until(27)
+        assert watched.seen == [slot]
+
+
+def test_a_breakpoint_rests_in_a_pause(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        stands = seat.stand("train.py:7", 10)
+        watched.pass_until(5)
+        watched.scheduler.pause(True)
+        watched.pass_until(50)
+        watched.scheduler.pause(False)
+        watched.pass_until(54.9)
+        assert watched.seen == []
+        watched.pass_until(55)
+        assert watched.seen == [stands]
+
+
+def test_a_breakpoint_with_somebody_attached_does_not_expire(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        stands = seat.stand("train.py:7", 10)
+        watched.pass_until(5)
+        seat.attach(stands)
+        watched.pass_until(5000)
+        assert watched.seen == []
+        seat.attach(stands, attached=False, seconds=10)
+        watched.pass_until(5010)
+        assert watched.seen == [stands]
+        assert watched.scheduler.stands
+        seat.go_on(stands)
+        watched.pass_until(5011)
+        assert not watched.scheduler.stands
+
+
+def test_the_innermost_of_two_breakpoints_counts(table: TimerTable, watched: Watched) -> None:
+    """Of two threads that stand, one may go on first."""
+    with seat_at(table) as seat:
+        first, second = (seat.stand(f"train.py:{line}", 3600) for line in (1, 2))
+        seat.go_on(first)
+        watched.pass_until(1)
+        assert watched.scheduler.stands
+        assert [sign.breakpoint for sign in table.signs().values()] == ["train.py:2"]
+        seat.go_on(second)
+        watched.pass_until(2)
+        assert not watched.scheduler.stands
+
+
+def test_what_waits_for_a_release_is_called_then(table: TimerTable, watched: Watched) -> None:
+    called: list[float] = []
+    with seat_at(table) as seat:
+        stands = seat.stand("train.py:7", 3600)
+        watched.pass_until(1)
+        watched.scheduler.when_released(lambda: called.append(watched.now / clock.NS - 1000))
+        watched.pass_until(7)
+        assert called == []
+        seat.go_on(stands)
+        watched.pass_until(8)
+        assert called == [7]
 
 
 def test_a_scheduler_that_is_closed_is_quiet(table: TimerTable) -> None:

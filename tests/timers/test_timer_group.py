@@ -26,10 +26,10 @@ from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
-from phalanx.timer import TimerSpecs
+from phalanx.timer import TimerSpecs, expires
 from tests.support import hang_workers
 from tests.support.disks import until
-from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, alive, pass_gate, rest, tell, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.waits import wait_long_for_stacks
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from phalanx.multiprocessing import PContext, ProcessFailure, RunProcsResult
-    from tests.support.helpers import Gate, Ready
+    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
@@ -940,3 +940,125 @@ def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
     hangs = [hang_of(0, os.getpid())]
     Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False)
     assert os.listdir("/proc/self/fd") == before
+
+
+# --- processes that stand at breakpoints
+
+
+@pytest.fixture
+def second_gate(tmp_path: Path) -> Iterator[Gate]:
+    with Gate(tmp_path / "second") as it:
+        yield it
+
+
+def stand(address: str, gate: str, seconds: float, location: str = "train.py:7") -> int:
+    """Stand at a breakpoint until the gate opens, as a debugger has a process do. Return the worker's pid."""
+    with Seat(os.environ[layout.TIMERS_ENV]) as seat:
+        slot = seat.stand(location, seconds)
+        tell(address, str(os.getpid()))
+        pass_gate(gate)
+        seat.go_on(slot)
+    return os.getpid()
+
+
+def stand_below(address: str, gate: str) -> None:
+    """Have a child stand at a breakpoint, and be in a block meanwhile."""
+    if not os.fork():
+        stand(address, gate, 3600)
+        rest()
+    with expires(0.1, scope="load"):
+        rest()
+
+
+def one_stands(rank: int, address: str, gate: str, second: str) -> None:
+    """Rank 0 stands; rank 1 is in a block, and passes the second gate."""
+    if not rank:
+        stand(address, gate, 3600)
+        return
+    with expires(0.5, scope="load"):
+        tell(address, str(os.getpid()))
+        pass_gate(second)
+
+
+@pytest.mark.slow
+def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
+    events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
+    with (
+        caplog.at_level(logging.WARNING, "phalanx.timer"),
+        start(one_stands, args, events, nprocs=2, start_method="fork", hang_timeout=0.5) as group,
+    ):
+        ready.wait(2)
+        assert group.wait(1.5) is None
+        assert [one.breakpoint for one in group.status().values()] == ["train.py:7", None]
+        second_gate.open()
+        gate.open()
+        assert result_of(group).succeeded
+        assert [one.breakpoint for one in group.status().values()] == [None, None]
+    assert "timer.expired" not in events.names()
+    assert caplog.text.count("rank 0 stopped at train.py:7: phalanx debug --rank 0") == 1
+
+
+@pytest.mark.slow
+def test_timers_go_on_after_a_breakpoint(events: Events, ready: Ready, gate: Gate, second_gate: Gate) -> None:
+    args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
+    with start(one_stands, args, events, nprocs=2, start_method="fork") as group:
+        ready.wait(2)
+        assert group.wait(0.6) is None
+        gate.open()
+        failure = failure_of(group)
+    assert failure.local_rank == 1
+    assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.5 s", str(failure.message))
+
+
+@pytest.mark.slow
+def test_a_breakpoint_to_which_nobody_attaches_is_a_hang(events: Events, ready: Ready, gate: Gate) -> None:
+    with start(stand, (ready.address, gate.address, 0.2), events, start_method="fork") as group:
+        failure = failure_of(group)
+    assert failure.message == "Hang: breakpoint at train.py:7: nobody attached in 0.2 s"
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_that_stands_ends_the_rest(events: Events, ready: Ready, gate: Gate) -> None:
+    with start(stand_below, (ready.address, gate.address), events, start_method="fork") as group:
+        [pid] = map(int, ready.wait())
+        assert group.wait(0.5) is None
+        os.kill(pid, signal.SIGKILL)
+        failure = failure_of(group)
+    assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.1 s", str(failure.message))
+
+
+def fail_or_stand(rank: int, address: str, gate: str, second: str) -> None:
+    """Rank 0 stands; rank 1 fails at the second gate."""
+    if rank:
+        tell(address, str(os.getpid()))
+        pass_gate(second)
+        raise ValueError("no such sample")
+    stand(address, gate, 3600)
+    rest()
+
+
+@pytest.mark.long
+def test_the_settle_window_waits_for_a_rank_at_a_breakpoint(
+    events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer than the launcher waits for a keeper that is silent."""
+    args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
+    with start(fail_or_stand, args, events, nprocs=2, start_method="fork") as group:
+        ready.wait(2)
+        second_gate.open()
+        assert group.wait(7) is None
+        assert alive(group.pids()[0])
+        assert caplog.text.count("the group goes on until no worker stands at a breakpoint") == 1
+        gate.open()
+        result = result_of(group)
+    assert result.root_cause is not None
+    assert (result.root_cause.local_rank, result.outcomes[0].state) == (1, "stopped")
+
+
+@pytest.mark.slow
+def test_a_group_whose_rank_stands_can_be_closed(events: Events, ready: Ready, gate: Gate) -> None:
+    with start(stand, (ready.address, gate.address, 3600), events, nprocs=2, start_method="fork"):
+        pids = ready.wait(2)
+    assert wait_gone(map(int, pids)) == set()

@@ -172,6 +172,29 @@ def processes() -> Iterator[Stat]:
                 continue
 
 
+def usage() -> dict[int, tuple[int, int, int, int]]:
+    """Read what each process that /proc shows has used.
+
+    Returns by pid: its parent; its CPU time in clock ticks, with that of children that it has waited for; its threads;
+    and its resident memory in pages (proc_pid_stat(5)).
+    """
+    found = {}
+    for name in os.listdir("/proc"):
+        fields = read(f"/proc/{name}/stat").rpartition(b")")[2].split() if name.isdigit() else ()
+        if fields:
+            found[int(name)] = int(fields[1]), sum(map(int, fields[11:15])), int(fields[17]), int(fields[21])
+    return found
+
+
+def proportional_memory(pid: int) -> int | None:
+    """Read the bytes of memory of a process, what it shares with others in proportion (PSS); None: it cannot be read.
+
+    It takes the lock of the memory, and may wait for ever.
+    """
+    text = read(f"/proc/{pid}/smaps_rollup").partition(b"\nPss:")[2]
+    return int(text.split(maxsplit=1)[0]) << 10 if text else None
+
+
 def children(pid: int) -> list[int]:
     """List the children of ``pid``, zombies too, from the kernel's own list, or by a look at every process."""
     try:

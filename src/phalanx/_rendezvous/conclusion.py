@@ -122,7 +122,7 @@ def conclude(finish: Finish, asked: int = 0, why: str = "") -> Conclusion:
         return Conclusion("succeeded", 0)
     if finish.state == "stopped":
         number = stop.signal if stop is not None else asked or signal.SIGTERM
-        return Conclusion("stopped", 128 + number, signal.Signals(number).name if stop is None else told(stop))
+        return Conclusion("stopped", 128 + number, told(stop) if stop else finish.why or signal.Signals(number).name)
     has_failed = finish.state == "failed" and job is not None
     state = finish.state if has_failed or finish.state in ("left", "unknown") else "failed"
     code = UNKNOWN if state == "unknown" else 128 + asked if state == "left" and asked else 1

@@ -142,23 +142,24 @@ class Earlier(NamedTuple):
     """A job of this id is over; this node has come too late for it, and waits for the next one."""
 
 
-class Look(NamedTuple):
-    """Take the stacks of the workers of a generation, of which there are so many nodes, for those who ask.
+class Answer(NamedTuple):
+    """Find an answer to what is asked of a generation, of which there are so many nodes.
 
-    `Participant.has_looked` is told what they are, and the same ``looks``.
+    `Participant.has_answered` is called with the answer, and the same ``names``: of those that ask this.
     """
 
+    what: str
     generation: int
     nodes: int
-    looks: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """Where all ranks of the job are, as far as its nodes have said.
+    """What the nodes of the job have answered to a question.
 
     Attributes:
-        job: The generation that was asked for; None: nobody could be asked.
-        answers: What the nodes have said, by their ids: `stack_report` reads it.
+        job: The generation that was asked; None: nobody could be asked.
+        answers: What the nodes have answered, by their ids: `questions.tell` reads it, and `stack_report`.
         why: Why nobody could be asked, or why those that are missing have not answered; "": all have.
     """
 
@@ -167,8 +168,8 @@ class Found(NamedTuple):
     why: str = ""
 
 
-class Looked(NamedTuple):
-    """Tell somebody who has asked where all ranks are."""
+class Answered(NamedTuple):
+    """Call ``tell`` with what was found: somebody has asked."""
 
     tell: Callable[[Found], None]
     found: Found
@@ -195,4 +196,4 @@ class Finish(NamedTuple):
     ends_job: bool = False
 
 
-Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Missing | Look | Looked | Finish
+Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Missing | Answer | Answered | Finish

@@ -1,8 +1,8 @@
 """A node of a job: what its agent does as the store and its workers tell. Pure: it returns what is to be done.
 
 Owns the node's part in each generation, and its waits, each of which is bounded. Any event may come at any time. What
-it knows and has to write stands in `store_view`, what it decides while it leads in `membership`, and where the ranks
-are, if somebody asks, in `stack_report`.
+it knows and has to write stands in `store_view`, what it decides while it leads in `membership`, and what the nodes ask
+each other in `questions`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from phalanx._rendezvous import candidates, life, records
 from phalanx._rendezvous.candidates import RollCall
 from phalanx._rendezvous.life import Effect, Finish, Found, Heard
 from phalanx._rendezvous.membership import Leader
+from phalanx._rendezvous.questions import Questions
 from phalanx._rendezvous.records import DamagedError, Job, Node, OtherVersionError, Stop, Verdict, replace
 from phalanx._rendezvous.settings import Rules
-from phalanx._rendezvous.stack_report import StackRequests
 from phalanx._rendezvous.store_view import Liveness, OwnEntry, StoreView, Writes
 from phalanx._store import store
 from phalanx._store.store import OWN, Absent, Entry, Put, StoreEvent, Transaction
@@ -76,7 +76,7 @@ class Participant:
         self._liveness = Liveness(rules.return_timeout)
         self._roll, self._writing_roll = RollCall(), RollCall()  # of who is missing: what is reported, and written
         self._waiting = 0, 0.0  # which `Missing` was read last, and until when it lasts
-        self._looks = StackRequests(me.id)
+        self._questions = Questions(me.id)
         self._leader: Leader | None = None  # while this node leads
         self._knows_nodes = False  # whether the entries of the nodes are watched
         self._heard: tuple[int, str] = (-1, "")
@@ -115,7 +115,7 @@ class Participant:
         self._now = now
         self._liveness.prove(self._view, self._entry, now, is_away=self._away is not None)  # as known until now
         for event in events:
-            if not self._looks.hear(event, now):
+            if not self._questions.hear(event, now):
                 self._take(event)
         return self._settle(now)
 
@@ -164,7 +164,8 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._entry.stop = self._entry.stop or stop
+        own = self._entry.stop
+        self._entry.stop = stop if own is None or own.kind == "grow" else own
         self._see("FAILED")
         return self._settle(now)
 
@@ -188,6 +189,15 @@ class Participant:
         self._by = min(self._by, now + (grace if runs else 0.0) + patience)
         if self.state == "RUNNING":
             self._see("ENDED")
+        return self._settle(now)
+
+    def ask_restart(self, why: str, now: float) -> list[Effect]:
+        """End the generation that runs, on all nodes, for another one: it has not failed. Else, nothing happens."""
+        self._now = now
+        job = self._view.known_job()
+        if job is not None and job.phase == "running" and not self._liveness.is_new:
+            stop = self._stop("grow", f"{why}, on host {self._entry.node.host}")
+            self._entry.stop = self._entry.stop or replace(stop, generation=job.generation)
         return self._settle(now)
 
     def ask_leave(self, why: str, now: float, *, at_once: bool = False) -> list[Effect]:
@@ -215,14 +225,14 @@ class Participant:
         self._cannot_start = why if self.state == "WAITING" else ""
         return self._settle(now)
 
-    def ask_look(self, tell: Callable[[Found], None], now: float) -> list[Effect]:
-        """Find out where all ranks of the job are: `Looked` has ``tell`` called, unless this node leaves before."""
-        self._looks.ask(tell)
+    def ask(self, what: str, tell: Callable[[Found], None], now: float) -> list[Effect]:
+        """Ask all nodes of the job: `Answered` has ``tell`` called, unless this node leaves before. See `questions`."""
+        self._questions.ask(what, tell)
         return self._settle(now)
 
-    def has_looked(self, looks: tuple[str, ...], data: bytes, now: float) -> list[Effect]:
-        """See where the workers here are, as `Look` has asked: ``data`` is to be told to those who ask."""
-        self._looks.answer(looks, data, self._view)
+    def has_answered(self, names: tuple[str, ...], data: bytes, now: float) -> list[Effect]:
+        """Answer what is asked with ``data``, which was found as `Answer` has asked."""
+        self._questions.answer(names, data, self._view)
         return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -258,8 +268,8 @@ class Participant:
                 self._see("READ")
             if self.state != "LEFT":
                 is_away = self._away is not None or self._given_up is not None
-                self._effects += self._looks.settle(self._view, self._view.known_job(), now, is_away=is_away)
-                self.wake = min(self.wake, self._looks.wake)
+                self._effects += self._questions.settle(self._view, self._view.known_job(), now, is_away=is_away)
+                self.wake = min(self.wake, self._questions.wake)
         due, self._effects = self._effects, []
         return due
 

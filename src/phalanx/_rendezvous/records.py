@@ -7,8 +7,8 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
     job/waiting             `Missing`: who is missing, while too few nodes have come        lease JOB
-    job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
-    looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
+    job/look/QUESTION       `Question`: somebody asks all nodes something                   lease OWN
+    looks/QUESTION/NODE     what a node answers, see `questions`                            lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
     nodes/NODE/done         `Node`: that its workers have succeeded, whatever becomes of it lease JOB
     evidence/GENERATION/NODE  what its workers have left, see `evidence`                    lease JOB
@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from phalanx._base.clock import format_duration
@@ -36,14 +36,14 @@ from phalanx._base.text import name_ranks
 from phalanx._rendezvous.settings import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
 from phalanx._store.store import Entry
 
-__all__ = ["replace"]  # with all that is defined here; nobody else loads msgspec
+__all__ = ["Raw", "replace"]  # with all that is defined here; nobody else loads msgspec
 
 VERSION = 1
 """Of the format. Agents of another one are refused."""
 
-LEADER, STATE, STOP, REFUSED, LOOK = "job/leader", "job/state", "job/stop/", "job/refused/", "job/look/"
+LEADER, STATE, STOP, REFUSED, QUESTION = "job/leader", "job/state", "job/stop/", "job/refused/", "job/look/"
 WAITING = "job/waiting"
-JOB, NODES, EVIDENCE, LOOKS, KEPT = "job/", "nodes/", "evidence/", "looks/", "kept/"
+JOB, NODES, EVIDENCE, ANSWERS, KEPT = "job/", "nodes/", "evidence/", "looks/", "kept/"
 
 MOST_ENDS = 100
 """Ends of generations that are kept."""
@@ -51,6 +51,8 @@ MOST_RESTARTS = 1 << 16
 """Restarts that are counted."""
 LONGEST_DELAY = 1e9
 """Seconds."""
+MOST_QUESTION = 4096
+"""Characters of a question."""
 
 _Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+\Z")]
 _Text = Annotated[str, Meta(max_length=MOST_LINE)]
@@ -144,7 +146,7 @@ class Stop(Struct, frozen=True):
 
     Attributes:
         kind: "failure" of a worker; "hang": a timer has expired; "lost": a node is gone; "left": a node goes; "grow":
-            nodes have come; "signal": somebody asked for it.
+            nodes have come, or somebody asked for another one; "signal": somebody asked for the end of the job.
         node, host: The node that it is about, and its machine.
         error: What happened, in one line.
         rank, exitcode: Those of the worker that failed: in the job; negative for a signal. None: not known.
@@ -286,11 +288,28 @@ class Missing(Struct, frozen=True):
         return f"waiting at most {format_duration(self.seconds)} more: {self.words}"
 
 
-class Look(Struct, frozen=True):
-    """That somebody asks where all ranks of a generation are. ``node``: whose agent asks."""
+class Question(Struct, frozen=True, omit_defaults=True):
+    """What somebody asks all nodes of a generation. ``node``: whose agent asks; ``what``: see `questions`."""
 
     node: _Id
     generation: _Generation
+    what: Annotated[str, Meta(max_length=MOST_QUESTION)] = "stacks"
+
+
+class Told(Struct, frozen=True):
+    """What the nodes of a job have answered to a question.
+
+    Attributes:
+        generation: The one that was asked.
+        members: Its nodes, by group rank; none: nobody could be asked.
+        answers: What they have answered, by their ids.
+        why: Why nobody could be asked, or why those that are missing have not answered; "": all have.
+    """
+
+    generation: int = -1
+    members: Annotated[tuple[Member, ...], Meta(max_length=MOST_NODES)] = ()
+    answers: Any = {}
+    why: _Text = ""
 
 
 class DamagedError(ValueError):
@@ -305,13 +324,14 @@ class _Versioned(Struct, frozen=True):
     version: _Version = VERSION
 
 
-Record = TypeVar("Record", Node, Job, Stop, Refusal, Missing, Look)
+Record = TypeVar("Record", Node, Job, Stop, Refusal, Missing, Question)
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Missing, Look, _Versioned)
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Missing, Question, _Versioned)
 }
+_objects = msgspec.json.Decoder(dict[str, Any])
 
 
 def write(record: Struct) -> bytes:
@@ -345,6 +365,11 @@ def read(kind: type[Record], entry: Entry) -> Record:
     phalanx._rendezvous.records.DamagedError: job/refused/a: Expected `object`, got `array`
     """
     return decode(_decoders[kind], entry)  # type: ignore[no-any-return] # the decoder is that of the kind
+
+
+def read_object(entry: Entry) -> dict[str, Any]:
+    """Return a JSON object that a key holds. Raises DamagedError."""
+    return decode(_objects, entry)
 
 
 def decode(decoder: msgspec.json.Decoder[T], entry: Entry) -> T:

@@ -44,7 +44,7 @@ class StoreView:
         """The revision at which the job was made that was there first; 0: none was."""
         self._seen: dict[str, Seen] = {}  # by key: the entries of nodes, and those of their successes
         self._nodes: dict[str, Seen] | None = None  # the same, by node; None: they have changed
-        self.looks: dict[str, Entry] = {}
+        self.questions: dict[str, Entry] = {}
         """The questions to all nodes, by their ids."""
 
     def take(self, event: Snapshot | Changed) -> None:
@@ -69,8 +69,8 @@ class StoreView:
                 self._deleted.pop(entry.key, None)
                 if entry.key.startswith(records.NODES):
                     self._see_node(entry)
-                elif entry.key.startswith(records.LOOK):
-                    self.looks[entry.key.removeprefix(records.LOOK)] = entry
+                elif entry.key.startswith(records.QUESTION):
+                    self.questions[entry.key.removeprefix(records.QUESTION)] = entry
 
     def _known(self, key: str) -> int:
         entry = self._entries.get(key)
@@ -92,7 +92,7 @@ class StoreView:
 
     def _drop(self, key: str) -> None:
         self._entries.pop(key, None)
-        self.looks.pop(key.removeprefix(records.LOOK), None)
+        self.questions.pop(key.removeprefix(records.QUESTION), None)
         if self._seen.pop(key, None) is not None:
             self._nodes = None
 
@@ -161,8 +161,9 @@ class StoreView:
 
     def stop(self, generation: int) -> Stop | None:
         """Return why a generation ends; None: nobody has said. Raises DamagedError."""
-        entry = self._entries.get(f"{records.STOP}{generation}")
-        return None if entry is None else records.read(Stop, entry)
+        entry, job = self._entries.get(f"{records.STOP}{generation}"), self._entries.get(records.STATE)
+        is_earlier = entry is not None and job is not None and entry.created < job.created  # of a job that is gone
+        return None if entry is None or is_earlier else records.read(Stop, entry)
 
     def refusal(self, node: str) -> str:
         """Return why a node is not taken; "": it may be."""

@@ -157,6 +157,7 @@ class Attempts(Decider):
         self._why = ""
         self._error: Exception | None = None  # why the last attempt could not be started
         self._order = End(None, 0.0)  # that was asked for last
+        self._asked_why = ""  # why another attempt was asked for
 
     # --- any thread
 
@@ -215,6 +216,11 @@ class Attempts(Decider):
             return effects + self._step("ALL_SUCCEEDED")
         if end.survivors if self.state == "RESTARTING" else end.failed:
             return effects + self._follow(end, now, is_last=isinstance(error, NoAttemptError))
+        if self.state == "RESTARTING" and self._decides:
+            effects.append(self._emit(
+                agent_kinds.RestartDecided, delay=0.0, counted=False, cause=f"attempt {self.number}: {self._asked_why}",
+                step=end.step, why="",
+            ))  # fmt: skip
         return effects + self._step("GONE")
 
     def _follow(self, end: AttemptEnd, now: float, *, is_last: bool) -> list[object]:
@@ -244,6 +250,7 @@ class Attempts(Decider):
 
     def _asked(self, event: str, order: End, why: str, _now: float) -> list[object]:
         self._order = order
+        self._asked_why = why if event == "RESTART" else self._asked_why
         is_announced = event == "RESTART" and self.state == "RUNNING"
         return [Announce(f"ending attempt {self.number}: {why}")] * is_announced + self._step(event)
 

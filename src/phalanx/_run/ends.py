@@ -48,7 +48,8 @@ def conclude_run(ending: Ending, stopped: signal.Signals | None, team: RunTeam, 
     report = "" if error is None else error.format_msg()
     printed: list[str | ChildFailedError] = []
     if stopped is not None and ending.state == "stopped":
-        cause = f"{stopped.name}, after {attempt}: {last.describe()}" if last.failed else stopped.name
+        by = team.control.named(stopped)
+        cause = f"{by}, after {attempt}: {last.describe()}" if last.failed else by
         if failed := [end for end in ending.ends if end.failed]:
             # The latest in full, if no other attempt had begun after it.
             is_last = error is not None and failed[-1] is ending.ends[-1]

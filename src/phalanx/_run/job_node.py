@@ -91,7 +91,7 @@ class JobNode:
         typed = None if plan.meeting.is_scheduled else command_line(asked.argv, program, os.environ, vars(config))
         team = MachineTeam(
             me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs,
-            observers=plan.observers(services),
+            status=plan.status, observers=plan.observers(),
             where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
             typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
             signals=config.signals_to_handle, asked=asked, check=check,
@@ -113,11 +113,12 @@ class JobNode:
 
     def stop(self, number: signal.Signals) -> None:
         """Leave the job, or stop it on all nodes; by SIGKILL, as before, but at once."""
-        kills, grace = number == signal.SIGKILL, self._grace
+        number, grace = self.team.control.death_signal(number), self._grace
+        kills = number == signal.SIGKILL
+        self._asked = self._asked or self.team.control.named(number)
         if not kills:
-            self._asked = number.name
             is_to_leave = self._on_sigterm == "leave" or (self._on_sigterm == "spare" and self.run.is_spare)
-            self._leaves = is_to_leave and number == signal.SIGTERM
+            self._leaves = is_to_leave and number == signal.SIGTERM and not self.team.control.has_stopped
         if kills:
             host_signals.ignore()
             self.team.say("phalanx: killing the workers")

@@ -16,10 +16,11 @@ from typing import Any
 from phalanx._base import clock
 from phalanx._engine import host_signals
 from phalanx._group.restart_policy import AttemptEnd
-from phalanx._rendezvous import life, stack_report
+from phalanx._rendezvous import life, questions
 from phalanx._rendezvous.life import Finish, Found, Missing
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Node, Stop
+from phalanx._rendezvous.stack_report import NONE_SHOWN
 from phalanx._run.runner import Decider, End, Start, Team
 from phalanx._store.store import Away, Back, Store, StoreEvent
 
@@ -84,13 +85,14 @@ class NodeTeam(Team):
     def miss(self, missing: Missing) -> None:
         """Print for whom the job waits. By default, nothing."""
 
-    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
-        """Collect the stacks of the workers of a generation, and call ``then`` with them, once, on any thread.
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
+        """Answer what is asked of the workers of a generation: call ``then`` with it, once, on any thread.
 
-        Returns at once. ``nodes``: how many there are in that generation, which share what may be written. ``then`` is
-        called with what `stack_report.write` returns: by default, that no stack is shown here.
+        Returns at once. ``nodes``: how many there are in that generation: see `questions.share`. ``then`` is called
+        with what `stack_report.write` returns for `questions.STACKS`, else with a JSON object: by default, with why
+        there is none here.
         """
-        then(stack_report.write({}, 0, why=stack_report.NONE_SHOWN))
+        then(questions.refuse(NONE_SHOWN if what == questions.STACKS else questions.NOT_KNOWN))
 
     @abstractmethod
     def store_is(self, why: str | None) -> None:
@@ -129,6 +131,10 @@ class JobRun(Decider):
         """Ask for the end of the whole job, on all nodes. Returns at once; the runner carries it out."""
         self.submit(self._asked_to_stop, death_signal, error, grace)
 
+    def ask_restart(self, why: str) -> None:
+        """Ask for another generation, on all nodes; it counts as no restart. Returns at once."""
+        self.submit(self._node.ask_restart, why)
+
     def ask_leave(self, why: str, *, kills: bool = False) -> None:
         """Ask for this node's departure. The job goes on without it, if there are nodes enough.
 
@@ -136,12 +142,12 @@ class JobRun(Decider):
         """
         self.submit(self._asked_to_leave, why, kills)
 
-    def ask_look(self, tell: Callable[[Found], None]) -> None:
-        """Find out where all ranks of the job are. ``tell`` is called with it; not, if the run ends before.
+    def ask(self, what: str, tell: Callable[[Found], None]) -> None:
+        """Ask all nodes of the job something, see `questions`. Not, if the run ends before: `tell` is not called then.
 
-        That is on the runner's thread: it must not wait.
+        ``tell`` is called once, on the runner's thread: it must not wait.
         """
-        self.submit(self._node.ask_look, tell)
+        self.submit(self._node.ask, what, tell)
 
     def worker_failed(self, generation: int, stop: Stop) -> None:
         """Tell the other nodes that a worker of a generation has failed: of the one that runs, the first one."""
@@ -214,7 +220,8 @@ class JobRun(Decider):
                 return [Start(job.generation)]
             case life.End(stop):
                 self._team.cause = stop
-                return [self._order or End(None, 0.0)]
+                kills = stop is not None and stop.kind == "signal" and stop.signal == signal.SIGKILL
+                return [self._order or (End(signal.SIGKILL, 0.0) if kills else End(None, 0.0))]
             case life.Finish():
                 self.finish = effect
             case life.Heard(what):
@@ -223,9 +230,9 @@ class JobRun(Decider):
                 self._team.came_late()
             case life.Missing():
                 self._team.miss(effect)
-            case life.Look(generation, nodes, looks):
-                self._team.look(generation, nodes, partial(self.submit, self._node.has_looked, looks))
-            case life.Looked(tell, found):
+            case life.Answer(what, generation, nodes, names):
+                self._team.answer(what, generation, nodes, partial(self.submit, self._node.has_answered, names))
+            case life.Answered(tell, found):
                 tell(found)
             case _:
                 self._ask_store(effect)

@@ -135,7 +135,8 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def __init__(
         self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, hosted: bool, is_alone: bool,
-        typed: CommandLine | None, grace: float, patience: float, keeps: bool, **options: Any,
+        typed: CommandLine | None, grace: float, patience: float, keeps: bool,
+        **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
@@ -156,7 +157,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
         self._held: deque[tuple[float, int, Stop]] = deque()  # failures, and when the others are told of them
-        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported)
+        self._workers = NodeWorkers(self, me.nproc, self.warn, self._groups.warm, self._imported, self.control)
         self._patience = patience
         self._has_failed_check = False
         self._run: JobRun
@@ -250,9 +251,9 @@ class MachineTeam(RunTeam, NodeTeam):
             here = one_line(shlex.join(self._groups.command))
             self._mention(f"nodes of this job run {self._me.program} with different arguments; this one runs {here}")
 
-    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
-        self._workers.take_stacks(generation, nodes, then)
+        self._workers.answer(what, generation, nodes, then)
 
     def expect(self, seconds: float) -> None:
         """See `NodeTeam`."""

@@ -371,11 +371,11 @@ class NodeThread(NodeTeam):
         """See `NodeTeam`."""
         self._ask("expect", seconds)
 
-    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         """See `NodeTeam`."""
         if self.owner is None:
-            super().look(generation, nodes, then)
-        self._ask("take_stacks", generation, nodes, then)
+            super().answer(what, generation, nodes, then)
+        self._ask("answer", what, generation, nodes, then)
 
     def say(self, text: str) -> None:
         """See `Team`. Nothing is shown: the console is the owner's."""

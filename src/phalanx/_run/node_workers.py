@@ -14,10 +14,10 @@ from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._group.context import PContext
 from phalanx._group.warm import Warm
-from phalanx._rendezvous import stack_report
+from phalanx._rendezvous import questions, stack_report
+from phalanx._run.control import Control
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.job_run import JobRun
-from phalanx._run.job_stacks import StackDoor
 from phalanx._stacks.dump import EXITED, NO_STACK
 from phalanx.multiprocessing import PreloadError
 
@@ -97,12 +97,14 @@ class NodeWorkers:
         warm: What imports for all attempts, from the moment on at which the node comes; None: nothing.
         imported: Called by the node's thread as an import has ended: with its error, or None. By default, errors are
             printed.
+        control: Answers those who ask from outside; None: one of its own.
     """
 
     def __init__(
         self, groups: GroupTeam, nproc: int, warn: Callable[[str], None], warm: Warm | None,
-        imported: Callable[[PreloadError | None], object] | None = None,
+        imported: Callable[[PreloadError | None], object] | None = None, control: Control | None = None,
     ) -> None:  # fmt: skip
+        self._control = control or Control(groups, warn)
         self._groups, self._nproc, self._warn, self._warm = groups, nproc, warn, warm
         self._announce = imported
         self.generation, self._first = -1, 0
@@ -113,7 +115,6 @@ class NodeWorkers:
         self._is_closed = False
         self._stacks = SerialExecutor("phalanx-look", 1)
         self.last_look = LastLook()
-        self._door: StackDoor | None = None
         self.modules = "" if warm is None else ", ".join(warm.preload)
         """What is imported; "": nothing is."""
         self._imports = SerialExecutor("phalanx-preload")
@@ -134,7 +135,7 @@ class NodeWorkers:
         with self._lock:
             if self._is_closed:  # the agent's run has ended before the node came
                 return
-            self._door = StackDoor(run.ask_look, self._warn)
+            self._control.job, self._control.restart = run, run.ask_restart
             self._run, self._import_timeout = run, min(patience, _LONGEST_WAIT)
             self.preload()
 
@@ -190,8 +191,14 @@ class NodeWorkers:
         if self._groups.group is not None:
             self._groups.group.expect(seconds)
 
-    def take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
-        """Collect the stacks of the workers of a generation, see `NodeTeam.look`."""
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """Answer what other nodes ask, see `NodeTeam.answer`."""
+        if what == questions.STACKS:
+            self._take_stacks(generation, nodes, then)
+        else:
+            self._control.answer_node(what, then)
+
+    def _take_stacks(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
         first, group = self._first, self._groups.group if self.generation == generation else None
 
         def take() -> None:
@@ -224,13 +231,13 @@ class NodeWorkers:
         """Begin the attempt of a generation."""
         self.last_look.drop()
         self.generation, self._first = generation, first_rank
+        self._control.first_rank = first_rank
 
     def started(self, folder: str) -> None:
-        """Have the group watched that has been started. ``folder``: where `phalanx stack` asks for it; "": nowhere."""
+        """Have the group watched that has been started. ``folder``: where people ask for it; "": nowhere."""
         if self._expected:
             self.expect(self._expected)
-        if self._door is not None and folder:
-            self._door.open(folder)
+        self._control.open(folder)
 
     def wait_for_imports(self) -> Warm | None:
         """Return what has imported, once it has; None: there is nothing to import. Raises PreloadError."""
@@ -245,9 +252,8 @@ class NodeWorkers:
                 imported.wait()
 
     def close_door(self) -> None:
-        """Answer `phalanx stack` no more."""
-        if self._door is not None:
-            self._door.close()
+        """Answer nobody any more."""
+        self._control.close()
 
     def close(self) -> None:
         """Give back what is held; no worker is left. Waits for stacks that are collected, but not for long."""

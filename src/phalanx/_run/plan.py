@@ -28,6 +28,7 @@ from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._run.config import GONE, RunError, colours_of_workers, console_specs, is_here_gone
 from phalanx._run.logs import bounds_given, make_logs, umask_notes
 from phalanx._run.meeting import meet
+from phalanx._run.status import RunStatus
 from phalanx._run.stdin import Stdin
 from phalanx._run.worker_env import OF_PART, worker_env
 from phalanx._timers.specs import TimerSpecs
@@ -93,6 +94,7 @@ class RunPlan:
         streams = redirects or Std.NONE, tee or Std.NONE, local_ranks
         self.meeting = meet(config)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.status = RunStatus(self.run_id, policy.max_restarts)
         self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
         self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
@@ -196,18 +198,13 @@ class RunPlan:
 
         until_end.enter_context(log_shown())
         try:
-            return until_end.enter_context(Services(self.health_address, self.run_id, self.policy.max_restarts))
+            return until_end.enter_context(Services(self.health_address, self.status))
         except OSError as error:
             raise RunError(error.strerror or str(error)) from None
 
-    def observers(self, services: Services | None) -> dict[str, Observer]:
-        """Return who takes the events of the run, beside its record."""
-        observers: dict[str, Observer] = {}
-        if services is not None and self.health_address is not None:
-            observers["phalanx-health"] = services.observe
-        if self.events is not None:
-            observers["phalanx-status"] = self.events
-        return observers
+    def observers(self) -> dict[str, Observer]:
+        """Return who takes the events of the run, beside its record and its status."""
+        return {} if self.events is None else {"phalanx-status": self.events}
 
     def node_check(self) -> NodeCheck | None:
         """Return what this machine has to pass before each attempt; None: nothing."""

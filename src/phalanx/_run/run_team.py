@@ -14,6 +14,7 @@ from phalanx._base.stderr import say
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
+from phalanx._run.control import Control
 from phalanx._run.group_team import CommonStop, GroupTeam
 from phalanx._run.run_events import StatusWorker
 from phalanx._runs.recorder import Recorder, observe
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Asked, Observers
+    from phalanx._run.status import RunStatus
     from phalanx.multiprocessing.errors import ChildFailedError
 
     T = TypeVar("T")
@@ -61,6 +63,7 @@ class RunTeam(GroupTeam):
         policy: When a group is started again.
         run_id: The run's id.
         keep_runs: See `Recorder`.
+        status: Learns what happens, and which group runs.
         observers: Take the events, too, each on a thread of the name that is its key.
         signals: Those that stop the run.
         asked: What was asked for.
@@ -74,6 +77,7 @@ class RunTeam(GroupTeam):
         *,
         run_id: str,
         keep_runs: int | None,
+        status: RunStatus,
         observers: Observers,
         signals: Iterable[int],
         asked: Asked,
@@ -81,6 +85,8 @@ class RunTeam(GroupTeam):
     ) -> None:
         self.events = EventStream()
         """Where what happens is emitted."""
+        self._status = status
+        status.name, status.group = groups.script, lambda: self.group
         self._observers = observers
         self._closed: set[str] = set()  # of stdout and stderr
         self._recorder = Recorder(
@@ -98,6 +104,9 @@ class RunTeam(GroupTeam):
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
         self.check: NodeCheck | None = check
+        self.control = Control(self, self.warn)
+        """Answers those who ask about the run from outside."""
+        self.control.stops, self.control.status = tuple(signals), status.collect
 
     def warn(self, text: str) -> None:
         """Say a line, above those of the workers. By any thread."""
@@ -111,6 +120,7 @@ class RunTeam(GroupTeam):
     def begin_record(self) -> None:
         """Begin to write what happens."""
         observe(self.events, self.warn, self._recorder)
+        self.events.subscribe("phalanx-state", self._status.observe)
         for name, take in self._observers.items():
             self.events.subscribe(name, take)
 
@@ -185,6 +195,7 @@ class RunTeam(GroupTeam):
 
     def _start_group(self, attempt: int) -> None:
         super()._start_group(attempt)
+        self.control.open(self._groups.log_dir)
         if self.check is not None:
             self.check.write(self._groups.log_dir)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
@@ -220,6 +231,7 @@ class RunTeam(GroupTeam):
 
     def close(self) -> None:
         """See `GroupTeam`."""
+        self.control.close()
         super().close()
         if self.check is not None:
             self.check.close()

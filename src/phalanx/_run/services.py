@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager
 
-from phalanx._base import clock
-from phalanx._events.agent_kinds import AgentState
 from phalanx._rendezvous.endpoint import split_endpoint
 from phalanx._run.local_server import LocalServer
 
@@ -14,9 +12,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
-    from typing import Any, Self
+    from typing import Self
 
-    from phalanx._events.kinds import Event
+    from phalanx._run.status import RunStatus
     from phalanx.timer import FileTimerServer
 
 PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -50,28 +48,26 @@ class Health(LocalServer):
     Torch has the variable of its port, and no server behind it. A connection is closed after 2 s: a slow or
     silent one delays no other until there are 64.
 
-    The answer to GET is status 200 with a JSON object: ``state`` (see `phalanx._run.attempts.STATES`), ``attempt``
-    (from 0 on; null: there was none), ``since`` (of the state, Unix seconds), ``pid``, and what the agent adds.
+    The answer to GET is status 200 with a JSON object, see `RunStatus.agent`.
 
     Args:
         address: The host and the port to listen at; None: nothing is done.
-        **facts: What the answer has besides, each time.
+        status: That of the run.
 
     >>> import urllib.request
     >>> from phalanx._run import master_port
+    >>> from phalanx._run.status import RunStatus
     >>> port = master_port.reserve()
-    >>> with Health(("127.0.0.1", port.number), run_id="example") as health:
-    ...     health.note("RUNNING", 0)
+    >>> with Health(("127.0.0.1", port.number), RunStatus("example", 0)):
     ...     with urllib.request.urlopen(f"http://127.0.0.1:{port.number}") as answer:
     ...         print(answer.status, answer.read()[:20])
     200 b'{"run_id": "example"'
     """
 
-    def __init__(self, address: tuple[str, int] | None, **facts: Any) -> None:
+    def __init__(self, address: tuple[str, int] | None, status: RunStatus) -> None:
         super().__init__("phalanx-health", _MOST, _WITHIN, waits=True)
         self._address = address
-        self._facts = {**facts, "pid": os.getpid()}
-        self._state: tuple[str, int, float] = ("NEW", -1, clock.wall())
+        self._status = status
 
     def start(self) -> None:
         """Listen, and answer from now on. Idempotent. Raises OSError, whose message names the variable."""
@@ -91,23 +87,6 @@ class Health(LocalServer):
         listener.setblocking(False)
         self.begin(listener)
 
-    def observe(self, events: list[Event]) -> None:
-        """Note what has happened: an observer of the run's events."""
-        for event in events:
-            if isinstance(event, AgentState):
-                attempt = max(self._state[1], event.attempt)
-                if (event.state, attempt) != self._state[:2]:
-                    self.note(event.state, attempt)
-
-    def note(self, state: str, attempt: int) -> None:
-        """Have the agent's state told from now on. Any thread may call this.
-
-        Args:
-            state: See `phalanx._run.attempts.STATES`.
-            attempt: The attempt that is being started, runs, or ran last, from 0 on; -1: there was none.
-        """
-        self._state = state, attempt, clock.wall()
-
     def stop(self) -> None:
         """Close the port, and the connections. Idempotent."""
         self.end(_STOP_WITHIN)
@@ -123,14 +102,6 @@ class Health(LocalServer):
         """Return what workers find in place of the variable: an agent among them could not have the same port."""
         return {PORT_ENV: ""} if self.loop is not None else {}
 
-    def text(self) -> str:
-        """Return the answer."""
-        import json
-
-        state, attempt, since = self._state
-        number = None if attempt < 0 else attempt
-        return json.dumps({**self._facts, "state": state, "attempt": number, "since": round(since, 3)})
-
     # --- the server's thread
 
     def ready(self, connection: socket.socket, events: int) -> None:  # noqa: ARG002 - it reads, and has sent all
@@ -145,7 +116,9 @@ class Health(LocalServer):
 
     def _answer(self, request: bytes, *, whole: bool) -> bytes:
         verb, _, rest = request.partition(b" ")
-        head, body = "200 OK", self.text() + "\n"
+        import json
+
+        head, body = "200 OK", json.dumps(self._status.agent()) + "\n"
         if not whole or b"HTTP/" not in rest.partition(b"\n")[0]:
             head, body = "400 Bad Request", ""
         elif verb not in (b"GET", b"HEAD"):
@@ -166,22 +139,18 @@ class Services:
 
     Args:
         address: Where it answers how it is, see `health_address`.
-        run_id: The id of the run.
-        max_restarts: How many restarts there may be.
+        status: What it answers.
 
     Attributes:
         variables: What workers find in the environment because of them.
-        observe: Handles the events of the run.
 
     Raises OSError: a service cannot be started.
     """
 
-    def __init__(self, address: tuple[str, int] | None, run_id: str, max_restarts: int) -> None:
-        self._health = Health(address, run_id=run_id, max_restarts=max_restarts)
-        self.observe = self._health.observe
+    def __init__(self, address: tuple[str, int] | None, status: RunStatus) -> None:
         with ExitStack() as held:
-            held.enter_context(self._health)
-            self.variables = _start_timers(run_id, held) | self._health.variables()
+            health = held.enter_context(Health(address, status))
+            self.variables = _start_timers(status.run_id, held) | health.variables()
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
@@ -128,6 +128,41 @@ def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
             msg = f"there are no runs of yours in {where}; of other users, which have to be named: {_listing(runs)}"
         raise UnknownRunError(msg)
     return look(latest.path)
+
+
+def live(roots: Sequence[str], text: str | None = None, note: Callable[[str], object] = lambda _: None) -> RunDir:
+    """Find the run that a user means, as `resolve` does, if it runs, and here; None: the latest that does.
+
+    ``note`` is called with a line, if that is one of several. Raises UnknownRunError, also of a run that has ended,
+    that runs elsewhere, or that is another user's, unless the caller is root; OSError.
+    """
+    found = _latest_live(roots, note) if text is None else resolve(roots, text)
+    why = ""
+    if not found.is_ours and os.geteuid() != files.ROOT:
+        why = f"belongs to uid {found.owner}: only that user, and root, can reach its processes"
+    elif found.run is None:
+        why = f"cannot be asked: {found.problem}"
+    elif found.state != "running":
+        why = f"has ended ({found.state}); see phalanx report {found.name}"
+    elif not record.is_here(found.run):
+        why = f"runs on {found.run.host}, in another container or boot of it: ask there"
+    if why:
+        msg = f"{found.name} {why}"
+        raise UnknownRunError(msg)
+    return found
+
+
+def _latest_live(roots: Sequence[str], note: Callable[[str], object]) -> RunDir:
+    runs = [run for run in find(roots) if run.is_ours]
+    those = [run for run in runs if run.state == "running"]
+    if runs and not those:
+        msg = f"no run in {' or '.join(roots)} is running; the latest is {runs[0].name} ({runs[0].state})"
+        raise UnknownRunError(msg)
+    those = [run for run in those if run.run is not None and record.is_here(run.run)] or those
+    found = look(those[0].path) if those else resolve(roots)  # which raises
+    if len(those) > 1:
+        note(f"{found.name}, the latest of {len(those)} runs that run")
+    return found
 
 
 def _called(where: str, runs: list[RunDir], text: str) -> RunDir:

@@ -309,7 +309,10 @@ def _encode(value: Any) -> bytes:
 
 
 def brief(run: Run) -> Run:
-    """Return the record without attempts and ``argv``, and with 4096 characters of its command: lists hold many."""
+    """Return the record with 4096 characters of its command, its last attempt without ranks, and nothing else long.
+
+    Lists hold many.
+    """
     left, command = _MOST_BRIEF, []
     for part in run.command:
         if len(part) >= left:
@@ -317,7 +320,8 @@ def brief(run: Run) -> Run:
             break
         command.append(part)
         left -= len(part) + 1
-    return run.replace(command=command, argv=[], attempts=[])
+    attempts = [attempt.replace(ranks=[], leftovers=[], cause="") for attempt in run.attempts[-1:]]
+    return run.replace(command=command, argv=[], attempts=attempts)
 
 
 def read(run_dir: str) -> Run:

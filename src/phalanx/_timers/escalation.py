@@ -107,7 +107,7 @@ class TimerScheduler:
     def pause(self, is_paused: bool) -> None:  # noqa: FBT001 - as the order has it
         """Hold all timers, or go on."""
         if is_paused:
-            self._paused_since = self._paused_since or clock.now()
+            self._paused_since = self._paused_since or clock.now_ns() / clock.NS
         elif self._paused_since:
             self._end_hold(self._paused_since)
             self._paused_since = 0.0
@@ -128,7 +128,7 @@ class TimerScheduler:
         self._held.append(action)
 
     def _end_hold(self, since: float) -> None:
-        self._loop.pauses.add(since, clock.now())
+        self._loop.pauses.add(since, clock.now_ns() / clock.NS)
 
     def _release(self) -> None:
         held, self._held = self._held, []
@@ -138,7 +138,7 @@ class TimerScheduler:
     def _update_standing(self) -> None:
         before, self._standing = self._standing, set(self._find_standing(self._table.standing()))
         if self._standing and not before:
-            self._stands_since = clock.now()
+            self._stands_since = clock.now_ns() / clock.NS
         elif before and not self._standing:
             self._end_hold(self._stands_since)
             self._loop.call(self._release)  # and not within a look

@@ -31,6 +31,7 @@ from phalanx._rendezvous.settings import ETCD, NO_FORK
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.services import Services, address_of_environment
+from phalanx._run.status import RunStatus
 from phalanx._run.worker_env import OF_PART, with_local_rank, worker_env
 from phalanx._runs.recorder import Recorder, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
@@ -199,9 +200,10 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _run(self) -> RunResult:
         """Run, with the services that the environment asks for."""
         run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
-        with Services(address, run_id, self._policy.max_restarts) as self._services:
+        status = RunStatus(run_id, self._policy.max_restarts)
+        with Services(address, status) as self._services:
             if address is not None and self._events is not None:
-                self._events.subscribe("phalanx-health", self._services.observe)
+                self._events.subscribe("phalanx-health", status.observe)
             self._node, warm, is_own = None, None, False
             if self._handler is not None:
                 from phalanx._run.node_workers import NodeWorkers

@@ -27,13 +27,20 @@ SETTINGS = {
     "max_content_width": 100,
 }
 
-_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack", "debug", "torchrun-shim")
+_COMMANDS = {
+    "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report",
+    "rerun": "runs", "stack": "stack", "debug": "debug", "stop": "control", "restart": "control", "signal": "control",
+    "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
+}  # fmt: skip
+"""Each command, and its module in this package."""
+
 _ELSEWHERE = {
-    "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
-    "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
-    "dump": "stack", "py-spy": "stack", "pdb": "debug", "breakpoint": "debug",
-    "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
-    "gc": "runs prune", "restart": "rerun", "repeat": "rerun", "version": "--version",
+    "ps": "status", "ls": "runs", "list": "runs", "history": "runs", "htop": "top", "watch": "top", "tail": "logs",
+    "log": "logs", "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run",
+    "torchrun": "run", "dump": "stack", "py-spy": "stack", "pdb": "debug", "breakpoint": "debug",
+    "attach": "debug", "prune": "runs prune", "rm": "runs prune",
+    "clean": "runs prune", "gc": "runs prune", "repeat": "rerun", "kill": "stop", "freeze": "pause",
+    "suspend": "pause", "continue": "resume", "version": "--version",
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 
@@ -262,9 +269,8 @@ class _Commands(Group):
             return help_
         if cmd_name not in _COMMANDS:
             return None
-        name = cmd_name.replace("-", "_")
-        module = "runs" if cmd_name == "rerun" else name
-        command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{module}"), name)
+        module = importlib.import_module(f"phalanx.cli.{_COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def not_there(self, ctx: click.Context, name: str) -> str:

@@ -173,15 +173,22 @@ def run_argument(state: str = "") -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
-def resolved(
-    log_dir: str | None, text: str | None, latest: Callable[[tuple[str, ...]], RunDir] | None = None
-) -> RunDir:
-    """Find the run that a user means, see `catalog.resolve`; or the ``latest``. Raises ClickException, OSError."""
+def resolved(log_dir: str | None, text: str | None) -> RunDir:
+    """Find the run that a user means, see `catalog.resolve`. Raises ClickException, OSError."""
     from phalanx._runs.catalog import UnknownRunError, resolve
 
-    where = places(log_dir)
     try:
-        return latest(where) if latest is not None and text is None else resolve(where, text)
+        return resolve(places(log_dir), text)
+    except UnknownRunError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def live_run(log_dir: str | None, text: str | None) -> RunDir:
+    """Return the run that a user means, or the latest: one that runs, and here. Raises ClickException, OSError."""
+    from phalanx._runs.catalog import UnknownRunError, live
+
+    try:
+        return live(places(log_dir), text, lambda note: click.echo(f"phalanx: {printable(note)}", err=True))
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
 

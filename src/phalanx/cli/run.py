@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import click
@@ -192,11 +193,12 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     until_end.callback(groups.close)
     config = plan.config
     team = RunTeam(
-        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=plan.observers(services),
-        signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
+        groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, status=plan.status,
+        observers=plan.observers(), signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
     )  # fmt: skip
 
-    def stop(death: signal.Signals) -> None:
+    def stop(number: signal.Signals) -> None:
+        death = team.control.death_signal(number)
         seconds = 0.0 if death == signal.SIGKILL else config.grace
         if death == signal.SIGKILL:
             host_signals.ignore()  # beyond, there is nothing to be asked for, and a worker may send them without end
@@ -204,6 +206,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
         attempts.ask_stop(death, seconds)
 
     attempts = Attempts(team.policy)
+    team.control.restart = partial(attempts.ask_restart, signal.SIGTERM, config.grace)
     runner = Runner(team, attempts, events=team.events)
     return _see_through(plan, team, runner, lambda: attempts.ending, stop, conclude_run)
 
@@ -225,7 +228,7 @@ def _see_through(
         try:
             with runner:
                 first = runner.carry_to_end(stop, team)
-                return ending(), None if first is None else first.sigval
+                return ending(), None if first is None else team.control.death_signal(first.sigval)
         except (PreloadError, NoAttemptError, KeeperLostError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
@@ -257,17 +260,18 @@ def _see_through(
 
 
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
-    """Say what a signal has brought about, above the live lines of a terminal."""
+    """Print what a signal has brought about, above the live lines of a terminal."""
+    by = team.control.named(death)
     if attempts.state == "WAITING":
-        mention(f"phalanx: {death.name}: no other attempt is started")
+        mention(f"phalanx: {by}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
-        text = f"phalanx: {death.name}: {_announced(team.group, death, seconds)}"
+        text = f"phalanx: {by}: {_announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
     elif team.check is not None and team.check.is_under_way:
-        mention(f"phalanx: {death.name}: ending --node-check; no attempt is started")
+        mention(f"phalanx: {by}: ending --node-check; no attempt is started")
     elif team.is_put_off:
-        mention(f"phalanx: {death.name}: the run is stopped; {_GONE}")
+        mention(f"phalanx: {by}: the run is stopped; {_GONE}")
 
 
 def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:

@@ -7,6 +7,8 @@ loaded when there is a terminal to draw on. A run is started again with the opti
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 import shlex
@@ -16,7 +18,7 @@ import time
 import click
 from click.core import ParameterSource
 
-from phalanx._base import files
+from phalanx._base import clock, files
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
 from phalanx._base.text import format_size, how_many, parse_duration, parse_size
@@ -29,13 +31,17 @@ from phalanx.cli._options import LOG_DIR, Whole, places, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
     from phalanx._runs.catalog import RunDir
 
-_HEADS = ("RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND", "CAUSE")
-_RIGHT = ("TIME", "RANKS", "EXIT", "AGE", "SIZE")  # numbers
+_HEADS = ("RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "PID", "ATTEMPT", "STEP", "COMMAND", "CAUSE")
+_RIGHT = ("TIME", "RANKS", "EXIT", "PID", "ATTEMPT", "STEP", "AGE", "SIZE")  # numbers
+_SAY_NOTHING = {"PID": {"-"}, "ATTEMPT": {"-", "0"}, "STEP": {"-"}}  # columns that a terminal has not if they say that
+_SPARED = ("STARTED", "ATTEMPT", "PID", "STEP")  # columns that a terminal that is too narrow has not, in this order
+_ASKED = 16  # launchers that are asked for their steps, at most
+_ANSWER_WITHIN = 0.2  # seconds
 _ELSEWHERE = {"rm": "prune", "remove": "prune", "delete": "prune", "clean": "prune", "gc": "prune"}
 _COLOURS = {
     "running": "cyan",
@@ -223,7 +229,8 @@ def _show(found: list[RunDir], nothing: str, names: list[str], *, as_json: bool)
     else:
         now = time.time()
         colour = use_colour(sys.stdout)
-        for cells in _cells([_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]):
+        steps = _steps(found)
+        for cells in _cells([_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S", steps) for run in found)]):
             if colour:
                 cells[1] = _painted(cells[1].rstrip(), cells[1])
             click.echo("  ".join(cells).rstrip(), color=colour)
@@ -235,12 +242,39 @@ def _cells(rows: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
     return ([_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)] for row in rows)
 
 
-def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
+def _steps(found: list[RunDir]) -> dict[str, int]:
+    """Ask the launchers of the newest live runs for their highest steps. Returns what they answer soon, by folder."""
+    from phalanx._base.threads import SerialExecutor
+    from phalanx._run.attached import AttachedRun
+    from phalanx._runs.record import is_here
+
+    steps: dict[str, int] = {}
+    may_ask = os.geteuid() == files.ROOT
+
+    def ask(run: RunDir) -> None:
+        with contextlib.suppress(RuntimeError):
+            known = [rank["step"] for node in AttachedRun(run).status() for rank in node["ranks"]]
+            steps.update({run.path: max(known)} if known and None not in known else {})
+
+    live = [run for run in found if run.state == "running" and run.run is not None and is_here(run.run)]
+    asking = [(SerialExecutor("phalanx-asking"), run) for run in live if run.is_ours or may_ask][:_ASKED]
+    for executor, run in asking:
+        executor.submit(functools.partial(ask, run))
+    until = clock.now() + _ANSWER_WITHIN
+    for executor, _ in asking:
+        executor.drain(max(0.0, until - clock.now()))
+    return steps.copy()
+
+
+def _row(run: RunDir, now: float, moment: str, steps: Mapping[str, int]) -> tuple[str, ...]:
     """What the columns say of a run: never a tab or a line's end, never empty but for the last two."""
     record = run.run
     if record is None:
-        return printable(run.name), run.state, _moment(run.started, moment), "-", "-", "-", "-", printable(run.problem)
-    ended = now if run.state == "running" else record.ended
+        return printable(run.name), run.state, _moment(run.started, moment), *["-"] * 7, printable(run.problem)
+    lives = run.state == "running"
+    ended = now if lives else record.ended
+    last = record.attempts[-1] if record.attempts else None
+    step = steps.get(run.path, None if last is None else last.step)
     return (
         printable(run.name),
         run.state,
@@ -248,6 +282,9 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
         "-" if ended is None else format_duration(ended - record.started),
         str(record.nprocs),
         "-" if record.exit_code is None else str(record.exit_code),
+        str(record.pid) if lives else "-",
+        "-" if last is None else str(last.number),
+        "-" if step is None else str(step),
         printable(shlex.join(record.command)),
         printable(record.cause),
     )
@@ -268,13 +305,21 @@ def _draw(found: list[RunDir], names: list[str]) -> None:
         console.print(text, no_wrap=True, crop=False, overflow="ignore")
 
     now = time.time()
-    rows = [_HEADS, *(_row(run, now, _recent(run.started, now)) for run in found)]
+    steps = _steps(found)
+    rows = [_HEADS, *(_row(run, now, _recent(run.started, now), steps) for run in found)]
     rows, causes = [row[:-1] for row in rows], [row[-1] for row in rows]
     commands = list(map(_command, found))
     wanted = min(max(columns for _command, columns in commands), _MOST_SCRIPT)
-    short, started = _beginnings(names), _HEADS.index("STARTED")
+    for head, nothing in _SAY_NOTHING.items():
+        at = rows[0].index(head)
+        if nothing.issuperset(row[at] for row in rows[1:]):
+            rows = _without(rows, at)
+    short = _beginnings(names)
     shortened = [rows[0], *((printable(short[run.name]), *row[1:]) for run, row in zip(found, rows[1:], strict=True))]
-    tables = [rows, shortened, [row[:started] + row[started + 1 :] for row in shortened]]
+    tables = [rows, shortened]
+    for head in _SPARED:
+        if head in rows[0]:
+            tables.append(_without(tables[-1], tables[-1][0].index(head)))
     table = next((table for table in tables if _before_last(table) + wanted <= console.width), tables[-1])
     widths, before = _widths(table), _before_last(table)
     for row, cause, (command, _columns) in zip(table, causes, [("", 0), *commands], strict=True):
@@ -289,6 +334,10 @@ def _draw(found: list[RunDir], names: list[str]) -> None:
         show(line)
         if cause and row is not table[0]:
             show(Text(f"  {cause}", "dim" if colour else ""))
+
+
+def _without(table: list[tuple[str, ...]], column: int) -> list[tuple[str, ...]]:
+    return [row[:column] + row[column + 1 :] for row in table]
 
 
 def _widths(table: list[tuple[str, ...]]) -> list[int]:

@@ -1,7 +1,7 @@
 """``phalanx stack``: where the ranks of a live run are, now.
 
 Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business; of the ranks of
-other machines, `phalanx._run.job_stacks`'.
+other machines, `phalanx._run.control_socket`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 
 import click
 
-from phalanx._base import files
 from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable, use_colour
@@ -32,7 +31,7 @@ from phalanx._stacks.dump import (
     sum_up_locations,
 )
 from phalanx.cli._commands import SETTINGS, Command
-from phalanx.cli._options import Whole, resolved, run_argument
+from phalanx.cli._options import Whole, live_run, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,8 +73,10 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool,
     Of a job of many machines, the ranks of all are shown, on each of them: their agents are asked. One that does not
     answer within 5 s is named; if they cannot be asked, this machine's ranks are shown, and it is said.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    found = _resolve(log_dir, run)
+    found = live_run(log_dir, run)
     assert found.run is not None
+    if not found.run.attempts or not found.run.attempts[-1].ranks:
+        raise click.ClickException(f"{found.name} has no workers yet")
     owner = None if found.is_ours else found.owner
     told = None if local or native else _ask(found, set(ranks))
     if told is None:
@@ -113,13 +114,22 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
     last = run.attempts[-1]
     if last.nodes < 2 or (ranks and ranks.issubset(rank.rank for rank in last.ranks)):  # noqa: PLR2004 - machines
         return None
-    from phalanx._run.job_stacks import NotToldError, ask
+    from phalanx._rendezvous.records import DamagedError
+    from phalanx._rendezvous.stack_report import JobStacks
+    from phalanx._run.control_socket import NotAnsweredError, RefusedError, ask
 
     try:
-        return ask(found.path, run, found.owner)
-    except NotToldError as error:
-        click.echo(printable(f"phalanx: these are the ranks of this machine alone: {error}"), err=True)
-        return None
+        stacks = JobStacks(ask(found.path, run, found.owner, "stacks"))
+    except (NotAnsweredError, RefusedError) as error:
+        why = str(error)
+    except DamagedError as error:
+        why = f"what its agent has answered cannot be read: {error}"
+    else:
+        if not stacks.why:
+            return stacks
+        why = stacks.why
+    click.echo(printable(f"phalanx: these are the ranks of this machine alone: {why}"), err=True)
+    return None
 
 
 def _check_known(ranks: set[int], known: Iterable[int], what: str) -> None:
@@ -127,44 +137,6 @@ def _check_known(ranks: set[int], known: Iterable[int], what: str) -> None:
     unknown = sorted(ranks.difference(known))
     if unknown:
         raise click.UsageError(f"--rank: this {what} has no rank {', '.join(map(str, unknown))}")
-
-
-def _resolve(log_dir: str | None, name: str | None) -> RunDir:
-    """The run that is meant, which runs, and here. Raises ClickException."""
-    from phalanx._runs.record import is_here
-
-    found = resolved(log_dir, name, _latest)
-    if not found.is_ours and os.geteuid() != files.ROOT:
-        msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can look at its processes"
-        raise click.ClickException(msg)
-    if found.run is None:
-        raise click.ClickException(f"{found.name} cannot be asked: {found.problem}")
-    if found.state != "running":
-        msg = f"{found.name} has ended ({found.state}): there are no stacks any more; see phalanx logs {found.name}"
-        raise click.ClickException(msg)
-    if not is_here(found.run):
-        msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
-        raise click.ClickException(msg)
-    if not found.run.attempts or not found.run.attempts[-1].ranks:
-        raise click.ClickException(f"{found.name} has no workers yet")
-    return found
-
-
-def _latest(where: tuple[str, ...]) -> RunDir:
-    """The latest of our runs that runs, and here if one does. Raises ClickException, UnknownRunError, OSError."""
-    from phalanx._runs.catalog import find, look, resolve
-    from phalanx._runs.record import is_here
-
-    runs = [run for run in find(where) if run.is_ours]
-    live = [run for run in runs if run.state == "running"]
-    if runs and not live:
-        msg = f"no run in {' or '.join(where)} is running; the latest is {runs[0].name} ({runs[0].state})"
-        raise click.ClickException(msg)
-    live = [run for run in live if run.run is not None and is_here(run.run)] or live
-    found = look(live[0].path) if live else resolve(where)  # which raises
-    if len(live) > 1:
-        click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
-    return found
 
 
 def _ranks(run: Run, wanted: set[int]) -> list[Rank]:

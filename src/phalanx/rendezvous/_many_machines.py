@@ -317,7 +317,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             barrier: Seconds (>= 0) that this machine waits at its end for the others.
             owner: What the job asks of whoever has the workers. Its ``expect(seconds)`` is called now and then while
                 some may run here: they are to end, unless it is called again within that time, for this process is
-                stopped then, and the job goes on without it. Its ``take_stacks(...)`` says where they are, for
+                stopped then, and the job goes on without it. Its ``answer(...)`` says where they are, for
                 ``phalanx stack`` on any machine. By any thread; none of it may wait, or raise.
 
         Raises:
