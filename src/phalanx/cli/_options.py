@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from phalanx._base import files
 from phalanx._base.text import parse_duration, parse_size
 from phalanx._base.tty import printable
 from phalanx._logs.specs import checked_mode
@@ -191,42 +190,6 @@ def live_run(log_dir: str | None, text: str | None) -> RunDir:
         return live(places(log_dir), text, lambda note: click.echo(f"phalanx: {printable(note)}", err=True))
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
-
-
-def live_run(log_dir: str | None, name: str | None) -> RunDir:
-    """Return the run that a user means, or the latest: one that runs, and here. Raises ClickException."""
-    from phalanx._runs.record import is_here
-
-    found = resolved(log_dir, name, _latest)
-    if not found.is_ours and os.geteuid() != files.ROOT:
-        msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can reach its processes"
-        raise click.ClickException(msg)
-    if found.run is None:
-        raise click.ClickException(f"{found.name} cannot be asked: {found.problem}")
-    if found.state != "running":
-        msg = f"{found.name} has ended ({found.state}); see phalanx report {found.name}"
-        raise click.ClickException(msg)
-    if not is_here(found.run):
-        msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
-        raise click.ClickException(msg)
-    return found
-
-
-def _latest(where: tuple[str, ...]) -> RunDir:
-    """The latest of our runs that runs, and here if one does. Raises ClickException, UnknownRunError, OSError."""
-    from phalanx._runs.catalog import find, look, resolve
-    from phalanx._runs.record import is_here
-
-    runs = [run for run in find(where) if run.is_ours]
-    live = [run for run in runs if run.state == "running"]
-    if runs and not live:
-        msg = f"no run in {' or '.join(where)} is running; the latest is {runs[0].name} ({runs[0].state})"
-        raise click.ClickException(msg)
-    live = [run for run in live if run.run is not None and is_here(run.run)] or live
-    found = look(live[0].path) if live else resolve(where)  # which raises
-    if len(live) > 1:
-        click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
-    return found
 
 
 class ConsoleOptions(Declared, section=CONSOLE):
