@@ -98,6 +98,7 @@ class Steady:
         (r"(failed|succeeded,|\d\d) after [\d.]+m?s", r"\1 after 2.1s"),
         (r"(?m)^(\d{8}-\d{6}_\w{8}: [a-z]+(?: with exit code \d+)? (?:after|for)) \S+$", r"\1 2.1s"),
         (r"follows in [\d.]+m?s", "follows in 1.9s"),
+        (r"(rank \d  .*  since )[\d:]+", r"\g<1>14:46:12"),
         (r"(attempts? \d[\d to]*, )\d\d:\d\d:\d\d", r"\g<1>14:46:10"),
         (r"(, 14:46:10 to )\d\d:\d\d:\d\d", r"\g<1>14:48:22"),
         (r"\d+(?:\.\d)? (?:KiB|MiB)", "56.0 KiB"),

@@ -18,6 +18,7 @@ from typing import Self
 import pytest
 
 from tests.support.command import LIMIT, Done, Launcher, Place, Shell, read_until
+from tests.support.forks import code_of_fork
 from tests.support.helpers import PYTHON, Gate, Ready, wait_gone
 
 pytestmark = pytest.mark.slow
@@ -361,17 +362,14 @@ def test_another_user_is_not_served(place: Place) -> None:
         path.parent.chmod(0o755)
         path.chmod(0o666)  # as if the mode alone kept others out
         folder = os.open(path.parent, os.O_PATH)
-        pid = os.fork()
-        if not pid:
-            status = 9
-            try:
-                os.setresuid(65534, 65534, 65534)
-                with socket.socket(socket.AF_UNIX) as link:
-                    link.connect(f"/proc/self/fd/{folder}/{path.name}")
-                    status = len(link.recv(100))
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def is_served() -> bool:
+            os.setresuid(65534, 65534, 65534)
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(f"/proc/self/fd/{folder}/{path.name}")
+                return bool(link.recv(100))
+
+        assert code_of_fork(is_served) == 1  # it was not
         os.close(folder)
         debug(place, "c")
         assert run.end().status == 0

@@ -18,7 +18,7 @@ from phalanx._base import clock, linux
 from phalanx._base.loop import SLACK, wait_slice
 from phalanx._base.process import Process, lineage
 from phalanx._timers.hang import Hang
-from phalanx._timers.layout import NEVER
+from phalanx._timers.layout import BREAKPOINT, NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -296,7 +296,10 @@ class Escalation:
     def _find_standing(self, keys: list[Key]) -> Iterable[tuple[int, int]]:
         """Return the breakpoints that are of this group. Report each to the launcher, once."""
         known = self._standing
-        hangs = self._find_ranks([timer for timer in map(self._table.read, keys) if timer is not None]) if keys else []
+        # One to which somebody has just attached was set anew.
+        found = [self._table.read(key) or self._table.read_now(*key[:2]) for key in keys]
+        timers = [timer for timer in found if timer is not None and timer.scope == BREAKPOINT]
+        hangs = self._find_ranks(timers) if timers else []
         self._standing = {(hang.timer.seat, hang.timer.slot): hang.timer.location for hang in hangs}
         fresh = [hang for hang in hangs if known.get((hang.timer.seat, hang.timer.slot)) != hang.timer.location]
         for first in range(0, len(fresh), AT_ONCE):

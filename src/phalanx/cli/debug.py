@@ -386,15 +386,15 @@ class _Typed:
     """What a person types, with history and completion, while the rank stands."""
 
     def __init__(self, stop: _Stop) -> None:
-        import readline
-
         self.at_prompt = False
         self._stop = stop
-        self._readline = readline
         self._matches: list[str] = []
-        readline.set_completer(self._complete)
-        readline.set_completer_delims(_DELIMITERS)
-        readline.parse_and_bind("tab: complete")
+        with contextlib.suppress(ImportError):  # a Python that was built without it
+            import readline
+
+            readline.set_completer(self._complete)
+            readline.set_completer_delims(_DELIMITERS)
+            readline.parse_and_bind("tab: complete")
         signal.signal(signal.SIGALRM, self._check)
 
     def read(self, prompt: str) -> str | None:
@@ -423,11 +423,13 @@ class _Typed:
             raise _GoneError
 
     def _complete(self, text: str, state: int) -> str | None:
+        import readline
+
         if state == 0:
-            line = self._readline.get_line_buffer()
+            line = readline.get_line_buffer()
             stripped = line.lstrip()
             cut = len(line) - len(stripped)
-            begin, end = self._readline.get_begidx() - cut, self._readline.get_endidx() - cut
+            begin, end = readline.get_begidx() - cut, readline.get_endidx() - cut
             self._matches = self._ask(text, stripped, begin, end)
         return self._matches[state] if state < len(self._matches) else None
 
@@ -445,7 +447,7 @@ def _exit(number: int, _frame: object) -> NoReturn:
 
 
 def _shown(text: str) -> str:
-    """Text of a rank: on a terminal, without what that would obey."""
+    """Text of a rank that stdout can express: on a terminal, without what that would obey."""
     if not sys.stdout.isatty():
-        return text
+        return text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding)
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))

@@ -126,8 +126,9 @@ def _start_anew() -> None:
 def _open() -> Server | None:
     """Return the server of this process; None: the debugger reads stdin, which is said unless that is a terminal."""
     global _server  # noqa: PLW0603 - as above
-    if _server is not None:
+    if _server is not None and _server.is_open:
         return _server
+    _server = None
     if os.isatty(0):
         return None
     path = os.environ.get(ERROR_FILE_ENV)

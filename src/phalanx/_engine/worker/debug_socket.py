@@ -147,16 +147,26 @@ class Server:
         self._pid = os.getpid()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(self._listener.fileno(), _MODE)  # before: that of the file is made of it
+            self._number = self._listener.fileno()
+            self._file = os.fstat(self._number)
+            os.fchmod(self._number, _MODE)  # before: that of the file is made of it
+            self.close()  # of a process before that had this pid; or what this one had, see `is_open`
             by_folder(path, self._listener.bind)
             self._listener.listen(_MOST_CONNECTIONS)
-            self._number = self._listener.fileno()
             threading.Thread(target=self._serve, name="phalanx-debug", daemon=True).start()
         except BaseException:
             self._listener.close()
             raise
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be reached: not if the program has closed all its descriptors."""
+        try:
+            return os.path.samestat(os.fstat(self._number), self._file)
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Remove the socket: the process is about to end."""
@@ -267,11 +277,12 @@ class Server:
             waits = [each.until for each in self._connections.values() if each is not self._client]
             if paused:
                 waits.append(paused)
-            for number, events in self._poll.poll((min(waits) - now) * 1000 + 1 if waits else None):
+            ready = self._poll.poll((min(waits) - now) * 1000 + 1 if waits else None)
+            if not self.is_open:
+                return
+            for number, _ in ready:
                 if number != self._number:
                     self._receive(number)
-                elif events != select.POLLIN:  # the program has closed all descriptors
-                    return
                 elif not self._accept():
                     paused = time.monotonic() + _PAUSE
                     self._poll.unregister(number)
