@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import leaks
-from tests.support.command import Place
+from tests.support.command import Place, Shell
 from tests.support.disks import Disk, mounted, small
 from tests.support.helpers import Gate, Ready
 
@@ -145,6 +145,13 @@ def no_gc_callbacks() -> None:
     What a signal raises in it, or a stack that is full, is lost, and told of by pytest.
     """
     gc.callbacks.clear()
+
+
+@pytest.fixture
+def shell(place: Place) -> Iterator[Shell]:
+    """A shell with job control, on a terminal."""
+    with Shell(place) as shell:
+        yield shell
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ SETTINGS = {
     "notice": Setting("USR1:60", "SIGUSR2:0.5", (10, 60.0), (12, 0.5)),
     "orphan_grace": Setting("1.5", "0", 1.5, 0.0),
     "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
+    "breakpoint_timeout": Setting("1.5", "10m", 1.5, 600.0),
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:4", "2", (1, 4), (2, 2)),
     "node_rank": Setting("1", "0", 1, 0),
@@ -163,6 +164,7 @@ FLAGS = (
     "ignore_case",
     "log_compress",
     "no_force_color",
+    "post_mortem",
     "raw",
     "virtual_local_rank",
 )

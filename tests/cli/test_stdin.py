@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import pty
 import shlex
 import signal
 import time
-from collections.abc import Iterator
-from typing import Self
 
 import pytest
 
 from phalanx._base import procfs
-from tests.support.command import RUN, Done, Place, read_until, refused
+from tests.support.command import RUN, Done, Place, Shell, refused
 from tests.support.disks import until
 from tests.support.helpers import PYTHON, Ready, wait_gone
 
@@ -117,54 +114,6 @@ def test_a_closed_stdin_is_nobodys(place: Place) -> None:
 
 
 # --- terminals
-
-
-class Shell:
-    """An interactive shell with job control, on a terminal."""
-
-    def __init__(self, place: Place) -> None:
-        self.pid, self._fd = pty.fork()
-        if not self.pid:
-            os.chdir(place.folder)
-            # `set -b`: what becomes of a job is printed at once.
-            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**place.env, "PS1": "$ ", "TERM": "dumb"})
-        self._rest = ""
-        self._run = shlex.join([*RUN, "--log-dir", str(place.logs)])
-        self.until("$ ")
-        self.type("set -b; unset HISTFILE\n")
-        self.until("$ ")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        os.close(self._fd)  # hangs up: the shell ends, and so does every job
-        assert not wait_gone([self.pid])
-        os.waitpid(self.pid, 0)
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def run(self, *argv: str) -> None:
-        self.type(f"{self._run} {shlex.join(argv)}; echo code $?\n")
-        self.until("echo code $?")
-
-    def until(self, text: str) -> str:
-        """What comes up to `text`; what has come behind it is there for the next call."""
-        seen = self._rest if text in self._rest else self._rest + read_until(self._fd, text)
-        before, found, self._rest = seen.partition(text)
-        assert found, seen
-        return before
-
-    @property
-    def has_terminal(self) -> bool:
-        return os.tcgetpgrp(self._fd) == self.pid
-
-
-@pytest.fixture
-def shell(place: Place) -> Iterator[Shell]:
-    with Shell(place) as shell:
-        yield shell
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import pytest
 
 from phalanx._runs.record import Attempt, Rank, Run
 from phalanx._runs.record import Leftover as Left
+from phalanx.cli import debug as cli_debug
 from phalanx.cli import logs as cli_logs
 from phalanx.cli import report as cli_report
 from phalanx.cli import run as cli_run
@@ -183,12 +184,20 @@ def set_by_environment(command: click.Command) -> set[str]:
 def test_the_page_names_variables_of_other_commands() -> None:
     text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
-    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_runs.rerun, cli_stack.stack)
+    commands = (
+        cli_run.run,
+        cli_logs.logs,
+        cli_runs.runs,
+        cli_report.report,
+        cli_runs.rerun,
+        cli_stack.stack,
+        cli_debug.debug,
+    )
     run, logs, *others = (set_by_environment(command) for command in commands)
     taken = {param.opts[0] for param in cli_logs.logs.params}
     assert logs == taken & run
     assert {"--grep", "--color"} <= logs
-    assert "`phalanx runs`, `report`, `rerun` and `stack` read them for `--log-dir` alone" in text
+    assert "`phalanx runs`, `report`, `rerun`, `stack` and `debug` read them for `--log-dir` alone" in text
     assert others == [{"--log-dir"}] * 4
 
 

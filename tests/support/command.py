@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from textwrap import dedent
 from typing import Any, NamedTuple, Self
 
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
-from tests.support.helpers import TIMEOUT
+from tests.support.helpers import TIMEOUT, wait_gone
 
 LIMIT = 60.0
 RUN = (sys.executable, "-m", "phalanx", "run")
@@ -140,6 +141,48 @@ class Place:
     def log(self, rank: int, name: str = "stdout.log") -> str:
         (path,) = self.logs.glob(f"*/attempt_0/{rank}/{name}")
         return path.read_text()
+
+
+class Shell:
+    """An interactive shell with job control, on a terminal."""
+
+    def __init__(self, place: Place) -> None:
+        self.pid, self.terminal = pty.fork()
+        if not self.pid:
+            os.chdir(place.folder)
+            # `set -b`: what becomes of a job is printed at once.
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**place.env, "PS1": "$ ", "TERM": "dumb"})
+        self._rest = ""
+        self._run = shlex.join([*RUN, "--log-dir", str(place.logs)])
+        self.until("$ ")
+        self.type("set -b; unset HISTFILE\n")
+        self.until("$ ")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self.terminal)  # hangs up: the shell ends, and so does every job
+        assert not wait_gone([self.pid])
+        os.waitpid(self.pid, 0)
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def run(self, *argv: str) -> None:
+        self.type(f"{self._run} {shlex.join(argv)}; echo code $?\n")
+        self.until("echo code $?")
+
+    def until(self, text: str) -> str:
+        """What comes up to `text`; what has come behind it is there for the next call."""
+        seen = self._rest if text in self._rest else self._rest + read_until(self.terminal, text)
+        before, found, self._rest = seen.partition(text)
+        assert found, seen
+        return before
+
+    @property
+    def has_terminal(self) -> bool:
+        return os.tcgetpgrp(self.terminal) == self.pid
 
 
 def refused(done: Done, *words: str) -> None:

@@ -997,6 +997,7 @@ def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
         assert result_of(group).succeeded
         assert [one.breakpoint for one in group.status().values()] == [None, None]
     assert "timer.expired" not in events.names()
+    assert events.wait("timer.breakpoint")["place"] == "train.py:7"
     assert caplog.text.count("rank 0 stopped at train.py:7: phalanx debug --rank 0") == 1
 
 
@@ -1050,7 +1051,7 @@ def test_the_settle_window_waits_for_a_rank_at_a_breakpoint(
         second_gate.open()
         assert group.wait(7) is None
         assert alive(group.pids()[0])
-        assert "the group goes on until no worker stands at a breakpoint" in caplog.text
+        assert caplog.text.count("the group goes on until no worker stands at a breakpoint") == 1
         gate.open()
         result = result_of(group)
     assert result.root_cause is not None

@@ -40,6 +40,15 @@ if TYPE_CHECKING:
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 """The environment variable that names a worker's error file."""
 
+DEBUG_SUFFIX = ".debug."
+"""Between the name of the error file and a pid: the socket at which that process is debugged while it stands."""
+
+POST_MORTEM_ENV = "PHALANX_POST_MORTEM"
+"""The environment variable that has a worker stand where it has raised the exception that ends it: 1."""
+
+BREAKPOINT_TIMEOUT_ENV = "PHALANX_BREAKPOINT_TIMEOUT"
+"""The environment variable with the seconds after which a worker at a breakpoint, to which nobody attaches, is hung."""
+
 READ_LIMIT = 4 << 20
 """The most bytes that `read_error_file` accepts. `record` writes no longer file: of two texts of `TEXT_LIMIT`
 characters that take more as JSON it keeps less, and what was there before only if that fits in, too."""
@@ -316,6 +325,11 @@ def remove_timer_evidence(path: str) -> None:
             os.unlink(path)
     except (OSError, ValueError):
         pass
+
+
+def is_of_run(path: str) -> bool:
+    """Whether an error file is in the folder of a run that has a record: `phalanx` finds such a one. Never raises."""
+    return os.path.exists(os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(path))), "run.json"))
 
 
 def may_write(path: str) -> bool:

@@ -97,6 +97,8 @@ class RunConfig(ConsoleConfig):
 
     hang_timeout: float | None
     on_expiry: tuple[tuple[str, float], ...]
+    breakpoint_timeout: float | None
+    post_mortem: bool
     grace: float
     settle: float
     linger: float

@@ -85,7 +85,7 @@ class NodeTeam(Team):
     def miss(self, missing: Missing) -> None:
         """Print for whom the job waits. By default, nothing."""
 
-    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002
+    def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
         """Answer what is asked of the workers of a generation: call ``then`` with it, once, on any thread.
 
         Returns at once. ``nodes``: how many there are in that generation: see `questions.share`. ``then`` is called

@@ -17,6 +17,7 @@ from typing import Any
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
 from phalanx._engine.host_signals import SIGNALS_ENV
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, POST_MORTEM_ENV
 from phalanx._group.warm import check_preload as check_names
 from phalanx._group.warm import shared
 from phalanx._placement import devices, topology
@@ -254,6 +255,10 @@ class RunPlan:
         shows = config.tee or (config.tee is None and config.redirects is None)
         colours = colours_of_workers(self.console, config.env) if shows and not config.no_force_color else {}
         same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **colours, **variables}
+        if config.post_mortem:
+            same[POST_MORTEM_ENV] = "1"
+        if config.breakpoint_timeout is not None:
+            same[BREAKPOINT_TIMEOUT_ENV] = str(config.breakpoint_timeout)
         return {
             rank: worker_env(
                 first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,

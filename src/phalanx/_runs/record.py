@@ -12,7 +12,7 @@ A run's folder, as `_logs.specs` lays it out:
             0/                      local rank 0
                 stdout.log          what it wrote; before that stdout.log.1 (rotated), stdout.log.2.gz (compressed), …
                 stderr.log
-                error.json          how it failed: `_evidence`; beside it error.json.exit, .fatal and .stacks
+                error.json          how it failed: `_evidence`; beside it error.json.exit, .fatal, .stacks, .debug.PID
 
 Each file exists only if there is something for it. The record is typed, versioned, replaced in one step, and checked
 when it is read: anybody may have written it. The classes below are its schema, for those who write it and those who

@@ -18,7 +18,7 @@ from phalanx._base import clock, linux
 from phalanx._base.loop import SLACK, wait_slice
 from phalanx._base.process import Process, lineage
 from phalanx._timers.hang import Hang
-from phalanx._timers.layout import ATTACHED, NEVER
+from phalanx._timers.layout import BREAKPOINT, NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Escalation:
         self._serial = 0
         # Steps for which the launcher takes evidence, by serial number.
         self._requested: dict[int, tuple[int, list[Hang], Deadline | None]] = {}
-        self._standing: dict[tuple[int, int], int] = {}  # the deadlines of breakpoints by seat and slot
+        self._standing: dict[tuple[int, int], str] = {}  # the locations of breakpoints, by seat and slot
         self._watched: dict[int, Process] = {}  # the processes that stand there
         self._scheduler = TimerScheduler(
             table,
@@ -296,13 +296,12 @@ class Escalation:
     def _find_standing(self, keys: list[Key]) -> Iterable[tuple[int, int]]:
         """Return the breakpoints that are of this group. Report each to the launcher, once."""
         known = self._standing
-        hangs = self._find_ranks([timer for timer in map(self._table.read, keys) if timer is not None]) if keys else []
-        self._standing = {(hang.timer.seat, hang.timer.slot): hang.timer.deadline for hang in hangs}
-        fresh = [
-            hang for hang in hangs
-            if known.get(where := (hang.timer.seat, hang.timer.slot)) != hang.timer.deadline
-            and (hang.timer.deadline != ATTACHED or where not in known)
-        ]  # fmt: skip
+        # One to which somebody has just attached was set anew.
+        found = [self._table.read(key) or self._table.read_now(*key[:2]) for key in keys]
+        timers = [timer for timer in found if timer is not None and timer.scope == BREAKPOINT]
+        hangs = self._find_ranks(timers) if timers else []
+        self._standing = {(hang.timer.seat, hang.timer.slot): hang.timer.location for hang in hangs}
+        fresh = [hang for hang in hangs if known.get((hang.timer.seat, hang.timer.slot)) != hang.timer.location]
         for first in range(0, len(fresh), AT_ONCE):
             self._send_hangs(fresh[first : first + AT_ONCE], "stands")
         self._watch_standing({hang.pid for hang in hangs})

@@ -15,7 +15,7 @@ from phalanx._base.clock import format_duration
 from phalanx._base.text import name_ranks
 from phalanx._base.threads import SerialExecutor
 from phalanx._base.tty import sanitise
-from phalanx._evidence.error_file import remove_timer_evidence
+from phalanx._evidence.error_file import DEBUG_SUFFIX, is_of_run, remove_timer_evidence
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
@@ -250,10 +250,15 @@ class HangReporter:
             self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
 
     def _stands(self, _moment: int, packed: list[Packed]) -> None:
-        """Workers stand at breakpoints."""
-        for hang in map(Hang.from_tuple, packed):
-            rank = self._numbers.get(hang.rank, hang.rank)
-            self._show(f"rank {rank} stopped at {hang.timer.location}: phalanx debug --rank {rank}")
+        """Processes stand at breakpoints. At one without a location, a person has the worker's terminal."""
+        for hang in (each for each in map(Hang.from_tuple, packed) if each.timer.location):
+            path, rank = self._error_files[hang.rank], self._numbers.get(hang.rank, hang.rank)
+            if not is_of_run(path):  # the worker itself has written where it is reached
+                continue
+            if os.path.exists(f"{path}{DEBUG_SUFFIX}{hang.pid}"):
+                self._show(f"rank {rank} stopped at {hang.timer.location}: phalanx debug --rank {rank}")
+            else:  # of a group of the rank's own
+                self._show(f"process {hang.pid}, below rank {rank}, stopped at {hang.timer.location}")
 
     def _refused(self, pid: int, _scope: str, _location: str) -> None:
         self._show(f"process {pid} is not in the group: its timers are not watched")

@@ -361,6 +361,11 @@ class TimerTable:
         now = self._word(seat, slot)
         return Timer(seat, slot, deadline, span, thread, scope, location) if now == deadline else None
 
+    def read_now(self, seat: int, slot: int) -> Timer | None:
+        """Read the timer that is in a slot now; None if it is free."""
+        deadline = self._word(seat, slot)
+        return None if deadline == NEVER else self.read((seat, slot, deadline))
+
     def holder(self, seat: int) -> int:
         """Return the process that holds a seat, as the kernel knows it; 0: none.
 

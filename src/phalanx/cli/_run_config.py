@@ -286,6 +286,14 @@ class EndOptions(Declared, section=END):
         metavar="STEP[:TIME],...",
         sentence="What follows when a timer expires: report, dump, terminate, kill.",
     )
+    breakpoint_timeout = Time(
+        zero=False,
+        section=TIMERS,
+        sentence="Report a rank that stands at a breakpoint for longer, to which nobody attaches. Default: 1h.",
+    )
+    post_mortem = Flag(
+        section=TIMERS, sentence="The first rank that raises an exception stands there, for phalanx debug."
+    )
     grace = Time(
         "--shutdown-timeout",
         default="30",

@@ -80,7 +80,7 @@ class Keeper:
         self._logs: RotatedLogs | None = None  # where files are bounded in size
         self._abandoned: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
         self._escalation: Escalation | None = None
-        self._is_paused = False
+        self._is_paused = self._is_held = False
         self._signals = linux.signalfd(signal.SIGCHLD)
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
@@ -130,7 +130,9 @@ class Keeper:
     def _on_wait_over(self, event: str) -> None:
         """Take the step, but do not end a settle window while a worker stands at a breakpoint."""
         if event == "SETTLED" and self._escalation is not None and self._escalation.stands:
-            self._connection.send(protocol.held())
+            if not self._is_held:
+                self._is_held = True
+                self._connection.send(protocol.held())
             self._escalation.when_released(lambda: self._on_wait_over(event))
         elif event != "SETTLED" or self._state == "SETTLING":  # else another event came while it was held
             self._see(event)
@@ -175,7 +177,7 @@ class Keeper:
             if self._escalation is not None:
                 self._escalation.pause(True)
             self._sweeper().signal_all(signal.SIGSTOP)
-        self._connection.send(protocol.paused(self._is_paused))
+            self._connection.send(protocol.paused(True))
 
     def _end_pause(self) -> None:
         """Continue all that was stopped, unless it is about to be killed: a stopped process handles no SIGTERM."""

@@ -16,7 +16,7 @@ from phalanx._engine import main_module, worker_messages
 from phalanx._engine.worker.mp_child import Child
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, skip_own_frames
-from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
 from phalanx._evidence.recording import exit_code
 from phalanx._evidence.sent import DESCRIPTORS_ENV
 from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -45,6 +45,7 @@ class ThisWorker:
     child: Child | None = None  # None until the worker has begun
     pid = 0
     error_file = ""
+    post_mortem = False
     prints = ""
     """Which tracebacks are printed: "all", as by an interpreter; or "none", because the launcher raises them. Where all
     workers have one stderr, whose they are: then none of KeyboardInterrupt, which a Ctrl-C causes in all of them."""
@@ -191,6 +192,8 @@ def _begin(child: Child) -> None:
     ThisWorker.prints = os.environ.pop("PHALANX_TRACEBACKS", "")
     catch_fatal_signals()
     offer_stacks()
+    _install_breakpoint()
+    ThisWorker.post_mortem = os.environ.get(POST_MORTEM_ENV) == "1"
     linux.allow_ptrace()
     # A killed worker loses what is in its buffers; and its log is read while it runs.
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -229,19 +232,39 @@ def _record(error: BaseException) -> None:
     if trace is not None or main_module.says_it_all(error):
         BaseException.with_traceback(error, trace)  # its class may let no attribute be set: a frozen dataclass
     written = recording.record(error, ThisWorker.error_file, left=True)
-    _send_leaving(1)
+    is_rank = ThisWorker.pid == os.getpid()  # a fork of the worker is not
+    waits = ThisWorker.post_mortem and is_rank
+    if not waits:
+        _send_leaving(1)
     child = ThisWorker.child  # None: it failed before the worker began, and is printed as by any interpreter
-    prints = ThisWorker.prints if ThisWorker.pid == os.getpid() else "all"  # a fork of the worker is not its rank
+    prints = ThisWorker.prints if is_rank else "all"
     is_shared = prints not in _UNSHARED
-    if written and (prints == "none" or (is_shared and isinstance(error, KeyboardInterrupt))):
-        return
-    message, stack = describe(error)
-    if child is not None and not written:
-        child.socket.send_evidence(message, stack, moment, recording.refused(ThisWorker.error_file))
-    if not is_shared:
-        std_streams.write_stderr(stack)
-        return
-    _write_last(f"phalanx: {prints} failed:\n{stack}")
+    if not written or not (prints == "none" or (is_shared and isinstance(error, KeyboardInterrupt))):
+        message, stack = describe(error)
+        if child is not None and not written:
+            child.socket.send_evidence(message, stack, moment, recording.refused(ThisWorker.error_file))
+        if is_shared:
+            _write_last(f"phalanx: {prints} failed:\n{stack}")
+        else:
+            std_streams.write_stderr(stack)
+    if waits:
+        from phalanx._engine.worker import breakpoints
+
+        breakpoints.post_mortem(error)
+        _send_leaving(1)
+
+
+def _install_breakpoint() -> None:
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _breakpoint
+
+
+def _breakpoint(*args: Any, **options: Any) -> None:
+    """Stop in pdb: `sys.breakpointhook`, with the arguments of `pdb.set_trace`."""
+    from phalanx._engine.worker import breakpoints
+
+    breakpoints.stop(sys._getframe(1), *args, **options)  # noqa: SLF001 - it is where the program stops
 
 
 def _write_last(text: str) -> None:

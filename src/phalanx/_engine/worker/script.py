@@ -22,28 +22,42 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
-_theirs = {}  # what this interpreter knows already by the name of our package
-if not __package__:  # run by its path: empty modules stand for our package and its wings, so that no `__init__` runs
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # our own folder, put there by the interpreter
-    _root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    _theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "phalanx"}
-    for _wing in ("", "._base", "._evidence"):
-        _package = type(sys)("phalanx" + _wing)
-        _package.__path__ = [_root + _wing.replace(".", "/")]
-        sys.modules["phalanx" + _wing] = _package
-try:
+_by_path = not __package__  # the script may import another Phalanx, or none
+if _by_path and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # our own folder, put there by the interpreter
+_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class _Ours:
+    """While it is entered, ``phalanx`` is the package around this file, of which no `__init__` runs.
+
+    What this interpreter knows by that name is put back.
+    """
+
+    def __enter__(self) -> None:
+        self._theirs = _take_out() if _by_path else {}
+        for wing in ("", "._base", "._evidence", "._timers", "._engine", "._engine.worker") if _by_path else ():
+            package = type(sys)("phalanx" + wing)
+            package.__path__ = [_root + wing.replace(".", "/")]
+            sys.modules["phalanx" + wing] = package
+
+    def __exit__(self, *_: object) -> None:
+        if _by_path:
+            _take_out()
+            sys.modules.update(self._theirs)
+
+
+def _take_out() -> dict[str, Any]:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "phalanx"}
+
+
+with _Ours():
     from phalanx._base import linux
     from phalanx._evidence.describe import describe
-    from phalanx._evidence.error_file import ERROR_FILE_ENV
+    from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
     from phalanx._evidence.recording import exit_code, note_exit, record, refused
     from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
     from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
-finally:
-    if not __package__:  # the script may import another Phalanx, or none
-        for _name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
-            del sys.modules[_name]
-        sys.modules.update(_theirs)
 
 
 def main() -> None:
@@ -65,6 +79,8 @@ def run(fd: int) -> None:
     path = os.environ.get(ERROR_FILE_ENV)  # now: the program may change its environment
     catch_fatal_signals()
     offer_stacks()
+    _install_breakpoint()
+    post_mortem = os.environ.get(POST_MORTEM_ENV) == "1"
     as_module = sys.argv[0] == "-m"
     if as_module:
         del sys.argv[0]
@@ -89,16 +105,50 @@ def run(fd: int) -> None:
     _strip(failure)
     if not record(failure, path, left=True):
         report.send_evidence(*describe(failure), moment, refused(path))
-    at_terminal = os.isatty(0)  # the user's excepthook may be a debugger, then, and wait for its user
-    if not at_terminal:
+    waits = post_mortem or os.isatty(0)  # the user's excepthook may be a debugger, then, and wait for its user
+    if not waits:
         report.send_leaving(1)  # else before the hook, which may take any time
     try:
         _show(failure)
+        if post_mortem:
+            _debugger().post_mortem(failure)
     finally:
-        if at_terminal:
+        if waits:
             report.send_leaving(1)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
+
+
+def _install_breakpoint() -> None:
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _breakpoint
+
+
+def _breakpoint(*args: Any, **options: Any) -> None:
+    """Stop in pdb: `sys.breakpointhook`, with the arguments of `pdb.set_trace`."""
+    try:
+        stop = _debugger().stop
+    except (ImportError, OSError) as error:  # this process's user may not read the files
+        _write("phalanx: breakpoint() reads stdin here: {}\n".format(error))
+        import pdb  # noqa: T100 - what `breakpoint` means
+
+        stop = pdb.Pdb().set_trace
+    stop(sys._getframe(1), *args, **options)
+
+
+def _debugger() -> Any:
+    """Import the module that stops this process in pdb, once."""
+    global _loaded  # noqa: PLW0603 - it is not in `sys.modules`
+    if _loaded is None:
+        with _Ours():
+            from phalanx._engine.worker import breakpoints
+
+        _loaded = breakpoints
+    return _loaded
+
+
+_loaded = None  # type: Any  # a comment, because a worker may run Python 3.8
 
 
 def _end_heartbeats() -> None:

@@ -1,0 +1,289 @@
+"""Stops this process in pdb, at `breakpoint()` or where an exception was raised, for a person at another terminal.
+
+Owns what is done while it stands: the timers of its group rest, and the person is asked to come. `debug_socket` has the
+connection. A worker loads this module when it stops for the first time, in whatever Python it runs (3.8 or later).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+import threading
+
+from phalanx._base import std_streams
+from phalanx._engine.worker.debug_socket import Server, Standing
+from phalanx._evidence.describe import is_own_file
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
+
+_known = "readline" in sys.modules
+if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
+    sys.modules["readline"] = None  # type: ignore[assignment]  # so that its import fails
+try:
+    import pdb  # noqa: T100 - what this module is about
+finally:
+    if not _known:
+        del sys.modules["readline"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+_TIMEOUT = 3600.0
+_LOCK = "post-mortem.lock"  # in the attempt's folder: held by the rank that stands after its failure
+_OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
+
+
+def _take_seat() -> Any:
+    used = sys.modules.get("phalanx.timer._beats")
+    if used is not None:
+        return used.take_seat()
+    from phalanx._timers.client import Seat
+    from phalanx._timers.layout import TIMERS_ENV
+
+    return Seat(os.environ[TIMERS_ENV])
+
+
+def _timeout() -> float:
+    try:
+        return float(os.environ.get(BREAKPOINT_TIMEOUT_ENV, "")) or _TIMEOUT
+    except ValueError:
+        return _TIMEOUT
+
+
+def _rank() -> str:
+    rank = os.environ.get("RANK", "")
+    return rank if rank.isascii() and rank.isdecimal() else ""
+
+
+class _Stop:
+    """That this process stands, for the timers of its group and for the person."""
+
+    def __init__(self) -> None:
+        self.terminal = threading.RLock()  # held by the thread at whose prompt the person is
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+        self._seat: Any = None
+        self._slot = 0
+        self._seconds = _timeout()
+        self._is_attached = False
+
+    def begin(self, at: str, server: Server | None) -> None:
+        """Have the timers rest while this thread stands, which `end` ends."""
+        with self._lock:
+            first = not self._threads
+            self._threads.add(threading.get_ident())
+            if not first:
+                return
+            is_watched = self._rest("" if server is None else at)
+            if server is not None and not (is_watched and is_of_run(server.path)):  # else the launcher writes it
+                rank = f"rank {_rank()}" if _rank() else f"process {os.getpid()}"
+                std_streams.write_stderr(f"phalanx: {rank} stopped at {at}: phalanx debug {server.path}\n")
+
+    def end(self) -> None:
+        """Have them run again, if no other thread stands."""
+        with self._lock:
+            self._threads.discard(threading.get_ident())
+            if not self._threads and self._slot:
+                slot, self._slot = self._slot, 0
+                self._seat.go_on(slot)
+
+    def attached(self, there: bool) -> None:  # noqa: FBT001 - the one argument, of a callback
+        """Note whether somebody is attached: a session is no hang, however long."""
+        with self._lock:
+            self._is_attached = there
+            if self._slot:
+                self._seat.attach(self._slot, attached=there, seconds=self._seconds)
+
+    def _rest(self, at: str) -> bool:
+        """Have the timers rest; "": a person at a terminal has them. Returns False where nobody watches any."""
+        try:
+            if self._seat is None:
+                self._seat = _take_seat()
+            self._slot = self._seat.stand(at, self._seconds if at else math.inf)
+        except Exception:  # noqa: BLE001 - there are none, or they have gone; or an old Python cannot load the module
+            return False
+        if self._is_attached:
+            self._seat.attach(self._slot)
+        return True
+
+
+_stop = _Stop()
+_server: Server | None = None
+_thread = threading.local()  # its last debugger, which Python 3.13 and later go on with
+
+
+def _start_anew() -> None:
+    """In a fork: it has its own socket, and stands for itself."""
+    global _server, _stop  # noqa: PLW0603 - one for the process
+    _server = None
+    _stop = _Stop()
+    vars(_thread).clear()
+
+
+def _open() -> Server | None:
+    """Return the server of this process; None: the debugger reads stdin, which is said unless that is a terminal."""
+    global _server  # noqa: PLW0603 - as above
+    if _server is not None and _server.is_open:
+        return _server
+    _server = None
+    if os.isatty(0):
+        return None
+    path = os.environ.get(ERROR_FILE_ENV)
+    why = f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket"
+    try:
+        if path:
+            _server = Server(f"{path}{DEBUG_SUFFIX}{os.getpid()}", _rank(), _stop.attached)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if _server is None:
+        std_streams.write_stderr(f"phalanx: the debugger reads stdin here: {why}\n")
+    return _server
+
+
+class _File(io.TextIOBase):
+    """The stdin and the stdout of a debugger that has a server."""
+
+    prompt = "(Pdb) "
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
+        return self._server.read(self.prompt)
+
+    def write(self, text: str) -> int:
+        self._server.write(text)
+        return len(text)
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+
+class Debugger(pdb.Pdb):
+    """A pdb at a server; without one, at stdin. It does not show Phalanx's own frames, and does not stop in them."""
+
+    def __init__(self, server: Server | None) -> None:
+        file: Any = None if server is None else _File(server)
+        super().__init__(stdin=file, stdout=file, nosigint=server is not None)
+        self.server = server
+        self.heading = ""
+        self._goes = "step"  # how the program goes on, see `Server.goes`
+
+    def interaction(self, frame: FrameType | None, *trace: Any) -> None:
+        """See `pdb.Pdb`: the rank stands from here to a command that has it go on."""
+        at = _place(frame, *trace)
+        with _stop.terminal:
+            self._goes = "step" if frame is not None else "end"
+            _stop.begin(at, self.server)
+            before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
+            try:
+                super().interaction(frame, *trace)
+            finally:
+                if before is None and self._goes != "step":
+                    _stop.end()
+                if self.server is not None:
+                    self.server.goes(self._goes, before)
+
+    def set_continue(self) -> None:
+        """See `bdb.Bdb`."""
+        self._goes = "end" if self._goes == "end" else "on"
+        super().set_continue()
+
+    def set_quit(self) -> None:
+        """See `bdb.Bdb`."""
+        self._goes = "end"
+        super().set_quit()
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """See `bdb.Bdb`. Where the program is at its end, our frames follow, and it goes on."""
+        path = frame.f_code.co_filename
+        if path.startswith(_OWN_FOLDER):
+            self.set_continue()
+            _stop.end()
+        return not is_own_file(path) and super().stop_here(frame)
+
+    def get_stack(self, f: FrameType | None, t: Any) -> Any:
+        """See `bdb.Bdb`."""
+        stack, index = super().get_stack(f, t)
+        ours = [at for at, (frame, _) in enumerate(stack[:index]) if frame.f_code.co_filename.startswith(_OWN_FOLDER)]
+        first = ours[-1] + 1 if ours else 0
+        return stack[first:], index - first
+
+    def _greet(self) -> None:
+        if self.heading:
+            self.message(self.heading)
+        self.print_stack_entry(self.stack[self.curindex])
+
+    def _matches(self, text: str, line: str, begin: int, end: int) -> list[str]:
+        if not begin:
+            return list(self.completenames(text, line, begin, end))
+        name = self.parseline(line)[0]
+        complete = getattr(self, f"complete_{name}", self.completedefault) if name else self.completedefault
+        return list(complete(text, line, begin, end))
+
+
+def _place(frame: FrameType | None, trace: Any = None) -> str:
+    if frame is None:
+        trace = getattr(trace, "__traceback__", trace)
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        frame, line = trace.tb_frame, trace.tb_lineno
+    else:
+        line = frame.f_lineno
+    assert frame is not None
+    path = frame.f_code.co_filename
+    try:
+        below = os.path.relpath(path)
+    except (OSError, ValueError):
+        below = os.pardir
+    return f"{path if below.startswith(os.pardir) else below}:{line}"
+
+
+def stop(frame: FrameType, header: str | None = None, commands: list[str] | None = None) -> None:
+    """Stop at ``frame``, as `pdb.set_trace` does."""
+    server = _open()
+    debugger = getattr(_thread, "debugger", None)
+    if debugger is None or sys.version_info < (3, 13) or (server is not None and server.standing is not None):
+        debugger = _thread.debugger = Debugger(server)
+    debugger.heading = header or ""
+    if header:
+        debugger.message(header)
+    debugger.rcLines.extend(commands or ())
+    debugger.set_trace(frame)  # nothing may follow: it would be traced
+
+
+def post_mortem(error: BaseException) -> None:
+    """Stop where an exception was raised that has ended the program, if no other rank of the attempt stands so.
+
+    If one does, wait until that has ended. Returns when the person leaves it. Never raises.
+    """
+    trace = error.__traceback__
+    path = os.environ.get(ERROR_FILE_ENV, "")
+    if trace is None or not path or not isinstance(error, Exception) or type(error).__name__ == "BdbQuit":
+        return
+    try:
+        import fcntl
+
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+        # Held until the process ends.
+        lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            return
+        debugger = Debugger(_open())
+        debugger.heading = f"{type(error).__name__}: {error}"
+        debugger.reset()
+        debugger.interaction(None, error if sys.version_info >= (3, 13) else trace)
+    except Exception as failure:  # noqa: BLE001 - the failure of the program is what counts
+        std_streams.write_stderr(f"phalanx: there is no debugger after this exception: {failure!r}\n")
+
+
+os.register_at_fork(after_in_child=_start_anew)

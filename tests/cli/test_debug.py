@@ -1,0 +1,455 @@
+"""`breakpoint()` in a rank, `phalanx debug` at another terminal, and `phalanx run --post-mortem`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from tests.support.command import LIMIT, Done, Launcher, Place, Shell, read_until
+from tests.support.forks import code_of_fork
+from tests.support.helpers import PYTHON, Gate, Ready, wait_gone
+
+pytestmark = pytest.mark.slow
+
+DEBUG = (sys.executable, "-m", "phalanx", "debug")
+STOPPED = " stopped at "
+
+STEPS = """
+    import os, time
+    rank = int(os.environ["RANK"])
+    began = time.monotonic()
+    loss = 40
+    if rank == 2:
+        breakpoint()
+        loss += 1
+        loss += 1
+    print("loss", loss)
+    """
+
+
+class Client:
+    """A `phalanx debug` whose stdin is a pipe."""
+
+    def __init__(self, place: Place, *argv: str) -> None:
+        self.process = subprocess.Popen(
+            [*DEBUG, "--log-dir", str(place.logs), *argv], cwd=place.folder, env=place.env, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.process.kill()
+        with self.process:
+            pass
+
+    def ask(self, line: str, end: str) -> str:
+        """What comes after a line, up to `end`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        return read_until(self.process.stdout.fileno(), end)
+
+    def end(self, rest: str = "") -> Done:
+        out, err = self.process.communicate(rest.encode(), timeout=LIMIT)
+        return Done(self.process.returncode, out.decode(), err.decode())
+
+
+def debug(place: Place, commands: str, *argv: str) -> Done:
+    """A `phalanx debug` with these commands, and how it ended."""
+    with Client(place, *argv) as client:
+        return client.end("".join(f"{line}\n" for line in commands.split("; ")))
+
+
+def stopped(run: Launcher) -> str:
+    """Wait until a rank stands. Returns the line that says so."""
+    return run.read_until(STOPPED).splitlines()[-1]
+
+
+def sockets(place: Place) -> list[Path]:
+    return sorted(place.logs.glob("*/attempt_0/*/error.json.debug.*"))
+
+
+@contextlib.contextmanager
+def linked(path: Path) -> Iterator[socket.socket]:
+    """A client of our own, which has been greeted."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(LIMIT)
+        folder = os.open(path.parent, os.O_PATH)
+        try:
+            link.connect(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+        with link.makefile("rb", buffering=0) as lines:
+            assert json.loads(lines.readline())["pid"]
+        yield link
+
+
+def closed(link: socket.socket) -> bool:
+    """Whether the other end closes the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        while link.recv(1 << 16):
+            pass
+    return True
+
+
+# --- stop, look, go on
+
+
+def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
+    script = place.write("""
+        import os, time
+        import phalanx.timer
+        rank = int(os.environ["RANK"])
+        phalanx.timer.beat()
+        began = time.monotonic()
+        loss = 40
+        if rank == 2:
+            breakpoint()
+            loss += 1
+            loss += 1
+            open("on", "w").close()
+        while not os.path.exists("on"):
+            os.sched_yield()
+        phalanx.timer.beat()
+        print("loss", loss)
+        """)
+    with place.start("--nproc-per-node", 4, "--hang-timeout", 1, script) as run:
+        assert re.fullmatch(r"phalanx: rank 2 stopped at script.py:\d+: phalanx debug --rank 2", stopped(run))
+        with Client(place) as client:
+            assert client.ask("p loss", "40\n").startswith("> ")
+            while "True" not in client.ask("p 'later', time.monotonic() - began > 3", ")\n"):
+                pass  # by the clock of the rank, longer than the hang timeout
+            assert "-> loss += 1" in client.ask("n", "-> loss")
+            assert "41\n" in client.ask("p loss", "41\n")
+            done = client.end("c\n")
+        assert (done.status, done.err) == (0, "")
+        assert sorted(run.end().out.split("\n")) == [
+            "",
+            *(f"[{rank}] loss 40" for rank in (0, 1)),
+            "[2] loss 42",
+            "[3] loss 40",
+        ]
+
+
+def test_a_rank_stands_for_the_next_who_attaches(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        for expression, value in (("loss", 40), ("loss + 1", 41)):
+            done = debug(place, f"p {expression}")
+            assert done.out.endswith(f"(Pdb) p {expression}\n{value}\n")
+            assert "rank 2 stands on; come back: phalanx debug" in done.err
+        with Client(place, "--rank", "2") as client:
+            client.ask("p loss", "40\n")
+            client.process.kill()
+        assert "p loss\n40\n" in debug(place, "p loss; c").out
+        assert run.end().status == 0
+
+
+def test_a_second_client_is_refused(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask("p loss", "40\n")
+            done = debug(place, "p loss")
+            assert (done.status, done.out) == (1, "")
+            assert f"rank 2: pid {client.process.pid} is attached" in done.err
+            assert client.end("p loss + 1\nc\n").out.startswith("(Pdb) p loss + 1\n41\n")
+        assert run.end().status == 0
+
+
+def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
+    script = place.write("""
+        import os
+        rank = int(os.environ["RANK"])
+        if rank:
+            breakpoint()
+        """)
+    with place.start("--nproc-per-node", 4, script) as run:
+        for _ in range(3):
+            stopped(run)
+        listed = debug(place, "")
+        assert [line.split("  ")[0] for line in listed.out.splitlines()] == ["rank 1", "rank 2", "rank 3"]
+        assert debug(place, "", "--all", "p rank > 0").out == "ranks 1-3:\n  True\n"
+        assert debug(place, "", "--all", "p rank // 2").out == "rank 1:\n  0\nranks 2-3:\n  1\n"
+        assert "rank 0 of" in debug(place, "", "--rank", "0").err
+        assert debug(place, "", "--all", "c").out == "ranks 1-3:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
+def test_where_no_rank_stands_it_is_said(place: Place, ready: Ready, gate: Gate) -> None:
+    assert debug(place, "").status == 1
+    with place.start(place.write(f"{ready.python()}\n{gate.python()}")) as run:
+        ready.wait()
+        done = debug(place, "")
+        assert done.status == 1
+        assert "no rank of" in done.err
+        gate.open()
+        assert run.end().status == 0
+
+
+def test_quit_ends_the_rank(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        done = debug(place, "q")
+        assert "rank 2 has ended: BdbQuit" in done.err
+        assert "BdbQuit" in run.end().err
+
+
+@pytest.mark.parametrize("how", ["thread", "fork", "function"])
+def test_threads_forks_and_functions_stop_as_well(place: Place, how: str) -> None:
+    script = place.write("""
+        import os, sys, threading
+        def work(rank, how):
+            loss = 41
+            breakpoint()
+            print("went on")
+        if sys.argv[1] == "thread":
+            thread = threading.Thread(target=work, args=(0, "thread"))
+            thread.start()
+            thread.join()
+        elif sys.argv[1] == "fork":
+            if not (pid := os.fork()):
+                work(0, "fork")
+                os._exit(0)
+            os.waitpid(pid, 0)
+        elif __name__ == "__main__":
+            from phalanx.spawn import spawn
+            spawn(work, ("function",), nprocs=1)
+        """)
+    with place.start(script, how) as run:
+        where = re.findall("phalanx debug (.*)", run.read_until("phalanx debug "))[0]
+        assert where.startswith("--rank" if how != "function" else "/")  # a socket: the function's group is no run
+        done = debug(place, "p loss; c", *shlex.split(where))
+        assert "p loss\n41\n" in done.out
+        assert "went on" in run.end().out
+
+
+def test_another_hook_decides(place: Place) -> None:
+    script = place.write("breakpoint(); print('no stop')")
+    place.env["PYTHONBREAKPOINT"] = "0"
+    assert place.run(script).out == "[0] no stop\n"
+
+
+def test_without_a_folder_it_is_said(place: Place) -> None:
+    done = place.run("--nproc-per-node", 2, place.write("""
+        import os
+        os.environ.pop("TORCHELASTIC_ERROR_FILE")
+        if os.environ["RANK"] == "0":
+            breakpoint()
+            print()
+        """))  # fmt: skip
+    assert "the debugger reads stdin here: this process has no TORCHELASTIC_ERROR_FILE" in done.err
+    assert "BdbQuit" in done.err
+
+
+def test_a_breakpoint_that_nobody_visits_is_a_hang(place: Place) -> None:
+    done = place.run("--nproc-per-node", 3, "--breakpoint-timeout", 0.3, "--grace", 1, place.write(STEPS))
+    assert done.status != 0
+    assert "breakpoint" in done.err[done.err.index("FAILED") :]
+
+
+# --- after an exception
+
+
+FAILING = """
+    import os
+    def step(rank):
+        loss = rank + 40
+        while rank != 1 and not os.path.exists("../post-mortem.lock"):
+            os.sched_yield()
+        raise ValueError("loss is nan")
+    os.chdir(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    step(int(os.environ["RANK"]))
+    """
+
+
+def test_the_first_rank_that_raises_stands_there(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, "--post-mortem", place.write(FAILING)) as run:
+        assert "rank 1 stopped at" in stopped(run)
+        done = debug(place, "p loss; up; p __name__; q")
+        assert "ValueError: loss is nan\n> " in done.out
+        assert "p loss\n41\n" in done.out
+        assert "rank 1 has ended: ValueError: loss is nan" in done.err
+        ended = run.end()
+        assert ended.status == 1
+        assert ended.err.count(STOPPED) == 0
+        assert "rank      : 1 (local_rank: 1)" in ended.err
+        assert "error     : ValueError: loss is nan" in ended.err
+
+
+def test_a_stop_ends_a_rank_that_stands(place: Place) -> None:
+    with place.start("--nproc-per-node", 2, "--post-mortem", place.write(FAILING)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask("p loss", "4")
+            run.send(signal.SIGTERM)
+            done = run.end()
+            assert "has ended" in client.end().err
+        assert done.status == 1
+        assert "error     : ValueError: loss is nan" in done.err
+
+
+# --- the other side
+
+
+def test_what_is_no_message_costs_its_own_connection(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        assert path.stat().st_mode & 0o777 == 0o600
+        attach = b'{"attach": true}\n'
+        for data in (
+            os.urandom(1 << 12) + b"\n",
+            b"x" * (1 << 20),
+            b"[" * 60000 + b"\n",
+            attach + b'{"line": 3}\n',
+            attach + b'{"complete": ["a", "b", "c", "d"]}\n',
+            attach + b'{"line": "p 1"}\n' * 1000,
+        ):
+            with linked(path) as link:
+                with contextlib.suppress(ConnectionError):
+                    link.sendall(data)
+                assert closed(link)
+        with contextlib.ExitStack() as held:
+            for _ in range(15):
+                held.enter_context(linked(path)).sendall(b" ")
+            done = debug(place, "p loss")
+            assert "p loss\n40\n" in done.out
+        assert "p 1 + 1\n2\n" in debug(place, "p 1 + 1; c").out
+        assert run.end().status == 0
+
+
+def test_a_client_that_does_not_read_is_dropped(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        with linked(path) as link:
+            link.sendall(b'{"attach": true}\n{"line": "p \'x\' * (1 << 24)"}\n{"line": "p loss"}\n')
+            while b"(Pdb)" not in link.recv(1 << 10):
+                pass
+            with Client(place) as client:
+                client.process.wait(LIMIT)  # it is refused, while the other is attached
+            while True:
+                done = debug(place, "p loss")
+                if done.status == 0:
+                    break
+        assert "p loss\n40\n" in done.out
+        done = debug(place, "p 'x' * (1 << 21); c")
+        assert len(done.out) < (1 << 20) + 1000
+        assert "more characters are left out]" in done.out
+        assert run.end().status == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_not_served(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        path.parent.chmod(0o755)
+        path.chmod(0o666)  # as if the mode alone kept others out
+        folder = os.open(path.parent, os.O_PATH)
+
+        def is_served() -> bool:
+            os.setresuid(65534, 65534, 65534)
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(f"/proc/self/fd/{folder}/{path.name}")
+                return bool(link.recv(100))
+
+        assert code_of_fork(is_served) == 1  # it was not
+        os.close(folder)
+        debug(place, "c")
+        assert run.end().status == 0
+
+
+# --- at a terminal
+
+
+def debugger(shell: Shell, place: Place, *argv: str) -> None:
+    shell.type(f"{shlex.join([*DEBUG, '--log-dir', str(place.logs), *argv])}; echo code $?\n")
+    shell.until("code $?")
+    shell.until("(Pdb) ")
+
+
+def test_a_person_completes_interrupts_and_detaches(shell: Shell, place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        debugger(shell, place)
+        shell.type("p lo\t + 1\n")
+        shell.until("\n41")
+        shell.until("(Pdb) ")
+        shell.type("print('sleeps'); time.sleep(1000)\n")
+        shell.until("\nsleeps")
+        shell.type("\x03")
+        shell.until("KeyboardInterrupt")
+        shell.until("(Pdb) ")
+        shell.type("p x\x03")
+        shell.until("(Pdb) ")
+        shell.type("\x04")
+        shell.until("rank 2 stands on")
+        shell.until("code 0")
+        debugger(shell, place)
+        shell.type("c\n")
+        shell.until("has ended")
+        shell.until("code 0")
+        assert run.end().status == 0
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher", "client"])
+def test_the_terminal_is_restored_whoever_is_killed(shell: Shell, place: Place, victim: str) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        rank = int(path.suffix[1:])
+        debugger(shell, place)
+        shell.type("p 'half a li")  # raw, then
+        shell.until("half a li")
+        if victim == "client":
+            client = os.tcgetpgrp(shell.terminal)
+            os.kill(client, signal.SIGTERM)
+        else:
+            os.kill(rank if victim == "rank" else run.process.pid, signal.SIGKILL)
+            shell.until("has ended")
+        shell.until("code ")
+        place.write("import termios; print('canonical:', bool(termios.tcgetattr(0)[3] & termios.ICANON))", "modes.py")
+        shell.type(f"{PYTHON} modes.py\n")
+        shell.until("canonical: True")
+        if victim == "client":
+            debug(place, "c")
+        run.end()
+        assert not wait_gone([rank])
+
+
+def test_a_worker_with_the_terminal_stops_there(shell: Shell, place: Place) -> None:
+    script = place.write("""
+        import time
+        import phalanx.timer
+        phalanx.timer.beat()
+        began = time.monotonic()
+        breakpoint()
+        phalanx.timer.beat()
+        print("went on")
+        """)
+    shell.run("--hang-timeout", "1", script)
+    shell.until("(Pdb) ")
+    late = ""
+    while "True" not in late:
+        shell.type("p 'later', time.monotonic() - began > 2\n")
+        late = shell.until("(Pdb) ")
+    shell.type("c\n")
+    seen = shell.until("code 0")
+    assert "went on" in seen
+    assert STOPPED not in late + seen
