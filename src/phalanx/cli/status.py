@@ -242,7 +242,7 @@ def show(found: RunDir, answer: Answer | None, before: Answer | None = None) -> 
     colour = use_colour(stream)
     for line, style in _lines(found, answer, before, width):
         *bold, name = style.split(" ")
-        looks: dict[str, Any] = {"fg": None if name in ("", "bold", "dim") else name, "dim": name == "dim"}
+        looks: dict[str, Any] = {"fg": None if name in ("", "bold", "dim") else name, "dim": name == "dim" or None}
         looks = {"bold": True if bold or name == "bold" else None, **looks} if style else {}
         click.secho(cut(line, width), color=colour, reset=bool(style), **looks)
 
