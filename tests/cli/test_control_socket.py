@@ -13,21 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx._run import control_socket
-from phalanx._run.control_socket import (
-    ACCEPTED,
-    MOST_CALLERS,
-    MOST_QUESTION,
-    NAME,
-    ControlSocket,
-    NotAnsweredError,
-    Question,
-    RefusedError,
-    Reply,
-    ask,
-    ask_for,
-)
 from phalanx._runs import record
-from phalanx._runs.record import Run
 
 NOBODY = 65534
 SOON = 20.0
@@ -46,11 +32,11 @@ class Launcher:
 
     def __init__(self, folder: Path, answer: bytes = b"") -> None:
         self.folder = folder
-        self.questions: list[Question] = []
-        self.replies: list[Reply] = []
+        self.questions: list[control_socket.Question] = []
+        self.replies: list[control_socket.Reply] = []
         self.warned: list[str] = []
         self._answer = answer
-        self.socket = ControlSocket(self._take, self.warned.append)
+        self.socket = control_socket.ControlSocket(self._take, self.warned.append)
         self.socket.open(str(folder))
         until(lambda: self.warned or self._listens())
 
@@ -62,9 +48,9 @@ class Launcher:
         until(lambda: not self.socket.connections)
         return True
 
-    def _take(self, question: Question, reply: Reply) -> None:
+    def _take(self, question: control_socket.Question, reply: control_socket.Reply) -> None:
         if question.name == "nonsense":
-            raise RefusedError("no such question")
+            raise control_socket.RefusedError("no such question")
         self.questions.append(question)
         self.replies.append(reply)
         if self._answer:
@@ -75,25 +61,25 @@ class Launcher:
         one = socket.socket(socket.AF_UNIX)
         one.settimeout(SOON)
         try:
-            one.connect(f"/proc/self/fd/{inside}/{NAME}")
+            one.connect(f"/proc/self/fd/{inside}/{control_socket.NAME}")
         except OSError:
             one.close()
             raise
         finally:
             os.close(inside)
         if question:
-            assert one.recv(1) == ACCEPTED
+            assert one.recv(1) == control_socket.ACCEPTED
             one.sendall(question)
         return one
 
-    def run(self, **wrong: int) -> Run:
+    def run(self, **wrong: int) -> record.Run:
         """The record of a run of this process."""
         made = record.begin(run_id="x", name="x", command=[], started=1.0, nprocs=1, ranks=[], nodes=2)
         record.write(str(self.folder), made.replace(**wrong))
         return record.read(str(self.folder))
 
     def ask(self, name: str = "status", **wrong: int) -> bytes:
-        return ask(str(self.folder), self.run(**wrong), os.geteuid(), name, ranks=[1])
+        return control_socket.ask(str(self.folder), self.run(**wrong), os.geteuid(), name, ranks=[1])
 
 
 @pytest.fixture
@@ -110,18 +96,18 @@ def made(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     yield make
     for launcher in launchers:
         launcher.socket.close()
-    assert not (folder / NAME).exists()
+    assert not (folder / control_socket.NAME).exists()
 
 
 def test_a_question_is_answered(made: Callable[..., Launcher]) -> None:
     launcher = made(b'{"version": 1, "nodes": []}')
-    assert stat.S_IMODE(os.stat(launcher.folder / NAME).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(launcher.folder / control_socket.NAME).st_mode) == 0o600
     assert json.loads(launcher.ask()) == {"version": 1, "nodes": []}
     (question,) = launcher.questions
     assert (question.name, question.arguments["ranks"]) == ("status", [1])
     assert question.asker == (os.getpid(), os.geteuid(), "")
-    with pytest.raises(RefusedError, match="no such question"):
-        ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "nonsense")
+    with pytest.raises(control_socket.RefusedError, match="no such question"):
+        control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "nonsense")
 
 
 def test_an_answer_of_many_bytes_comes_whole(made: Callable[..., Launcher]) -> None:
@@ -133,12 +119,12 @@ def test_no_other_process_than_the_launcher_is_believed(
     made: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = made(b"{}")
-    with pytest.raises(NotAnsweredError, match="another process than its launcher answers"):
+    with pytest.raises(control_socket.NotAnsweredError, match="another process than its launcher answers"):
         launcher.ask(pid=1)
-    with pytest.raises(NotAnsweredError, match=rf"there is no {NAME}"):
-        ask(str(launcher.folder.parent), launcher.run(), os.geteuid(), "status")
+    with pytest.raises(control_socket.NotAnsweredError, match=rf"there is no {control_socket.NAME}"):
+        control_socket.ask(str(launcher.folder.parent), launcher.run(), os.geteuid(), "status")
     monkeypatch.setattr(control_socket, "peer", lambda _: (os.getpid(), NOBODY))
-    with pytest.raises(NotAnsweredError, match="another process than its launcher answers"):
+    with pytest.raises(control_socket.NotAnsweredError, match="another process than its launcher answers"):
         launcher.ask()
 
 
@@ -152,28 +138,28 @@ def test_a_launcher_that_is_stopped_or_sends_nonsense(
         here = os.getcwd()
         os.chdir(launcher.folder)
         try:
-            listener.bind(NAME)
+            listener.bind(control_socket.NAME)
         finally:
             os.chdir(here)
-        with pytest.raises(NotAnsweredError, match="its launcher cannot be asked: Connection refused"):
+        with pytest.raises(control_socket.NotAnsweredError, match="its launcher cannot be asked: Connection refused"):
             launcher.ask()
         listener.listen(1)
-        with pytest.raises(NotAnsweredError, match=r"has not answered within 0.1 s"):
+        with pytest.raises(control_socket.NotAnsweredError, match=r"has not answered within 0.1 s"):
             launcher.ask()
         listener.accept()[0].close()
         there: list[socket.socket] = []
         monkeypatch.setattr(control_socket, "peer", lambda _: _answer(listener, there))
-        with pytest.raises(NotAnsweredError, match="what its launcher has answered is no answer"):
-            ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "status")
+        with pytest.raises(control_socket.NotAnsweredError, match="what its launcher has answered is no answer"):
+            control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "status")
         there[0].close()
     monkeypatch.undo()
     with made().connect() as one:  # what is left there is nobody's
-        assert one.recv(1) == ACCEPTED
+        assert one.recv(1) == control_socket.ACCEPTED
 
 
 def _answer(listener: socket.socket, there: list[socket.socket]) -> tuple[int, int]:
     there.append(listener.accept()[0])
-    there[0].send(ACCEPTED + b"[]\n")
+    there[0].send(control_socket.ACCEPTED + b"[]\n")
     there[0].shutdown(socket.SHUT_WR)
     return os.getpid(), os.geteuid()
 
@@ -197,19 +183,19 @@ def test_what_is_no_question_is_refused(made: Callable[..., Launcher], said: byt
 
 def test_too_long_a_question_ends_its_connection(made: Callable[..., Launcher]) -> None:
     launcher = made()
-    with launcher.connect(b"x" * MOST_QUESTION) as one, pytest.raises(ConnectionError):
+    with launcher.connect(b"x" * control_socket.MOST_QUESTION) as one, pytest.raises(ConnectionError):
         one.sendall(b"x" * (4 << 20))
     with launcher.connect() as another:
-        assert another.recv(1) == ACCEPTED
+        assert another.recv(1) == control_socket.ACCEPTED
 
 
 def test_callers_beyond_the_most_are_closed(made: Callable[..., Launcher]) -> None:
     launcher = made()
-    those = [launcher.connect(QUESTION) for _ in range(MOST_CALLERS)]
-    until(lambda: len(launcher.questions) == MOST_CALLERS)
+    those = [launcher.connect(QUESTION) for _ in range(control_socket.MOST_CALLERS)]
+    until(lambda: len(launcher.questions) == control_socket.MOST_CALLERS)
     with launcher.connect() as beyond:
         assert beyond.recv(1) == b""
-    with pytest.raises(NotAnsweredError, match="it ends, or too many ask at once"):
+    with pytest.raises(control_socket.NotAnsweredError, match="it ends, or too many ask at once"):
         launcher.ask()
     those.pop().close()
     with those.pop() as noisy:
@@ -218,7 +204,7 @@ def test_callers_beyond_the_most_are_closed(made: Callable[..., Launcher]) -> No
             noisy.recv(1)
     until(lambda: len(launcher.socket.connections) == len(those))
     with launcher.connect(QUESTION) as another:
-        until(lambda: len(launcher.questions) == MOST_CALLERS + 1)
+        until(lambda: len(launcher.questions) == control_socket.MOST_CALLERS + 1)
         for reply in launcher.replies:
             reply(b"x" * 10_000)  # also to those who have gone
         launcher.replies.clear()
@@ -235,14 +221,14 @@ def test_the_end_of_the_launcher_ends_the_wait(made: Callable[..., Launcher]) ->
 
 
 def test_a_folder_that_takes_no_socket_is_reported(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text("somebody's")
+    (tmp_path / control_socket.NAME).write_text("somebody's")
     launcher = Launcher(tmp_path)
     until(lambda: launcher.warned)
     assert launcher.warned == [
-        f"phalanx status, stop and the like cannot reach this run: {NAME}: [Errno 98] Address already in use"
+        "phalanx status, stop and the like cannot reach this run: control.sock: [Errno 98] Address already in use"
     ]
     launcher.socket.close()
-    assert (tmp_path / NAME).read_text() == "somebody's"
+    assert (tmp_path / control_socket.NAME).read_text() == "somebody's"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process takes root")
@@ -261,7 +247,7 @@ def test_another_user_learns_nothing(made: Callable[..., Launcher]) -> None:
                 os.setuid(NOBODY)
                 with socket.socket(socket.AF_UNIX) as one:
                     one.settimeout(SOON)
-                    one.connect(f"/proc/self/fd/{inside}/{NAME}")
+                    one.connect(f"/proc/self/fd/{inside}/{control_socket.NAME}")
                     code = nothing if one.recv(100) == b"" else 5
             except PermissionError:
                 code = refused
@@ -272,7 +258,7 @@ def test_another_user_learns_nothing(made: Callable[..., Launcher]) -> None:
     try:
         os.chmod(launcher.folder, 0o755)  # noqa: S103 - as a shared folder of logs may be
         assert as_nobody() == refused  # by the file's mode
-        os.chmod(launcher.folder / NAME, 0o666)  # noqa: S103 - what is behind that is tried
+        os.chmod(launcher.folder / control_socket.NAME, 0o666)  # noqa: S103 - what is behind that is tried
         assert as_nobody() == nothing  # by what the kernel says of the other end
         assert launcher.questions == []
     finally:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -48,18 +48,25 @@ def with_others(address: str) -> None:
 
 
 @contextmanager
-def paused(ready: Ready) -> Iterator[tuple[PContext, list[int]]]:
+def paused(ready: Ready, *expected: bool) -> Iterator[tuple[PContext, list[int]]]:
     """A group that is paused, and all of its processes."""
-    with start_processes("p", with_others, (ready.address,), nprocs=2, start_method="fork") as group:
+    pauses: list[bool] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["name"] == "group.paused":
+            pauses.append(event["paused"])
+
+    with start_processes("p", with_others, (ready.address,), nprocs=2, start_method="fork", on_event=listen) as group:
         pids = ready.pids(8)
         group.pause()
         wait_until_stopped(pids)
         yield group, pids
+    assert pauses == [True, *expected]
 
 
 @pytest.mark.slow
 def test_all_processes_stop_and_go_on(ready: Ready) -> None:
-    with paused(ready) as (group, pids):
+    with paused(ready, False) as (group, pids):
         group.pause()  # which changes nothing
         until(lambda: group.is_paused)
         assert group.wait(0.2) is None
@@ -77,7 +84,7 @@ def test_all_processes_stop_and_go_on(ready: Ready) -> None:
 
 @pytest.mark.slow
 def test_a_paused_group_that_is_closed_handles_sigterm(ready: Ready) -> None:
-    with paused(ready) as (group, pids):
+    with paused(ready, False) as (group, pids):
         group.close(timeout=TIMEOUT)
         assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
         assert not group.is_paused
@@ -87,14 +94,14 @@ def test_a_paused_group_that_is_closed_handles_sigterm(ready: Ready) -> None:
 
 @pytest.mark.slow
 def test_a_paused_group_that_is_killed_leaves_nobody(ready: Ready) -> None:
-    with paused(ready) as (group, pids):
+    with paused(ready, False) as (group, pids):
         group.close(signal.SIGKILL)
         assert [pid for pid in pids if alive(pid)] == []
 
 
 @pytest.mark.slow
 def test_a_failure_in_a_paused_group_stops_the_others(ready: Ready) -> None:
-    with paused(ready) as (group, pids):
+    with paused(ready, False) as (group, pids):
         os.kill(group.pids()[1], signal.SIGKILL)
         assert ready.wait() == ["SIGTERM"]
         result = group.wait()
@@ -106,7 +113,7 @@ def test_a_failure_in_a_paused_group_stops_the_others(ready: Ready) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["guard", "keeper"])
 def test_a_helper_of_a_paused_group_is_killed(who: str, ready: Ready) -> None:
-    with paused(ready) as (group, pids):
+    with paused(ready, *[False] * (who == "guard")) as (group, pids):
         guard, keeper = helpers_of(group)
         os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
         assert wait_gone([*pids, guard, keeper], 5) == set()

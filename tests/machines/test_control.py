@@ -96,6 +96,9 @@ def test_one_host_reaches_the_ranks_of_all(job: Job) -> None:
     os.kill(agents[1].launcher(), signal.SIGSTOP)
     code, out, err = phalanx(job, 1, "signal", "USR1")
     os.kill(agents[1].launcher(), signal.SIGCONT)
+    assert phalanx(job, 3, "signal", "USR1", "--rank", "2")[0] == 0
+    agents[1].wait_for(rf"phalanx signal \({WHO}, host h3\): SIGUSR1 to rank 2\n")
+    assert "SIGUSR1 to ranks 2-3" not in agents[1].said  # nobody has waited for that any more
     assert (code, out.split(": ")[1]) == (0, "SIGUSR1 to ranks 0-1, 4-5\n")
     assert err == "phalanx: host h2: its agent has not answered within 5.0s\n"
 

@@ -115,17 +115,17 @@ def test_where_the_ranks_of_all_hosts_are(tmp_path: Path, hosts: Hosts) -> None:
         why = "its agent has not answered within 5.0s"
         rest = rf"4 of 6 ranks are in all_reduce \(.*\); ranks 2-3 on host h2 show no Python stack \({why}\)\n"
         ask(one, [1], rf"{rest}.*\nranks 2-3 on host h2: no Python stack: {why}\n")
-        alone = "phalanx: these are the ranks of this machine alone: its agent has not answered within 3 s\n"
+        alone = "phalanx: these are the ranks of this machine alone: its launcher has not answered within 3 s\n"
         out, err = on_its_own.answer()
         shown = " ".join(re.findall(r"(?m)^ranks? ([\d, -]+):", out))
         assert (set(re.findall(r"\d+", shown)), err) == ({"2", "3"}, alone)
         os.kill(agents[1].launcher(), signal.SIGCONT)
         ask(one, [2], everywhere(one, "h2"))
 
-        assert len([*tmp_path.rglob("stack.sock")]) == len(agents)
+        assert len([*tmp_path.rglob("control.sock")]) == len(agents)
         os.kill(agents[2].launcher(), signal.SIGINT)
         assert [agent.end() for agent in agents] == [130] * 3
-        assert [*tmp_path.rglob("stack.sock")] == []
+        assert [*tmp_path.rglob("control.sock")] == []
     finally:
         one.close()
 

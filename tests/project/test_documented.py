@@ -198,7 +198,7 @@ def test_the_page_names_variables_of_other_commands() -> None:
     assert logs == taken & run
     assert {"--grep", "--color"} <= logs
     assert "`phalanx runs`, `report`, `rerun`, `stack` and `debug` read them for `--log-dir` alone" in text
-    assert others == [{"--log-dir"}] * 4
+    assert others == [{"--log-dir"}] * 5
 
 
 # --- records

@@ -70,6 +70,7 @@ KEPT_APART = {
         f"src/phalanx/{name}.py": set[str]()
         for name in (
             *(f"_rendezvous/{name}" for name in ("candidates", "conclusion", "entrance", "life", "membership", "node")),
+            "_rendezvous/questions",
             *("_rendezvous/store_view", "_run/job_node", "_run/job_run", "_run/control", "_run/node_team"),
             *("_run/node_thread", "_run/node_workers", "_store/hub/server"),
             *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),

@@ -204,9 +204,10 @@ class Simulation:
         job = records.read(Job, Entry("", self.last, 1, 1)) if self.last else Job(0, "forming", 1, 1)
         due = {f"{prefix}{job.with_evidence}/{name}" for name in job.ids} if job.with_evidence >= 0 else set()
         found = {key for key in left if key.startswith(records.KEPT)}
-        # Who had not begun when the generation was ended has no evidence.
-        began = {f"{prefix}{job.with_evidence}/{node.name}" for node in self.nodes if node.ran == job.with_evidence}
-        if not found <= due or (is_plain and found != due & began):
+        # Who had not begun when the generation was ended has no evidence; who is left out keeps none.
+        stay = [node for node in self.nodes if node.finish is None or node.finish.state != "refused"]
+        began = {f"{prefix}{job.with_evidence}/{node.name}" for node in stay if node.ran == job.with_evidence}
+        if not found <= due or (is_plain and not due & began <= found):
             raise BrokenError(f"the evidence of {found} is kept, and {due} was to be")
 
     def _go_wrong(self) -> None:
@@ -338,7 +339,7 @@ class Simulation:
         if job is None or verdict is None:
             return
         codes = self.failed.get(job.with_evidence, set())
-        if finish.state == "failed" and codes and verdict.stop and verdict.stop.exitcode and end.code not in codes:
+        if finish.state == "failed" and verdict.stop and verdict.stop.exitcode in codes and end.code not in codes:
             raise BrokenError(f"{node.name} exits with {end.code}, and workers have failed with {codes}")
         key, span = f"{records.EVIDENCE}{job.with_evidence}/", self.now - node.since
         is_there = node.is_connected and not self.store.is_away and job.with_evidence >= 0

@@ -48,19 +48,19 @@ class Story:
         self.revision = 10
         self.created: dict[str, int] = {}
         self.asked: list[Any] = []
-        self.due = self._take(self.node.begin(0.0))
+        self.due = self.take(self.node.begin(0.0))
         if away:
             self.tell(Away("no answer"))
         self.tell(Back())
         self.tell(Snapshot("job/", self.revision, ()))
 
-    def _take(self, due: list[life.Effect]) -> list[Any]:
+    def take(self, due: list[life.Effect]) -> list[Any]:
         self.asked += [each for each in due if isinstance(each, life.Submit)]
         self.due = due
         return due
 
     def tell(self, event: Any) -> list[Any]:
-        return self._take(self.node.all_told((event,), self.now))
+        return self.take(self.node.all_told((event,), self.now))
 
     def writes(self, key: str, record: Any) -> list[Any]:
         self.revision += 1
@@ -74,11 +74,11 @@ class Story:
 
     def wait(self, seconds: float) -> list[Any]:
         self.now += seconds
-        return self._take(self.node.tick(self.now))
+        return self.take(self.node.tick(self.now))
 
     def gone(self, outcome: Any, evidence: bytes = b"") -> list[Any]:
         """The workers are gone."""
-        return self._take(self.node.workers_gone(replace(ME, outcome=outcome), evidence, self.now))
+        return self.take(self.node.workers_gone(replace(ME, outcome=outcome), evidence, self.now))
 
     def entry(self) -> Node:
         put = self.asked[-1].transaction.writes[0]
@@ -166,7 +166,7 @@ def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
     story = Story().run()
     assert life.Start(RUNS, 1) in story.due
     stop = Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1)
-    story._take(story.node.workers_failed(stop, story.now))
+    story.take(story.node.workers_failed(stop, story.now))
     told = story.asked[0].transaction
     assert told.conditions == (Absent("job/stop/0"), Unchanged("job/state", story.revision))
     assert told.writes == (Put("job/stop/0", records.write(stop), JOB),)
@@ -266,7 +266,7 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
 def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None:
     story = Story().enter()
     story.writes("job/state", replace(RUNS, phase="forming", members=()))
-    story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
+    story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
     put = story.asked[0].transaction.writes[0]
     told = records.read(Stop, Entry(put.key, put.value, 1, 1))
     assert (told.kind, told.generation, told.signal) == ("signal", 0, 2)
@@ -278,22 +278,22 @@ def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None
 def test_ctrl_c_while_the_store_is_not_there_ends_it_at_once() -> None:
     story = Story().enter()
     story.tell(Away("no answer"))
-    assert kinds(story._take(story.node.ask_stop(2, "SIGINT", 30.0, story.now))) == ["Finish"]
+    assert kinds(story.take(story.node.ask_stop(2, "SIGINT", 30.0, story.now))) == ["Finish"]
 
 
 def test_ctrl_c_ends_the_workers_at_once_though_the_store_is_away() -> None:
     story = Story().run()
     story.tell(Away("no answer"))
-    assert kinds(story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))) == ["End"]
+    assert kinds(story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))) == ["End"]
     due = story.gone("stopped")
     assert kinds(due) == ["Finish"]
 
 
 def test_another_generation_is_asked_for() -> None:
     story = Story().enter()
-    assert kinds(story._take(story.node.ask_restart("asked", story.now))) == []  # nothing runs
+    assert kinds(story.take(story.node.ask_restart("asked", story.now))) == []  # nothing runs
     story.writes("job/state", RUNS)
-    story._take(story.node.ask_restart("asked", story.now))
+    story.take(story.node.ask_restart("asked", story.now))
     put = story.asked[-1].transaction.writes[0]
     told = records.read(Stop, Entry(put.key, put.value, 1, 1))
     assert (told.kind, told.error) == ("grow", "asked, on host host-a")
@@ -301,7 +301,7 @@ def test_another_generation_is_asked_for() -> None:
     assert due == [life.Heard(told), life.End(told)]
     spare = Story().enter()
     spare.writes("job/state", replace(RUNS, generation=3, members=MEMBERS[1:], ends=ENDS))
-    spare._take(spare.node.ask_restart("asked", spare.now))
+    spare.take(spare.node.ask_restart("asked", spare.now))
     assert spare.asked[-1].transaction.writes[0].key == "job/stop/3"
 
 
@@ -309,14 +309,14 @@ def test_a_failure_goes_before_a_generation_that_is_asked_for() -> None:
     story = Story().run()
     story.asked.clear()
     story.tell(Away("no answer"))
-    story._take(story.node.ask_restart("asked", story.now))
+    story.take(story.node.ask_restart("asked", story.now))
     failure = Stop(0, "failure", "a", "host-a", "exit code 1", 0, 1)
-    story._take(story.node.workers_failed(failure, story.now))
+    story.take(story.node.workers_failed(failure, story.now))
     story.tell(Back())
     assert records.write(failure) in [put.value for one in story.asked for put in one.transaction.writes]
 
 
-def test_why_a_generation_of_an_earlier_job_has_ended_is_not_read() -> None:
+def test_the_end_of_an_earlier_job_is_not_read() -> None:
     story = Story().enter()
     story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert kinds(story.writes("job/state", RUNS)) == ["Heard", "Start"]
@@ -387,7 +387,7 @@ def test_a_generation_that_ends_before_its_start_is_missed(together: bool) -> No
     ends = Entry("job/stop/0", records.write(stop), revision + 2, revision + 2)
     told = [Changed("job/", entry.modified, (entry,), ()) for entry in ((runs, ends) if together else (ends, runs))]
     for events in [told] if together else [[event] for event in told]:
-        assert "Start" not in kinds(story._take(story.node.all_told(events, story.now)))
+        assert "Start" not in kinds(story.take(story.node.all_told(events, story.now)))
     assert (story.entry().generation, story.entry().outcome) == (0, "not started")
 
 
@@ -402,7 +402,7 @@ def test_a_write_that_may_have_been_made_is_made_again() -> None:
 
 def test_it_goes_when_it_is_asked_to() -> None:
     story = Story().run()
-    due = story._take(story.node.ask_leave("preempted", story.now))
+    due = story.take(story.node.ask_leave("preempted", story.now))
     assert kinds(due) == ["End", "Submit"]
     put = story.asked[0].transaction.writes[0]
     assert records.read(Stop, Entry(put.key, put.value, 1, 1)).kind == "left"
@@ -480,7 +480,7 @@ def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> N
 def test_what_its_own_workers_have_left_is_reported_where_the_store_is_gone() -> None:
     story = Story(hosts=False, away_timeout=60.0).run()
     story.tell(Away("connection refused"))
-    story._take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1), story.now))
+    story.take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1), story.now))
     story.gone("failed", b"left")
     finish = finish_of(story.wait(60.0))
     assert (finish.state, finish.evidence) == ("unknown", (Entry("evidence/0/a", b"left", 0, 0),))
@@ -542,7 +542,7 @@ def failed(leader: str) -> Story:
     story = Story().enter()
     story.writes("job/leader", leader.encode())
     story.writes("job/state", replace(RUNS, keep=True))
-    story._take(story.node.workers_failed(FAILED, story.now))
+    story.take(story.node.workers_failed(FAILED, story.now))
     story.gone("failed", b"left")
     while story.asked:
         story.answer()
@@ -591,7 +591,7 @@ SPARE = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
 @pytest.mark.parametrize("hosts", [None, True])
 def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: bool | None) -> None:
     story = Story(hosts=hosts).enter()
-    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    assert story.take(story.node.cannot_start("no module", story.now)) == []
     forming = replace(SPARE, phase="forming", members=())
     story.writes("job/state", forming)
     assert story.node.state == "WAITING"
@@ -599,13 +599,13 @@ def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: 
     assert due[1:] == ([] if hosts else [life.Finish("left", "no module", SPARE)])
     again = Story(hosts=hosts).enter()
     again.writes("job/state", SPARE)
-    due = again._take(again.node.cannot_start("no module", again.now))
+    due = again.take(again.node.cannot_start("no module", again.now))
     assert due == ([] if hosts else [life.Finish("left", "no module", SPARE)])
 
 
 def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part() -> None:
     story = Story().enter()
-    story._take(story.node.cannot_start("no module", story.now))
+    story.take(story.node.cannot_start("no module", story.now))
     assert life.Start(RUNS, 1) in story.writes("job/state", RUNS)
     story.gone("failed")
     assert story.node.state == "WAITING"
@@ -613,7 +613,7 @@ def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part(
 
 def test_who_runs_and_cannot_start_a_worker_tells_with_their_end() -> None:
     story = Story().run()
-    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    assert story.take(story.node.cannot_start("no module", story.now)) == []
     assert story.node.state == "RUNNING"
 
 
@@ -621,11 +621,11 @@ def test_a_departure_after_its_success_does_not_undo_that() -> None:
     story = Story().run()
     story.gone("succeeded")
     story.answer()
-    leaves = story._take(story.node.ask_leave("preempted", story.now))
+    leaves = story.take(story.node.ask_leave("preempted", story.now))
     assert leaves == [life.Finish("succeeded", "preempted", RUNS)]
     failed = Story().run()
     failed.gone("succeeded")
-    failed._take(failed.node.ask_leave("preempted", failed.now))
+    failed.take(failed.node.ask_leave("preempted", failed.now))
     due = failed.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert life.Finish("left", "preempted", RUNS) in due
 
@@ -655,7 +655,7 @@ def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_hold
 def test_ctrl_c_while_the_generation_ends_for_another_reason_stops_the_next_one() -> None:
     story = Story().run()
     story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
-    story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
+    story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
     put = story.asked[0].transaction.writes[0]
     assert put.key == "job/stop/1"
     told = records.read(Stop, Entry(put.key, put.value, 1, 1))
@@ -698,7 +698,7 @@ def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
     story.tell(Snapshot("nodes/", story.revision, nodes))
     story.asked.clear()
     due = story.writes("job/stop/0", Stop(0, "failure", "a", "host-a", "it was the first to say so", 2))
-    due += story._take(story.node.workers_gone(mine, b"", story.now))
+    due += story.take(story.node.workers_gone(mine, b"", story.now))
     fetch = next(each for each in due if isinstance(each, life.Fetch))
     assert fetch.prefix == "evidence/0/"
     assert [effect for effect in story.wait(0.1) if isinstance(effect, life.Fetch)] == []  # once
@@ -748,7 +748,7 @@ def test_a_newcomer_waits_for_the_job_that_takes_the_place_of_an_earlier_one(pha
     made = Entry("job/state", records.write(MADE), at + 2, at + 2)
     told = [Changed("job/", at + 1, (), ("job/state",)), Changed("job/", at + 2, (made,), ())]
     for events in [told] if together else [[event] for event in told]:
-        assert "Finish" not in kinds(story._take(story.node.all_told(events, story.now)))
+        assert "Finish" not in kinds(story.take(story.node.all_told(events, story.now)))
     story.revision += 2
     assert story.node.state == "WAITING"
     story.created["job/state"] = at + 2
@@ -761,14 +761,14 @@ def test_a_newcomer_that_waits_for_the_next_job_leaves_if_somebody_wants_it(at_o
     story.writes("job/leader", b"x")
     story.writes("job/state", replace(RUNS, phase="over", members=THEIRS, verdict=Verdict("succeeded")))
     story.answer()
-    finish = finish_of(story._take(story.node.ask_leave("SIGTERM", story.now, at_once=at_once)))
+    finish = finish_of(story.take(story.node.ask_leave("SIGTERM", story.now, at_once=at_once)))
     assert (finish.state, finish.why) == ("left", "SIGTERM")
 
 
 @pytest.mark.parametrize("lost", [Back(b"another"), Changed("job/", 500, (), ("job/state",))], ids=["store", "job"])
 def test_a_departure_that_somebody_wants_is_one_whatever_becomes_of_the_job(lost: Any) -> None:
     story = Story().run()
-    story._take(story.node.ask_leave("SIGTERM", story.now))
+    story.take(story.node.ask_leave("SIGTERM", story.now))
     story.tell(lost)
     story.gone("stopped")
     finish = finish_of(story.due or story.wait(PATIENCE))
@@ -777,7 +777,7 @@ def test_a_departure_that_somebody_wants_is_one_whatever_becomes_of_the_job(lost
 
 def test_what_its_own_workers_have_left_is_reported_where_another_job_is_there() -> None:
     story = Story().run()
-    story._take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 7", 2, 7), story.now))
+    story.take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 7", 2, 7), story.now))
     other = Entry("job/state", records.write(replace(RUNS, members=THEIRS)), 90, 91)
     story.tell(Snapshot("job/", 92, (other, Entry("job/leader", b"x", 89, 89))))
     story.gone("failed", b"mine")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from phalanx._rendezvous import life, questions, records
-from phalanx._rendezvous.life import Found
 from phalanx._rendezvous.questions import INTERVAL, MOST_ANSWER, PATIENCE, STACKS, STATUS, UNDER_WAY
-from phalanx._rendezvous.records import MOST_QUESTION, Stop, Verdict, replace
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
@@ -21,13 +21,13 @@ class Asks(Story):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.told: list[Found] = []
+        self.told: list[life.Found] = []
 
     def ask(self, what: str = STACKS) -> list[life.Effect]:
-        return self._take(self.node.ask(what, self.told.append, self.now))
+        return self.take(self.node.ask(what, self.told.append, self.now))
 
     def answered(self, answer: Any, data: bytes = b"here") -> list[life.Effect]:
-        return self._take(self.node.has_answered(answer.names, data, self.now))
+        return self.take(self.node.has_answered(answer.names, data, self.now))
 
     def answers(self, name: str, node: str, data: bytes) -> list[life.Effect]:
         self.revision += 1
@@ -70,20 +70,20 @@ def test_all_answer_and_nothing_is_left() -> None:
     assert story.answers("a.1", "stranger", b"lies") == []
     due = story.answers("a.1", "b", b"there")
     assert kinds(due) == ["Answered", "Unwatch", "Submit"]
-    assert due[0].found == Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
+    assert due[0].found == life.Found(RUNS, {"a": b"here", "b": b"there"}, "")  # type: ignore[union-attr] # as kinds says
     assert written(story) == ((), REMOVAL)
     story.answer()
     assert story.removes("job/look/a.1") == []
     assert story.node.wake > 1e9
 
 
-def test_who_does_not_answer_is_waited_for_no_longer_than_agreed() -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for_for_long() -> None:
     story = Asks().running()
     story.answered(only(life.Answer, story.ask()))
     story.answer()
     assert story.wait(PATIENCE - 0.1) == []
     due = story.wait(0.1)
-    assert only(life.Answered, due).found == Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
+    assert only(life.Answered, due).found == life.Found(RUNS, {"a": b"here"}, "its agent has not answered within 5.0s")
     assert story.asked[0].transaction.writes == REMOVAL
     assert story.answers("a.1", "b", b"late") == []
     assert story.answer() == []  # the question is gone: no node can answer any more
@@ -138,7 +138,7 @@ def test_questions_that_are_not_for_this_node_are_not_answered() -> None:
     assert story.writes("job/look/b.2", b"[]") == []
     assert story.writes("job/look/b.3", b'{"node": "b"}') == []
     spare = Asks()
-    spare.enter().writes("job/state", replace(RUNS, members=RUNS.members[:1]))
+    spare.enter().writes("job/state", records.replace(RUNS, members=RUNS.members[:1]))
     assert spare.writes("job/look/b.1", ASKED) == []
     due = spare.ask()
     assert kinds(due) == ["Watch", "Submit"]  # a spare may ask
@@ -149,26 +149,29 @@ def test_questions_that_are_not_for_this_node_are_not_answered() -> None:
 def test_a_generation_that_ends_meanwhile() -> None:
     story = Asks().running()
     story.answered(only(life.Answer, story.ask()))
-    assert kinds(story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))) == ["Heard", "End"]  # they are there
+    assert kinds(story.writes("job/stop/0", records.Stop(0, "failure", "b", "host-b"))) == [
+        "Heard",
+        "End",
+    ]  # they are there
     ends = (records.End(0, "failure", "b", "host-b"),)
-    due = story.writes("job/state", replace(RUNS, generation=1, phase="forming", ends=ends))
-    assert only(life.Answered, due).found == Found(RUNS, {"a": b"here"}, "the attempt has ended meanwhile")
+    due = story.writes("job/state", records.replace(RUNS, generation=1, phase="forming", ends=ends))
+    assert only(life.Answered, due).found == life.Found(RUNS, {"a": b"here"}, "the attempt has ended meanwhile")
     due = story.ask()
-    assert only(life.Answered, due).found == Found(None, {}, "no attempt of the job runs now")
+    assert only(life.Answered, due).found == life.Found(None, {}, "no attempt of the job runs now")
 
 
 def test_a_store_that_is_away() -> None:
     story = Asks().running()
     story.ask()
     due = story.tell(Away("no answer"))
-    assert only(life.Answered, due).found == Found(RUNS, {}, "the store does not answer any more")
-    assert only(life.Answered, story.ask()).found == Found(None, {}, "the store does not answer")
+    assert only(life.Answered, due).found == life.Found(RUNS, {}, "the store does not answer any more")
+    assert only(life.Answered, story.ask()).found == life.Found(None, {}, "the store does not answer")
     assert story.answered(life.Answer(STACKS, 0, 2, ("a.1",))) == []  # too late
     due = story.tell(Back())
     assert only(life.Submit, due).transaction == ((), REMOVAL)
     due = story.tell(Done(only(life.Submit, due).ticket, None, 0))
     assert (due, story.node.wake) == ([], 1.0)
-    assert only(life.Answered, story.ask()).found == Found(None, {}, "the store could not be asked")
+    assert only(life.Answered, story.ask()).found == life.Found(None, {}, "the store could not be asked")
     due = story.wait(1.0)
     assert only(life.Submit, due).transaction == ((), REMOVAL)
     story.tell(Done(only(life.Submit, due).ticket, True, 99))
@@ -193,7 +196,7 @@ def test_nobody_is_told_twice_or_of_too_much() -> None:
 def test_a_job_that_is_over_has_nobody_to_ask() -> None:
     story = Asks().running()
     story.ask()
-    over = replace(RUNS, phase="over", verdict=Verdict("failed"))
+    over = records.replace(RUNS, phase="over", verdict=records.Verdict("failed"))
     due = story.writes("job/state", over)
     assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
 
@@ -214,9 +217,12 @@ def asked(due: list[life.Effect]) -> list[tuple[str, tuple[str, ...]]]:
 
 def test_each_is_answered_by_itself_and_at_once() -> None:
     story = Asks().running()
-    due = story.writes("job/look/b.1", question("b")) + story.writes("job/look/b.2", question("b"))
-    assert asked(due) == [(DO, ("b.1",)), (DO, ("b.2",))]  # the same, twice
+    story.writes("job/look/b.1", question("b"))
+    created = story.created["job/look/b.1"]
+    assert written(story) == ((Created("job/look/b.1", created),), (Put("looks/b.1/a", b"", OWN),))  # it begins
+    story.writes("job/look/b.2", question("b"))
     assert story.writes("job/look/b.1", question("b")) == []  # it is the same one
+    assert asked(story.answer() + story.answer()) == [(DO, ("b.1",)), (DO, ("b.2",))]  # the same, twice
     due = story.writes("job/look/c.1", ASKED)
     assert asked(due) == [(STACKS, ("c.1",))]
     assert asked(story.writes("job/look/c.2", question("c", STATUS))) == [(STATUS, ("c.2",))]  # no `INTERVAL`
@@ -230,23 +236,40 @@ def test_each_is_answered_by_itself_and_at_once() -> None:
 
 def test_no_more_than_some_are_answered_at_a_time() -> None:
     story = Asks().running()
-    due: list[life.Effect] = []
     for number in range(UNDER_WAY + 2):
-        due += story.writes(f"job/look/b.{number}", question("b", f"{number}"))
-    assert [what for what, _ in asked(due)] == [str(number) for number in range(UNDER_WAY)]
-    assert asked(story.removes("job/look/b.3")) == [("8", ("b.8",))]  # who has asked it waits no more
-    assert asked(story.removes("job/look/b.9")) == []
-    assert asked(story.answered(life.Answer("0", 0, 2, ("b.0",)))) == []
+        story.writes(f"job/look/b.{number}", question("b", f"{number}"))
+    begun = [one for _ in range(UNDER_WAY) for one in asked(story.answer())]
+    assert [what for what, _ in begun] == [str(number) for number in range(UNDER_WAY)]
+    assert story.asked == []
+    story.removes("job/look/b.3")  # who has asked it waits no more
+    assert asked(story.answer()) == [("8", ("b.8",))]
+    story.removes("job/look/b.9")
+    story.answered(life.Answer("0", 0, 2, ("b.0",)))
+    assert [put.key for one in story.asked for put in one.transaction.writes] == ["looks/b.0/a"]
+
+
+@pytest.mark.parametrize("made", [False, None])
+def test_what_nobody_waits_for_is_not_done(made: bool | None) -> None:
+    story = Asks().running()
+    story.writes("job/look/b.1", question("b"))
+    assert asked(story.answer(made)) == []
+    assert asked(story.writes("job/look/b.1", question("b"))) == []
+    asker = Asks().running()
+    asker.ask(DO)
+    asker.answered(life.Answer(DO, 0, 2, ("a.1",)), b"{}")
+    assert asker.answers("a.1", "b", b"") == []  # it has only begun
+    assert kinds(asker.answers("a.1", "b", b"{}")) == ["Answered", "Unwatch", "Submit"]
 
 
 def test_a_question_that_comes_late_again_is_not_answered_again() -> None:
     story = Asks().running()
-    late = story.writes("job/look/b.1", question("b"))
-    assert len(asked(late)) == 1
+    story.writes("job/look/b.1", question("b"))
     entry = Entry("job/look/b.1", question("b"), story.revision, story.revision)
+    assert len(asked(story.answer())) == 1
     story.removes("job/look/b.1")
     story.tell(Snapshot("job/", story.revision + 1, ()))
-    assert asked(story.tell(Changed("job/", entry.modified, (entry,), ()))) == []
+    story.tell(Changed("job/", entry.modified, (entry,), ()))
+    assert story.asked == []
 
 
 def test_those_who_ask_how_the_ranks_are_share_an_answer() -> None:
@@ -273,40 +296,43 @@ def test_no_more_than_some_are_asked_at_a_time() -> None:
     assert answered == [(DO, (f"a.{UNDER_WAY + 1}",))]
 
 
-def test_between_two_attempts_the_nodes_of_the_last_one_are_asked() -> None:
+def test_between_attempts_the_nodes_of_the_last_one_are_asked() -> None:
     story = Asks()
     story.enter().writes("job/state", records.Job(0, "forming", 2, 2))
-    assert only(life.Answered, story.ask(DO)).found == Found(None, {}, "no attempt of the job runs now")
+    assert only(life.Answered, story.ask(DO)).found == life.Found(None, {}, "no attempt of the job runs now")
     story = Asks().running()
     ends = (records.End(0, "failure", "b", "host-b"),)
-    forming = replace(RUNS, generation=1, phase="forming", ends=ends)
-    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))
+    forming = records.replace(RUNS, generation=1, phase="forming", ends=ends)
+    story.writes("job/stop/0", records.Stop(0, "failure", "b", "host-b"))
     story.writes("job/state", forming)
-    assert asked(story.writes("job/look/b.1", question("b"))) == []  # of the one before
-    assert asked(story.writes("job/look/b.2", question("b", generation=1))) == [(DO, ("b.2",))]
+    story.asked.clear()
+    story.writes("job/look/b.1", question("b"))  # of the one before
+    assert story.asked == []
+    story.writes("job/look/b.2", question("b", generation=1))
+    assert asked(story.answer()) == [(DO, ("b.2",))]
     assert asked(story.writes("job/look/b.3", question("b", STACKS, 1))) == []
     due = story.ask(DO)
     assert asked(due) == [(DO, ("a.1",))]
     story.answered(only(life.Answer, due), b"{}")
-    assert only(life.Answered, story.answers("a.1", "b", b"{}")).found == Found(forming, {"a": b"{}", "b": b"{}"})
+    assert only(life.Answered, story.answers("a.1", "b", b"{}")).found == life.Found(forming, {"a": b"{}", "b": b"{}"})
     story.ask(DO)
-    due = story.writes("job/state", replace(forming, phase="over", verdict=Verdict("failed")))
+    due = story.writes("job/state", records.replace(forming, phase="over", verdict=records.Verdict("failed")))
     assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
 
 
 def test_what_is_too_long_is_neither_asked_nor_answered() -> None:
     story = Asks().running()
-    due = story.ask("x" * (MOST_QUESTION + 1))
-    assert only(life.Answered, due).found == Found(None, {}, "a question has 4096 characters at most")
-    assert asked(story.writes("job/look/b.1", question("b", "x" * (MOST_QUESTION + 1)))) == []
-    due = story.writes("job/look/b.2", question("b"))
-    story.answered(only(life.Answer, due), b"x" * (MOST_ANSWER + 1))
+    due = story.ask("x" * (records.MOST_QUESTION + 1))
+    assert only(life.Answered, due).found == life.Found(None, {}, "a question has 4096 characters at most")
+    assert asked(story.writes("job/look/b.1", question("b", "x" * (records.MOST_QUESTION + 1)))) == []
+    story.writes("job/look/b.2", question("b"))
+    story.answered(only(life.Answer, story.answer()), b"x" * (MOST_ANSWER + 1))
     assert story.asked[-1].transaction.writes[0].value == b'{"why":"what its agent has to answer is too long"}'
 
 
 def test_what_the_nodes_answer_is_one_object() -> None:
     answers = {"a": b'{"ranks": [7]}', "b": b"[1]", "c": b'{"a": ' * 100_000, "d": b'{"stacks": []}', "e": b"\xff"}
-    found = json.loads(questions.tell(Found(RUNS, answers, "late")))
+    found = json.loads(questions.tell(life.Found(RUNS, answers, "late")))
     assert (found["generation"], found["why"]) == (0, "late")
     assert [member["host"] for member in found["members"]] == ["host-b", "host-a"]
     answers = found["answers"]
@@ -314,5 +340,5 @@ def test_what_the_nodes_answer_is_one_object() -> None:
     assert answers["b"] == {"why": "what its agent has answered cannot be read: b: Expected `object`, got `array`"}
     assert [set(answers[node]) for node in "cde"] == [{"why"}] * 3
     assert answers["d"]["why"] == "its agent is of an earlier release, and does not know that question"
-    nobody = json.loads(questions.tell(Found(None, {}, "the store does not answer")))
+    nobody = json.loads(questions.tell(life.Found(None, {}, "the store does not answer")))
     assert nobody == {"generation": -1, "members": [], "answers": {}, "why": "the store does not answer"}

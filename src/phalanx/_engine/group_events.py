@@ -148,6 +148,7 @@ _OF_MESSAGE: dict[str, Callable[..., list[Event]]] = {
     "running": lambda attempt, _now, _mirror, moment, _log_writer: [kinds.GroupRunning(attempt, moment)],
     "state": lambda attempt, _now, _mirror, name, moment: [kinds.GroupState(attempt, moment, state=name)],
     "exits": lambda attempt, _now, mirror, reports: [_exited(attempt, mirror.workers[report[0]]) for report in reports],
+    "paused": lambda attempt, now, _mirror, is_on: [kinds.GroupPaused(attempt, now, paused=is_on)],
     "signalled": partial(_signalled, kinds.WorkerSignalled),
     "noticed": partial(_signalled, kinds.WorkerNoticed),
     "orphans": _orphans,
@@ -160,6 +161,9 @@ _OF_MESSAGE: dict[str, Callable[..., list[Event]]] = {
     "lost": lambda attempt, now, _mirror, error: [kinds.GroupLost(attempt, now, error=str(error))],
     "armed": lambda attempt, _now, _mirror, moment, packed: _of_timers(
         kinds.TimerArmed, attempt, moment, packed, overdue=0.0
+    ),
+    "stands": lambda attempt, _now, _mirror, moment, packed: _of_timers(
+        kinds.TimerBreakpoint, attempt, moment, packed, overdue=0.0
     ),
     "expired": lambda attempt, _now, _mirror, moment, packed: _of_timers(kinds.TimerExpired, attempt, moment, packed),
     "left": lambda attempt, _now, _mirror, moment, packed: _of_timers(kinds.TimerLeft, attempt, moment, packed),

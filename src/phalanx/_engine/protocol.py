@@ -242,7 +242,7 @@ def failing(rank: int) -> Message:
 
 
 def paused(is_on: bool) -> Message:  # noqa: FBT001 - the field of a message
-    """Whether the group is paused: the answer to `pause`. Also comes when a paused group is continued for its end."""
+    """The group is paused; or it goes on, by an order or for its end."""
     return "paused", is_on
 
 

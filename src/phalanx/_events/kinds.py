@@ -93,6 +93,13 @@ class GroupState(Event):
     state: str
 
 
+class GroupPaused(Event):
+    """All processes of the group are stopped until further notice, and its timers are held; or it goes on."""
+
+    name = "group.paused"
+    paused: bool
+
+
 class WorkerExited(Event):
     """A worker has exited.
 
@@ -228,6 +235,12 @@ class TimerArmed(TimerEvent):
     """A rank has set a timer."""
 
     name = "timer.armed"
+
+
+class TimerBreakpoint(TimerEvent):
+    """A process of a rank stands at a breakpoint."""
+
+    name = "timer.breakpoint"
 
 
 class TimerExpired(TimerEvent):

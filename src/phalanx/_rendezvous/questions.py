@@ -7,7 +7,9 @@ node that takes part answers it once, while it is there; its own answer needs no
 `STACKS` asks where the ranks of the attempt are that runs, see `stack_report`. A node takes the stacks of its workers
 `INTERVAL` apart, and answers all such questions that are there by then with them. Any other text is the callers', and
 so is its answer: it may ask for something to be done. Each is answered by itself, in the order of their coming, at most
-`UNDER_WAY` at a time; it may be asked between two attempts, too, of the nodes of the last one.
+`UNDER_WAY` at a time; it may be asked between two attempts, too, of the nodes of the last one. Before a node does what
+another one asks, it writes an answer without text: so the question was still there. An agent that was stopped does not
+do later what nobody waits for any more.
 
 A node asks at most `UNDER_WAY` questions at a time; others wait. Of those in `SHARED`, which change nothing, it asks
 one at a time: callers that ask meanwhile share the next one.
@@ -134,6 +136,7 @@ class Questions:
         self._seen: dict[str, None] = {}  # questions of others that have come, or are not for this node
         self._come: dict[str, Question] = {}  # those that are to be answered here, in the order of their coming
         self._under_way: dict[str, tuple[Question, int]] = {}  # those that are being answered, and of how many nodes
+        self._begun: dict[int, str] = {}  # those of which it is being written that they are begun, by ticket
         self._taking: tuple[str, ...] = ()  # those for which stacks are being taken
         self._next = -math.inf  # when the stacks may be taken again
         self._due: list[Effect] = []
@@ -155,7 +158,7 @@ class Questions:
             if asked is not None:
                 for entry in event.entries if isinstance(event, Snapshot) else event.written:
                     node = entry.key.removeprefix(asked.prefix)
-                    if node in asked.nodes:  # others have no part in the job
+                    if node in asked.nodes and entry.value:  # others have no part in the job
                         asked.answers[node] = entry.value if len(entry.value) <= MOST_ANSWER else b""
         elif isinstance(event, Done) and event.ticket < 0:
             self._done(event, now)
@@ -165,6 +168,12 @@ class Questions:
 
     def _done(self, event: Done, now: float) -> None:
         """Handle what has become of a write."""
+        name = self._begun.pop(event.ticket, "")
+        question, nodes = self._under_way.get(name, (None, 0))
+        if question is not None and event.made:
+            self._due.append(Answer(question.what, question.generation, nodes, (name,)))
+        elif name:
+            self._under_way.pop(name, None)
         for asked in self._asked.values():
             if asked.ticket == event.ticket and not event.made:
                 asked.why = _NOT_ASKED
@@ -203,7 +212,7 @@ class Questions:
         self._ask(job, now, is_away=is_away)
         if job is not None and not is_away:
             self._collect(view, job)
-            self._have_answered(job, now)
+            self._have_answered(view, job, now)
         due, self._due = self._due, []
         return due
 
@@ -292,7 +301,7 @@ class Questions:
         }
         self._under_way = {name: one for name, one in self._under_way.items() if name in there}
 
-    def _have_answered(self, job: Job, now: float) -> None:
+    def _have_answered(self, view: StoreView, job: Job, now: float) -> None:
         """Have the questions answered whose turn it is."""
         count = sum(question.what != STACKS for question, _ in self._under_way.values())
         stacks: list[str] = []
@@ -303,7 +312,10 @@ class Questions:
                 stacks.append(name)
             elif count < UNDER_WAY:
                 count += 1
-                self._have_those_answered(question, (name,), job)
+                if question.what in SHARED or name in self._asked:
+                    self._have_those_answered(question, (name,), job)
+                else:
+                    self._begin_to_answer(view.questions[name], name, job)
         if not stacks or self._taking:
             return
         if now < self._next:
@@ -311,6 +323,12 @@ class Questions:
             return
         self._next, self._taking = now + INTERVAL, tuple(stacks[:MOST_TOGETHER])
         self._have_those_answered(self._come[stacks[0]], self._taking, job)
+
+    def _begin_to_answer(self, entry: Entry, name: str, job: Job) -> None:
+        """Write that a question is begun, if it is still there: it is answered when that is done."""
+        self._under_way[name] = self._come.pop(name), len(job.members)
+        put = Put(f"{records.ANSWERS}{name}/{self._me}", b"", OWN)
+        self._begun[self._submit(Transaction((Created(entry.key, entry.created),), (put,)))] = name
 
     def _have_those_answered(self, question: Question, names: Iterable[str], job: Job) -> None:
         nodes = len(job.members)

@@ -27,10 +27,11 @@ class TimerSpecs(Value):
             it was. Default: ``"kill"``, at once.
         hang_timeout: Seconds (> 0) after a rank's last `beat` when it counts as hung, or None. The first beat arms it;
             an `expires` block that may take longer extends it, and its end counts as a beat.
-        on_event: Called with each event, a dict: ``name`` (``timer.armed``, ``timer.expired``, ``timer.left``,
-            ``worker.reaped`` or ``request.refused``), ``rank``, ``pid``, ``scope``, ``place``, ``overdue`` in seconds,
-            ``timestamp`` (Unix time) and ``monotonic_ns``. On a thread of its own, in order: it holds up nobody, but
-            the end of the group waits for it, 5 s at most. The first exception that it raises is logged.
+        on_event: Called with each event, a dict: ``name`` (``timer.armed``, ``timer.breakpoint``, ``timer.expired``,
+            ``timer.left``, ``worker.reaped`` or ``request.refused``), ``rank``, ``pid``, ``scope``, ``place``,
+            ``overdue`` in seconds, ``timestamp`` (Unix time) and ``monotonic_ns``. On a thread of its own, in order: it
+            holds up nobody, but the end of the group waits for it, 5 s at most. The first exception that it raises is
+            logged.
 
     Raises:
         TypeError, ValueError: What is wrong with which argument.

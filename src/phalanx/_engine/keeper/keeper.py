@@ -172,13 +172,12 @@ class Keeper:
             return
         if self._is_paused and not is_on:
             self._end_pause()
-            return
-        if is_on and not self._is_paused and self._state == "RUNNING":
+        elif is_on and not self._is_paused and self._state == "RUNNING":
             self._is_paused = True
             if self._escalation is not None:
                 self._escalation.pause(True)
             self._sweeper().signal_all(signal.SIGSTOP)
-        self._connection.send(protocol.paused(self._is_paused))
+            self._connection.send(protocol.paused(True))
 
     def _end_pause(self) -> None:
         """Continue all that was stopped, unless it is about to be killed: a stopped process handles no SIGTERM."""
