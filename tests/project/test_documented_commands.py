@@ -35,7 +35,7 @@ NOT_RUN = {
     "python -m pip install .": "as above",
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
-    "phalanx debug": "needs a run that stands at a breakpoint: tests/cli/test_debug.py has some",
+    "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
     "phalanx stack": "needs a run that lasts; the transcript `stack` is of it",
     "phalanx run --nproc-per-node gpu train.py": "needs a GPU; tests/placement has devices",
     "phalanx run --nproc-per-node gpu --virtual-local-rank train.py": "as above",
