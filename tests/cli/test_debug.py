@@ -291,16 +291,18 @@ def test_the_first_rank_that_raises_stands_there(place: Place) -> None:
         assert "error     : ValueError: loss is nan" in ended.err
 
 
-def test_a_stop_ends_a_rank_that_stands(place: Place) -> None:
-    with place.start("--nproc-per-node", 2, "--post-mortem", place.write(FAILING)) as run:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("script, options", [(FAILING, ["--post-mortem"]), (STEPS, [])])
+def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, script: str, options: list[str]) -> None:
+    with place.start("--nproc-per-node", 3, "--grace", 1000, *options, place.write(script)) as run:
         stopped(run)
         with Client(place) as client:
-            client.ask("p loss", "4")
-            run.send(signal.SIGTERM)
+            client.ask("p rank", "\n")
+            run.send(number)
             done = run.end()
             assert "has ended" in client.end().err
-        assert done.status == 1
-        assert "error     : ValueError: loss is nan" in done.err
+        assert done.status == (1 if options else 128 + number)
+        assert ("error     : ValueError: loss is nan" in done.err) == bool(options)
 
 
 # --- the other side

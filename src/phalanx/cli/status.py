@@ -98,7 +98,7 @@ class Row(NamedTuple):
             "MEM": _shown(self.memory, lambda size: format_size(size).replace(" ", "").removesuffix("iB")),
             "BEAT": _shown(self.beat, lambda beat: f"{beat:.1f}s" if beat < LATE else format_duration(beat)),
             "STEP": _shown(self.step, str),
-            "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004
+            "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004 - three digits
             "LAST LINE": printable(self.line),
         }  # fmt: skip
 

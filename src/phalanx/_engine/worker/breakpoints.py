@@ -143,6 +143,10 @@ def _open() -> Server | None:
     return _server
 
 
+class _StopError(BaseException):
+    """A SIGINT of another than the person: it ends the program, and not a command, as pdb would have it."""
+
+
 class _File(io.TextIOBase):
     """The stdin and the stdout of a debugger that has a server."""
 
@@ -152,7 +156,12 @@ class _File(io.TextIOBase):
         self._server = server
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
-        return self._server.read(self.prompt)
+        try:
+            return self._server.read(self.prompt)
+        except KeyboardInterrupt:
+            if self._server.has_interrupted:
+                raise
+            raise _StopError from None
 
     def write(self, text: str) -> int:
         self._server.write(text)
@@ -184,6 +193,9 @@ class Debugger(pdb.Pdb):
             before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
             try:
                 super().interaction(frame, *trace)
+            except _StopError:
+                self.set_quit()
+                raise KeyboardInterrupt from None
             finally:
                 if before is None and self._goes != "step":
                     _stop.end()
@@ -282,6 +294,8 @@ def post_mortem(error: BaseException) -> None:
         debugger.heading = f"{type(error).__name__}: {error}"
         debugger.reset()
         debugger.interaction(None, error if sys.version_info >= (3, 13) else trace)
+    except KeyboardInterrupt:
+        return  # the group is stopped
     except Exception as failure:  # noqa: BLE001 - the failure of the program is what counts
         std_streams.write_stderr(f"phalanx: there is no debugger after this exception: {failure!r}\n")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import collections
 import json
+import math
 import os
 import select
 import signal
@@ -42,6 +43,7 @@ _MOST_CONNECTIONS = 16
 _MOST_WAITING = 64  # messages of a client that nobody has read: it sends no line without a prompt
 _MOST_MATCHES = 1000
 _PAUSE = 1.0  # seconds in which no client is accepted, after descriptors have run out
+_LATE = 1.0  # seconds that a signal may take
 _MODE = 0o600
 _CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
 
@@ -137,6 +139,7 @@ class Server:
         self._attached = attached
         self._since = 0.0
         self._thread = 0  # of the command that runs; 0: none
+        self._interrupted = -math.inf  # when a command was
         self._printed = 0  # characters, since the last line that was read
         self._partial = ""  # the line that is being printed: the next prompt
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
@@ -183,6 +186,11 @@ class Server:
         self._connections.clear()
         self._client = None
         self._listener.close()
+
+    @property
+    def has_interrupted(self) -> bool:
+        """Whether a KeyboardInterrupt is the client's, which may come when the command is over."""
+        return time.monotonic() - self._interrupted < _LATE
 
     def stands(self, standing: Standing) -> Standing | None:
         """Begin to read lines of the client that is attached, or will be. Returns at what the process stood already."""
@@ -343,6 +351,7 @@ class Server:
         with self._change:
             if message == {"interrupt": True}:
                 if self._thread:
+                    self._interrupted = time.monotonic()
                     _interrupt(self._thread)
                 return True
             if self.standing is None:  # typed before it was known that the program runs
