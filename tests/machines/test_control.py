@@ -124,3 +124,20 @@ def test_one_host_kills_the_job(job: Job) -> None:
     assert [agent.end() for agent in agents] == [137] * 3
     for agent in agents:
         assert re.search(rf"the job was stopped: phalanx stop \({WHO}\) on host h3\n", agent.said)
+
+
+def test_one_host_shows_the_ranks_of_all(job: Job) -> None:
+    agents = started(job)
+    code, out, err = phalanx(job, 2, "status")
+    _, where, _, heads, *rows = out.splitlines()
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"\S+train.py, 6 ranks on h1, h2, h3, launcher \d+", where)
+    assert heads.split()[:4] == ["RANK", "HOST", "PID", "STATE"]
+    shown = [(rank, host, state) for rank, host, _, state, *_ in map(str.split, rows)]
+    assert shown == [(str(rank), f"h{rank // 2 + 1}", "running") for rank in range(6)]
+    os.kill(agents[1].launcher(), signal.SIGSTOP)
+    code, out, err = phalanx(job, 1, "status")
+    os.kill(agents[1].launcher(), signal.SIGCONT)
+    *rows, last = out.splitlines()[4:]
+    assert (code, [row.split()[0] for row in rows], err) == (0, ["0", "1", "4", "5"], "")
+    assert last == "host h2: its agent has not answered within 5.0s"

@@ -202,7 +202,7 @@ def heading(found: RunDir, answer: Answer) -> list[str]:
 
 def unanswered(answer: Answer) -> list[str]:
     """Return a line on each node that has not answered."""
-    return [printable(f"{host} has not answered: {why}") for host, why in sorted(answer.get("why", {}).items())]
+    return [printable(f"host {host}: {why}") for host, why in sorted(answer.get("why", {}).items())]
 
 
 def verdict(found: RunDir) -> list[str]:
@@ -234,25 +234,27 @@ def recorded(found: RunDir) -> Answer:
     return {"nodes": [{"host": run.host, "time": 0.0, "paused": False, "ranks": ranks}]}
 
 
-def show(found: RunDir, answer: Answer | None, before: Answer | None = None) -> None:
-    """Print the table of a run; on a terminal, lines that are too wide are cut.
+def show(found: RunDir, answer: Answer | None, before: Answer | None = None, *, ends: bool = False) -> None:
+    """Print the table of a run; on a terminal, its lines are cut if they are too wide.
 
-    ``answer``: None if it does not run. ``before``: see `rows_of`.
+    ``answer``: None if it does not run. ``before``: see `rows_of`. ``ends``: Whether how it has ended is printed below.
     """
     stream = sys.stdout
     width = size(stream.fileno())[0] if stream is not None and stream.isatty() else 0
     colour = use_colour(stream)
-    for line, style in _lines(found, answer, before, width):
+    head = [(line, "bold" if not index else "") for index, line in enumerate(verdict(found) if answer is None else [])]
+    lines = [(cut(line, width), style) for line, style in _lines(found, answer, before, width)]
+    for line, style in [*lines, ("", ""), *head] if ends else [*head, *lines]:
         *bold, name = style.split(" ")
         looks: dict[str, Any] = {"fg": None if name in ("", "bold", "dim") else name, "dim": name == "dim" or None}
         looks = {"bold": True if bold or name == "bold" else None, **looks} if style else {}
-        click.secho(cut(line, width), color=colour, reset=bool(style), **looks)
+        click.secho(line, color=colour, reset=bool(style), **looks)
 
 
 def _lines(found: RunDir, answer: Answer | None, before: Answer | None, width: int) -> Iterator[tuple[str, str]]:
     """Yield the lines of the table, and how each is coloured."""
-    head = verdict(found) if answer is None else heading(found, answer)
-    yield from ((line, "bold" if not index else "") for index, line in enumerate(head))
+    if answer is not None:
+        yield from ((line, "bold" if not index else "") for index, line in enumerate(heading(found, answer)))
     rows = rows_of(recorded(found) if answer is None else answer, before)
     heads, cells = table(rows, width)
     if cells:

@@ -92,7 +92,7 @@ def top(run: str | None, *, interval: float, log_dir: str | None) -> None:
         if not has_ended:
             return
         found = look(found.path)
-    status.show(found, None)
+    status.show(found, None, ends=True)
     if found.state == "lost":
         sys.exit(1)
 
