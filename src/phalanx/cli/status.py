@@ -184,11 +184,13 @@ def heading(found: RunDir, answer: Answer) -> list[str]:
     """Return the lines above the table of a run that goes on."""
     nodes, run = answer["nodes"], found.run
     assert run is not None
+    spent = format_duration(time.time() - found.started)
+    if not nodes:
+        return [printable(f"{found.name}: running for {spent}; no node has answered")]
     first = nodes[0]
     restarts = f", {first['restarts']} of {how_many(first['max_restarts'], 'restart')}" * bool(first["max_restarts"])
     attempt = "" if first["attempt"] is None else f", attempt {first['attempt']}"
     paused = ", paused" * any(node["paused"] for node in nodes)
-    spent = format_duration(time.time() - found.started)
     count = sum(len(node["ranks"]) for node in nodes)
     hosts = sorted({node["host"] for node in nodes})
     where = ", ".join(hosts[:3]) + f" and {len(hosts) - 3} more" * (len(hosts) > 3)  # noqa: PLR2004 - hosts in a line
