@@ -16,6 +16,8 @@ from phalanx._base import std_streams
 from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
 from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
+from phalanx._timers.client import Seat
+from phalanx._timers.layout import TIMERS_ENV
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -40,9 +42,6 @@ def _take_seat() -> Any:
     used = sys.modules.get("phalanx.timer._beats")
     if used is not None:
         return used.take_seat()
-    from phalanx._timers.client import Seat
-    from phalanx._timers.layout import TIMERS_ENV
-
     return Seat(os.environ[TIMERS_ENV])
 
 
@@ -103,7 +102,7 @@ class _Stop:
             if self._seat is None:
                 self._seat = _take_seat()
             self._slot = self._seat.stand(at, self._seconds if at else math.inf)
-        except Exception:  # noqa: BLE001 - there are none, or they have gone; or an old Python cannot load the module
+        except Exception:  # noqa: BLE001 - there are none, or they have gone
             return False
         if self._is_attached:
             self._seat.attach(self._slot)
