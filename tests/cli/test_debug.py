@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.command import LIMIT, Done, Launcher, Place, Shell, read_until
 from tests.support.forks import code_of_fork
-from tests.support.helpers import PYTHON, Gate, Ready, wait_gone
+from tests.support.helpers import PYTHON, Gate, Ready, interpreter, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +128,9 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
         print("loss", loss)
         """)
     with place.start("--nproc-per-node", 4, "--hang-timeout", 1, script) as run:
-        assert re.fullmatch(r"phalanx: rank 2 stopped at script.py:\d+: phalanx debug --rank 2", stopped(run))
+        said = re.fullmatch(r"phalanx: rank 2 stopped at script.py:\d+: phalanx debug (\S+) --rank 2", stopped(run))
+        assert said is not None
+        assert said[1] == str(next(place.logs.iterdir()))
         with Client(place) as client:
             assert client.ask("p loss", "40\n").startswith("> ")
             while "True" not in client.ask("p 'later', time.monotonic() - began > 3", ")\n"):
@@ -232,10 +234,25 @@ def test_threads_forks_and_functions_stop_as_well(place: Place, how: str) -> Non
         """)
     with place.start(script, how) as run:
         where = re.findall("phalanx debug (.*)", run.read_until("phalanx debug "))[0]
-        assert where.startswith("--rank" if how != "function" else "/")  # a socket: the function's group is no run
+        assert where.endswith("--rank 0") == (how != "function")  # that group is no run, and has a socket alone
         done = debug(place, "p loss; c", *shlex.split(where))
         assert "p loss\n41\n" in done.out
         assert "went on" in run.end().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.8", "3.11", "3.12", "3.13", "3.14"])
+def test_a_python_without_phalanx_stops_as_well(place: Place, version: str) -> None:
+    path = interpreter(version)
+    if path is None:
+        pytest.skip(f"this machine has no Python {version}")
+    wrapper = place.write(f'#!/bin/sh\nunset PYTHONPATH\nexec {path} "$@"\n', "python")
+    os.chmod(wrapper, 0o700)
+    place.env["PYTHON_EXEC"] = wrapper
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        assert stopped(run).endswith(" --rank 2")  # by the launcher: the timers of all rest
+        assert "p loss\n40\n" in debug(place, "p loss; n; c").out
+        assert run.end().status == 0
 
 
 def test_another_hook_decides(place: Place) -> None:
@@ -291,16 +308,18 @@ def test_the_first_rank_that_raises_stands_there(place: Place) -> None:
         assert "error     : ValueError: loss is nan" in ended.err
 
 
-def test_a_stop_ends_a_rank_that_stands(place: Place) -> None:
-    with place.start("--nproc-per-node", 2, "--post-mortem", place.write(FAILING)) as run:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("script, options", [(FAILING, ["--post-mortem"]), (STEPS, [])])
+def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, script: str, options: list[str]) -> None:
+    with place.start("--nproc-per-node", 3, "--grace", 1000, *options, place.write(script)) as run:
         stopped(run)
         with Client(place) as client:
-            client.ask("p loss", "4")
-            run.send(signal.SIGTERM)
+            client.ask("p rank", "\n")
+            run.send(number)
             done = run.end()
             assert "has ended" in client.end().err
-        assert done.status == 1
-        assert "error     : ValueError: loss is nan" in done.err
+        assert done.status == (1 if options else 128 + number)
+        assert ("error     : ValueError: loss is nan" in done.err) == bool(options)
 
 
 # --- the other side

@@ -11,7 +11,6 @@ import json
 import os
 import py_compile
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from phalanx._engine.worker import script as script_module
+from tests.support.helpers import interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -592,17 +592,6 @@ def test_workers_have_the_environment_and_not_pythons_options(house: House) -> N
 
 
 @functools.cache
-def interpreter(version: str) -> str | None:
-    """A Python of that version on this machine: on PATH, or of pyenv."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
-    for path in filter(None, candidates):
-        done = subprocess.run([path, "-c", "print(1)"], capture_output=True, timeout=LIMIT, check=False)
-        if done.stdout == b"1\n":  # a shim of pyenv's is there whether or not what it stands for is
-            return path
-    return None
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_another_interpreter_by_environment(house: House, version: str) -> None:

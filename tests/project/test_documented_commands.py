@@ -35,6 +35,7 @@ NOT_RUN = {
     "python -m pip install .": "as above",
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
+    "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
     "phalanx stack": "needs a run that lasts; the transcript `stack` is of it",
     "phalanx run --nproc-per-node gpu train.py": "needs a GPU; tests/placement has devices",
     "phalanx run --nproc-per-node gpu --virtual-local-rank train.py": "as above",
@@ -75,7 +76,7 @@ NO_SCRIPTS = {
     "# steps.sh": "the transcript `buffers` is of it",
     "# fail.py": "fails: the transcript `tutorial-fail` is of it",
     "# resume.py": "the transcript `tutorial-restart` is of it",
-    "run = phalanx.attach()": "needs a run that lasts: tests/cli/test_control.py does so",
+    "run = phalanx.attach()": "needs a run that lasts: the transcript `stop` is of one",
     "# hang.py": "hangs: the transcript `tutorial-hang` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""

@@ -10,7 +10,9 @@ import contextlib
 import os
 import select
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -196,3 +198,14 @@ def pass_gate(address: str) -> None:
         os.read(fd, 1)
     finally:
         os.close(fd)
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version on this machine: on PATH, or of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
+    for path in filter(None, candidates):
+        done = subprocess.run([path, "-c", "print(1)"], capture_output=True, timeout=TIMEOUT, check=False)
+        if done.stdout == b"1\n":  # a shim of pyenv's is there whether or not what it stands for is
+            return path
+    return None

@@ -1193,6 +1193,20 @@ def test_a_breakpoint_alone_expires_while_a_process_stands_there(table: TimerTab
         assert watched.seen == [stands, slot]
 
 
+def test_a_breakpoint_is_read_though_it_was_set_anew(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = seat.stand("train.py:7", 20)
+        watched.pass_until(1)
+        (key,) = table.standing()
+        seat.attach(slot)
+        assert table.read(key) is None
+        timer = table.read_now(*key[:2])
+        assert timer is not None
+        assert timer.location == "train.py:7"
+        seat.go_on(slot)
+        assert table.read_now(*key[:2]) is None
+
+
 def test_a_heartbeat_rests_while_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     table = TimerTable(2, hang=10)
     watched = Watched(table, monkeypatch)

@@ -256,7 +256,8 @@ class HangReporter:
             if not is_of_run(path):  # the worker itself has written where it is reached
                 continue
             if os.path.exists(f"{path}{DEBUG_SUFFIX}{hang.pid}"):
-                self._show(f"rank {rank} stopped at {hang.timer.location}: phalanx debug --rank {rank}")
+                command = f"phalanx debug {_run_argument(path)}--rank {rank}"
+                self._show(f"rank {rank} stopped at {hang.timer.location}: {command}")
             else:  # of a group of the rank's own
                 self._show(f"process {hang.pid}, below rank {rank}, stopped at {hang.timer.location}")
 
@@ -378,6 +379,17 @@ def watch(
 
     reporter = HangReporter(table, specs.on_expiry, logs.error_files, show, stacks=stacks, numbers=numbers)
     return reporter, {rank: {TIMERS_ENV: f"{table.address}:{rank}"} for rank in ranks}
+
+
+def _run_argument(error_file: str) -> str:
+    """The folder of a run, as an argument and a space; "" in a default place, where the latest run is found without."""
+    folder = os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
+    place = os.path.dirname(folder)
+    if place.endswith("/phalanx/runs") or os.path.basename(place).startswith("phalanx-"):
+        return ""
+    import shlex
+
+    return f"{shlex.quote(folder)} "
 
 
 def _log(text: str) -> None:

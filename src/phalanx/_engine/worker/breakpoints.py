@@ -16,6 +16,8 @@ from phalanx._base import std_streams
 from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
 from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
+from phalanx._timers.client import Seat
+from phalanx._timers.layout import TIMERS_ENV
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -40,9 +42,6 @@ def _take_seat() -> Any:
     used = sys.modules.get("phalanx.timer._beats")
     if used is not None:
         return used.take_seat()
-    from phalanx._timers.client import Seat
-    from phalanx._timers.layout import TIMERS_ENV
-
     return Seat(os.environ[TIMERS_ENV])
 
 
@@ -103,7 +102,7 @@ class _Stop:
             if self._seat is None:
                 self._seat = _take_seat()
             self._slot = self._seat.stand(at, self._seconds if at else math.inf)
-        except Exception:  # noqa: BLE001 - there are none, or they have gone; or an old Python cannot load the module
+        except Exception:  # noqa: BLE001 - there are none, or they have gone
             return False
         if self._is_attached:
             self._seat.attach(self._slot)
@@ -143,6 +142,10 @@ def _open() -> Server | None:
     return _server
 
 
+class _StopError(BaseException):
+    """A SIGINT of another than the person: it ends the program, and not a command, as pdb would have it."""
+
+
 class _File(io.TextIOBase):
     """The stdin and the stdout of a debugger that has a server."""
 
@@ -152,7 +155,12 @@ class _File(io.TextIOBase):
         self._server = server
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
-        return self._server.read(self.prompt)
+        try:
+            return self._server.read(self.prompt)
+        except KeyboardInterrupt:
+            if self._server.has_interrupted:
+                raise
+            raise _StopError from None
 
     def write(self, text: str) -> int:
         self._server.write(text)
@@ -184,6 +192,9 @@ class Debugger(pdb.Pdb):
             before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
             try:
                 super().interaction(frame, *trace)
+            except _StopError:
+                self.set_quit()
+                raise KeyboardInterrupt from None
             finally:
                 if before is None and self._goes != "step":
                     _stop.end()
@@ -282,6 +293,8 @@ def post_mortem(error: BaseException) -> None:
         debugger.heading = f"{type(error).__name__}: {error}"
         debugger.reset()
         debugger.interaction(None, error if sys.version_info >= (3, 13) else trace)
+    except KeyboardInterrupt:
+        return  # the group is stopped
     except Exception as failure:  # noqa: BLE001 - the failure of the program is what counts
         std_streams.write_stderr(f"phalanx: there is no debugger after this exception: {failure!r}\n")
 

@@ -18,13 +18,15 @@ from __future__ import annotations
 import atexit
 import collections
 import json
+import math
 import os
 import select
 import signal
 import socket
-import struct
 import threading
 import time
+
+from phalanx._base.unix_sockets import by_folder, peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,24 +44,8 @@ _MOST_CONNECTIONS = 16
 _MOST_WAITING = 64  # messages of a client that nobody has read: it sends no line without a prompt
 _MOST_MATCHES = 1000
 _PAUSE = 1.0  # seconds in which no client is accepted, after descriptors have run out
+_LATE = 1.0  # seconds that a signal may take
 _MODE = 0o600
-_CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of the process at the other end of a Unix socket."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
-    return pid, uid
-
-
-def by_folder(path: str, call: Callable[[str], None]) -> None:
-    """Call ``call`` with a short path to ``path``: the whole one may be too long for a socket, see unix(7)."""
-    folder = os.open(os.path.dirname(path) or os.curdir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        call(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
-    finally:
-        os.close(folder)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -137,6 +123,7 @@ class Server:
         self._attached = attached
         self._since = 0.0
         self._thread = 0  # of the command that runs; 0: none
+        self._interrupted = -math.inf  # when a command was
         self._printed = 0  # characters, since the last line that was read
         self._partial = ""  # the line that is being printed: the next prompt
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
@@ -183,6 +170,11 @@ class Server:
         self._connections.clear()
         self._client = None
         self._listener.close()
+
+    @property
+    def has_interrupted(self) -> bool:
+        """Whether a KeyboardInterrupt is the client's, which may come when the command is over."""
+        return time.monotonic() - self._interrupted < _LATE
 
     def stands(self, standing: Standing) -> Standing | None:
         """Begin to read lines of the client that is attached, or will be. Returns at what the process stood already."""
@@ -343,6 +335,7 @@ class Server:
         with self._change:
             if message == {"interrupt": True}:
                 if self._thread:
+                    self._interrupted = time.monotonic()
                     _interrupt(self._thread)
                 return True
             if self.standing is None:  # typed before it was known that the program runs
