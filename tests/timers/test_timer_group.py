@@ -982,10 +982,13 @@ def one_stands(rank: int, address: str, gate: str, second: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
-    events: Events, ready: Ready, gate: Gate, second_gate: Gate
+    events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
-    with start(one_stands, args, events, nprocs=2, start_method="fork", hang_timeout=0.5) as group:
+    with (
+        caplog.at_level(logging.WARNING, "phalanx.timer"),
+        start(one_stands, args, events, nprocs=2, start_method="fork", hang_timeout=0.5) as group,
+    ):
         ready.wait(2)
         assert group.wait(1.5) is None
         assert [one.breakpoint for one in group.status().values()] == ["train.py:7", None]
