@@ -140,7 +140,9 @@ class Steady:
             return f"{name:24}  {state:9}  {rest[0] if name == 'RUN' else '12m05s':>6}  {rest[1]:>8}"
         started = rest[0] if name == "RUN" else f"{name[9:11]}:{name[11:13]}:{name[13:15]}"
         spent = rest[1] if rest[1] in ("TIME", "-") else "2.1s"
-        return f"{name:24}  {state:9}  {started:8}  {spent:>5}  {rest[2]:>5}  {rest[3]:>4}  {'  '.join(rest[4:])}"
+        pid = "32397" if rest[4].isdecimal() else rest[4]
+        command = "  ".join(rest[5:])
+        return f"{name:24}  {state:9}  {started:8}  {spent:>5}  {rest[2]:>5}  {rest[3]:>4}  {pid:>5}  {command}"
 
 
 class Terminal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import pytest
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from phalanx.timer import TimerSpecs, expires
 from tests.engine.test_orphan_grace import LONG, everybody, launched
-from tests.support.disks import until
 from tests.support.helpers import TIMEOUT, alive, descendants, pass_gate, rest, tell, wait_gone
 from tests.support.insides import helpers_of, wait_until_stopped
 
@@ -51,30 +51,33 @@ def with_others(address: str) -> None:
 def paused(ready: Ready, *expected: bool) -> Iterator[tuple[PContext, list[int]]]:
     """A group that is paused, and all of its processes."""
     pauses: list[bool] = []
+    is_reported = threading.Event()
 
     def listen(event: dict[str, Any]) -> None:
         if event["name"] == "group.paused":
             pauses.append(event["paused"])
+            is_reported.set()
 
     with start_processes("p", with_others, (ready.address,), nprocs=2, start_method="fork", on_event=listen) as group:
         pids = ready.pids(8)
         group.pause()
         wait_until_stopped(pids)
+        assert is_reported.wait(TIMEOUT)
         yield group, pids
     assert pauses == [True, *expected]
 
 
 @pytest.mark.slow
 def test_all_processes_stop_and_go_on(ready: Ready) -> None:
-    with paused(ready, False) as (group, pids):
+    with paused(ready, False, *[True, False] * 19) as (group, pids):
         group.pause()  # which changes nothing
-        until(lambda: group.is_paused)
+        assert group.is_paused
         assert group.wait(0.2) is None
         assert [one.state for one in group.status().values()] == ["running", "running"]
-        group.resume()
-        group.resume()
+        for _ in range(20):  # the last order holds, however fast they come
+            group.pause()
+            group.resume()
         wait_until_stopped(pids, stopped=False)
-        until(lambda: not group.is_paused)
         assert group.wait(0) is None
         group.signal(signal.SIGTERM)
         assert ready.wait(2) == ["SIGTERM", "SIGTERM"]

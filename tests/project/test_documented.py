@@ -20,12 +20,9 @@ import pytest
 
 from phalanx._runs.record import Attempt, Rank, Run
 from phalanx._runs.record import Leftover as Left
-from phalanx.cli import debug as cli_debug
 from phalanx.cli import logs as cli_logs
-from phalanx.cli import report as cli_report
 from phalanx.cli import run as cli_run
-from phalanx.cli import runs as cli_runs
-from phalanx.cli import stack as cli_stack
+from phalanx.cli._commands import cli
 from phalanx.multiprocessing import Placement, start_processes
 from phalanx.timer import TimerSpecs
 from tests.engine.test_lost_helpers import until
@@ -184,21 +181,19 @@ def set_by_environment(command: click.Command) -> set[str]:
 def test_the_page_names_variables_of_other_commands() -> None:
     text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
-    commands = (
-        cli_run.run,
-        cli_logs.logs,
-        cli_runs.runs,
-        cli_report.report,
-        cli_runs.rerun,
-        cli_stack.stack,
-        cli_debug.debug,
-    )
-    run, logs, *others = (set_by_environment(command) for command in commands)
-    taken = {param.opts[0] for param in cli_logs.logs.params}
-    assert logs == taken & run
-    assert {"--grep", "--color"} <= logs
-    assert "`phalanx runs`, `report`, `rerun`, `stack` and `debug` read them for `--log-dir` alone" in text
-    assert others == [{"--log-dir"}] * 5
+    names = ("run", "logs", *OF_A_RUN, "torchrun-shim")
+    commands = {name: cli.get_command(click.Context(cli), name) for name in names}
+    assert set(names) == set(cli.list_commands(click.Context(cli)))
+    found = {name: set_by_environment(command) for name, command in commands.items() if command is not None}
+    assert found["logs"] == {param.opts[0] for param in cli_logs.logs.params} & found["run"]
+    assert {"--grep", "--color"} <= found["logs"]
+    assert "the commands for a run (`phalanx runs`, `status`, `stop` and so on) read them for `--log-dir` alone" in text
+    assert [found[name] for name in OF_A_RUN] == [{"--log-dir"}] * len(OF_A_RUN)
+
+
+OF_A_RUN = (
+    "runs", "status", "top", "report", "rerun", "stack", "debug", "stop", "restart", "signal", "pause", "resume",
+)  # fmt: skip
 
 
 # --- records

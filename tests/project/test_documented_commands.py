@@ -76,7 +76,7 @@ NO_SCRIPTS = {
     "# steps.sh": "the transcript `buffers` is of it",
     "# fail.py": "fails: the transcript `tutorial-fail` is of it",
     "# resume.py": "the transcript `tutorial-restart` is of it",
-    "run = phalanx.attach()": "needs a run that lasts: tests/cli/test_control.py does so",
+    "run = phalanx.attach()": "needs a run that lasts: the transcript `stop` is of one",
     "# hang.py": "hangs: the transcript `tutorial-hang` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""

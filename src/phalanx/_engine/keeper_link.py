@@ -265,9 +265,6 @@ class KeeperLink:
         self.watchdog.expect_nothing()
         self._display.announce("a worker has failed; the group goes on until no worker stands at a breakpoint")
 
-    def _on_paused(self, is_on: bool) -> None:  # noqa: FBT001 - as in the message
-        self._mirror.is_paused = is_on
-
     def _on_lingering(self, orphans: list[tuple[Any, ...]], count: int) -> None:
         if orphans:
             self._display.announce(line_of_waiting(list(map(leftover_of, orphans)), count, self.linger))
@@ -384,7 +381,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,
     "failing": KeeperLink._on_failing,
-    "paused": KeeperLink._on_paused,
+    "paused": lambda _link, _is_on: None,  # there is an event of it
     "held": KeeperLink._on_held,
     "signalled": lambda link, number, moment, ranks: link._mirror.signalled(number, moment, ranks),
     "noticed": lambda link, number, moment, ranks: link._mirror.noticed(number, moment, ranks),

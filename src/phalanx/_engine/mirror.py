@@ -113,8 +113,8 @@ class Mirror:
         """By local rank."""
         self.state = "STARTING"
         """The group's state as the keeper reported it last, see `lifecycle`."""
-        self.is_paused = False
-        """Whether the group is paused, as the keeper reported it last."""
+        self.pause_ordered = False
+        """Whether the last order was to pause the group, and not to continue it."""
         self.began_ns = 0
         """When all workers had been started, in nanoseconds on CLOCK_MONOTONIC; 0: not yet."""
         self.leftovers: list[Leftover] = []
@@ -126,6 +126,11 @@ class Mirror:
         self._said: dict[int, _Said] = {}  # by pid
         self._pids: set[int] | None = None  # of all workers, once no other will be added
         self._exits = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the group is paused, or about to be: once one has failed, or a stop was ordered, it is continued."""
+        return self.pause_ordered and self.state == "RUNNING"
 
     def status(self, signs: Mapping[int, RankSigns]) -> dict[int, RankStatus]:
         """Return what is known of each worker just now, by rank; ``signs`` has the signs of life of some."""
@@ -304,7 +309,7 @@ class Mirror:
 
     def close(self) -> None:
         """Wake all that wait for a worker's end: no report comes any more."""
-        self.state, self.is_paused = "ENDED", False
+        self.state = "ENDED"
         for worker in self.workers.values():
             worker.ended.open()
 

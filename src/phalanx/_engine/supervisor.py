@@ -263,6 +263,7 @@ class Supervisor:
 
     def pause(self, *, is_on: bool) -> None:
         """Have the keeper pause the group, or continue it. Returns at once."""
+        self.mirror.pause_ordered = is_on
         self._loop.call(partial(self.link.send, protocol.pause(is_on)))
 
     def status(self) -> dict[int, RankStatus]:

@@ -506,8 +506,8 @@ class PContext(ABC):
         """Stop all processes of the group (SIGSTOP) until `resume`, or until the group is ended.
 
         All deadlines of timers and heartbeats are later by the length of the pause. What a worker has started is
-        stopped as far as ``/proc`` shows it. Returns at once: `is_paused` is true once the keeper has done it. A group
-        that does not run is left as it is.
+        stopped as far as ``/proc`` shows it. Returns at once; the event ``group.paused`` comes when the keeper has
+        done it. A group that does not run is left as it is.
         """
         if (supervisor := self._open()) is not None:
             supervisor.pause(is_on=True)
@@ -519,7 +519,7 @@ class PContext(ABC):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the group is paused, as its keeper has reported it."""
+        """Whether the group is paused, or about to be."""
         return self._supervisor is not None and self._supervisor.mirror.is_paused
 
     def take_stacks(self, seconds: float, then: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -52,7 +51,6 @@ SOON = 3.0
 
 _MODE = 0o600
 _JOIN = 1.0  # seconds that the end waits for the thread: for its disk, nobody waits
-_CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
 _CHUNK = 1 << 20
 
 
@@ -91,15 +89,6 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of who was at the other end of a Unix socket when it was connected, or listened at."""
-    import socket  # for which no start is to wait, here and below
-
-    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(said)
-    return pid, uid
 
 
 def refusal(why: str) -> bytes:
@@ -180,7 +169,9 @@ class ControlSocket(LocalServer):
 
     def accepted(self, connection: socket.socket) -> None:
         """See `LocalServer`."""
-        if peer(connection)[1] not in (os.geteuid(), files.ROOT):
+        from phalanx._base import unix_sockets  # which loads `socket`: no start is to wait for that
+
+        if unix_sockets.peer(connection)[1] not in (os.geteuid(), files.ROOT):
             self.drop(connection)
             return
         with suppress(OSError):  # the other end has gone: `ready` handles that
@@ -203,6 +194,8 @@ class ControlSocket(LocalServer):
             self.drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
+        from phalanx._base import unix_sockets
+
         data = connection.recv(MOST_QUESTION)
         line, end, _ = (self.connections[connection] + data).partition(b"\n")
         self.connections[connection] = line
@@ -218,7 +211,7 @@ class ControlSocket(LocalServer):
                 loop.call(lambda: self._send(loop, connection, answer))
 
             try:
-                self._answer(_question(line, peer(connection)), reply)
+                self._answer(_question(line, unix_sockets.peer(connection)), reply)
             except RefusedError as error:
                 reply(refusal(str(error)))
 
@@ -267,13 +260,15 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
     import json
     import socket
 
+    from phalanx._base import unix_sockets
+
     until = clock.now() + WAIT
     question = json.dumps({"version": VERSION, "ask": name, **arguments}).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SOON)
-            _connect(connection, folder)
-            pid, uid = peer(connection)
+            unix_sockets.by_folder(os.path.join(folder, NAME), connection.connect)
+            pid, uid = unix_sockets.peer(connection)
             if pid != run.pid or uid not in (owner, os.geteuid(), files.ROOT):
                 raise NotAnsweredError(f"another process than its launcher answers at {NAME}")
             data = connection.recv(1)
@@ -312,14 +307,6 @@ def ask_for(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> d
     if "error" in found:
         raise RefusedError(str(found["error"]))
     return found
-
-
-def _connect(connection: socket.socket, folder: str) -> None:
-    inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        connection.connect(f"/proc/self/fd/{inside}/{NAME}")  # a path of the folder may be too long, see unix(7)
-    finally:
-        os.close(inside)
 
 
 def _receive(connection: socket.socket, until: float) -> bytes:

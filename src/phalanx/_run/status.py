@@ -129,7 +129,7 @@ class _Samples:
         self._thread = SerialExecutor("phalanx-samples")
         self._done: Latch | None = None  # of the latest work of that thread
         self._memory: dict[int, tuple[float, int]] = {}  # by the pid of a worker: when it was read, and bytes
-        self._lines: dict[str, tuple[object, str]] = {}  # by path: which state of the file, and its last line
+        self._lines: dict[str, tuple[tuple[int, int, int], str]] = {}  # by path: of what state, and which
 
     def add(self, ranks: list[dict[str, Any]], *logs: dict[int, str]) -> None:
         """Add the samples of each worker to what is known of it."""
@@ -205,7 +205,7 @@ class _Samples:
     def _line(self, paths: list[str]) -> str | None:
         """Return the last line of the file that was written last; None: there is none."""
         known = [self._lines[path] for path in paths if path in self._lines]
-        return max(known, key=lambda each: each[0][2], default=(None, None))[1]  # type: ignore[index]
+        return max(known, key=lambda each: each[0][2])[1] if known else None
 
 
 def _tree(pid: int, below: dict[int, list[int]]) -> list[int]:

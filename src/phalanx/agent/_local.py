@@ -28,6 +28,7 @@ from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._rendezvous.settings import ETCD, NO_FORK
+from phalanx._run.control import Control
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.services import Services, address_of_environment
@@ -147,6 +148,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._logs_specs = logs_specs
         self._services: Services | None = None  # of the run that is under way
         self._groups = GroupTeam(self._make_group)
+        self._control: Control | None = None  # of the run that is under way
         self._group_end: AttemptEnd | None = None
         self._lock = allocate_lock()  # of the next one
         self._early = -1  # the attempt whose failures are told to other machines before its end; -1: none's
@@ -164,8 +166,11 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._node.begin(self._handler.generation, self._global_rank(0))
         self._groups.start(self._attempt, self._wake)
         assert self._groups.group is not None
+        folder = "" if self._recorder is None else self._log_dir()
         if self._node is not None:
-            self._node.started("" if self._recorder is None else self._log_dir())
+            self._node.started(folder)
+        elif self._control is not None:
+            self._control.open(folder)
         return dict(self._groups.group.pids())
 
     @step
@@ -201,9 +206,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Run, with the services that the environment asks for."""
         run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
         status = RunStatus(run_id, self._policy.max_restarts)
+        status.name, status.group = self._report_name, lambda: self._groups.group
+        self._control = Control(self._groups, self._warn)
+        self._control.status = status.collect
         with Services(address, status) as self._services:
-            if address is not None and self._events is not None:
-                self._events.subscribe("phalanx-health", status.observe)
+            if self._events is not None:
+                self._events.subscribe("phalanx-state", status.observe)
             self._node, warm, is_own = None, None, False
             if self._handler is not None:
                 from phalanx._run.node_workers import NodeWorkers
@@ -215,10 +223,12 @@ class LocalElasticAgent(SimpleElasticAgent):
                     }
                     warm, is_own = choose(self._preload, self._function_options["warm"], envs)
                 count = self._worker_group.spec.local_world_size
-                self._node = NodeWorkers(self._groups, count, self._warn, warm if is_own else None)
+                self._node = NodeWorkers(self._groups, count, self._warn, warm if is_own else None, None, self._control)
             return super()._run()
 
     def _conclude(self, events: EventStream, result: RunResult | None, error: BaseException | None) -> None:
+        if self._control is not None:
+            self._control.close()
         if self._node is not None:
             self._node.close()
         if isinstance(error, RendezvousClosedError) and (report := self._report_of_all()) is not None:

@@ -244,24 +244,28 @@ def _cells(rows: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
 
 def _steps(found: list[RunDir]) -> dict[str, int]:
     """Ask the launchers of the newest live runs for their highest steps. Returns what they answer soon, by folder."""
-    from phalanx._base.threads import SerialExecutor
-    from phalanx._run.attached import AttachedRun
     from phalanx._runs.record import is_here
 
-    steps: dict[str, int] = {}
     may_ask = os.geteuid() == files.ROOT
+    live = [run for run in found if run.state == "running" and run.run is not None and is_here(run.run)]
+    live = [run for run in live if run.is_ours or may_ask][:_ASKED]
+    if not live:
+        return {}
+    from phalanx._base.threads import SerialExecutor
+    from phalanx._run.attached import AttachedRun
+
+    steps: dict[str, int] = {}
 
     def ask(run: RunDir) -> None:
         with contextlib.suppress(RuntimeError):
             known = [rank["step"] for node in AttachedRun(run).status() for rank in node["ranks"]]
             steps.update({run.path: max(known)} if known and None not in known else {})
 
-    live = [run for run in found if run.state == "running" and run.run is not None and is_here(run.run)]
-    asking = [(SerialExecutor("phalanx-asking"), run) for run in live if run.is_ours or may_ask][:_ASKED]
-    for executor, run in asking:
+    executors = [SerialExecutor("phalanx-asking") for _ in live]
+    for executor, run in zip(executors, live, strict=True):
         executor.submit(functools.partial(ask, run))
     until = clock.now() + _ANSWER_WITHIN
-    for executor, _ in asking:
+    for executor in executors:
         executor.drain(max(0.0, until - clock.now()))
     return steps.copy()
 

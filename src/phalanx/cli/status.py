@@ -98,7 +98,7 @@ class Row(NamedTuple):
             "MEM": _shown(self.memory, lambda size: format_size(size).replace(" ", "").removesuffix("iB")),
             "BEAT": _shown(self.beat, lambda beat: f"{beat:.1f}s" if beat < LATE else format_duration(beat)),
             "STEP": _shown(self.step, str),
-            "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004
+            "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004 - three digits
             "LAST LINE": printable(self.line),
         }  # fmt: skip
 
@@ -182,18 +182,21 @@ def _padded(cell: str, head: str, width: int) -> str:
 
 def heading(found: RunDir, answer: Answer) -> list[str]:
     """Return the lines above the table of a run that goes on."""
-    nodes = answer["nodes"]
+    nodes, run = answer["nodes"], found.run
+    assert run is not None
+    spent = format_duration(time.time() - found.started)
+    if not nodes:
+        return [printable(f"{found.name}: running for {spent}; no node has answered")]
     first = nodes[0]
     restarts = f", {first['restarts']} of {how_many(first['max_restarts'], 'restart')}" * bool(first["max_restarts"])
     attempt = "" if first["attempt"] is None else f", attempt {first['attempt']}"
     paused = ", paused" * any(node["paused"] for node in nodes)
-    spent = format_duration(time.time() - found.started)
     count = sum(len(node["ranks"]) for node in nodes)
     hosts = sorted({node["host"] for node in nodes})
     where = ", ".join(hosts[:3]) + f" and {len(hosts) - 3} more" * (len(hosts) > 3)  # noqa: PLR2004 - hosts in a line
     return [
         printable(f"{found.name}: {first['state'].lower()}{paused} for {spent}{attempt}{restarts}"),
-        printable(f"{first['name']}, {how_many(count, 'rank')} on {where}, launcher {first['pid']}"),
+        printable(f"{first['name']}, {how_many(count, 'rank')} on {where}, launcher {run.pid}"),
     ]
 
 
@@ -241,7 +244,7 @@ def show(found: RunDir, answer: Answer | None, before: Answer | None = None) -> 
     colour = use_colour(stream)
     for line, style in _lines(found, answer, before, width):
         *bold, name = style.split(" ")
-        looks: dict[str, Any] = {"fg": None if name in ("", "bold", "dim") else name, "dim": name == "dim"}
+        looks: dict[str, Any] = {"fg": None if name in ("", "bold", "dim") else name, "dim": name == "dim" or None}
         looks = {"bold": True if bold or name == "bold" else None, **looks} if style else {}
         click.secho(cut(line, width), color=colour, reset=bool(style), **looks)
 
@@ -254,7 +257,7 @@ def _lines(found: RunDir, answer: Answer | None, before: Answer | None, width: i
     heads, cells = table(rows, width)
     if cells:
         yield "", ""
-        yield "  ".join(heads), "bold"
+        yield "  ".join(heads).rstrip(), "bold"
     for row, line in zip(rows, cells, strict=True):
         yield "  ".join(line).rstrip(), COLOURS[row.looks()]
     if answer is not None:

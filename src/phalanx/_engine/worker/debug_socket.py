@@ -23,9 +23,10 @@ import os
 import select
 import signal
 import socket
-import struct
 import threading
 import time
+
+from phalanx._base.unix_sockets import by_folder, peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,23 +46,6 @@ _MOST_MATCHES = 1000
 _PAUSE = 1.0  # seconds in which no client is accepted, after descriptors have run out
 _LATE = 1.0  # seconds that a signal may take
 _MODE = 0o600
-_CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of the process at the other end of a Unix socket."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
-    return pid, uid
-
-
-def by_folder(path: str, call: Callable[[str], None]) -> None:
-    """Call ``call`` with a short path to ``path``: the whole one may be too long for a socket, see unix(7)."""
-    folder = os.open(os.path.dirname(path) or os.curdir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        call(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
-    finally:
-        os.close(folder)
 
 
 def encode(message: dict[str, Any]) -> bytes:
