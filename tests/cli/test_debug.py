@@ -21,7 +21,7 @@ from tests.support.command import LIMIT, Done, Launcher, Place, Shell, read_unti
 from tests.support.forks import code_of_fork
 from tests.support.helpers import PYTHON, Gate, Ready, interpreter, wait_gone
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.each_python]
 
 DEBUG = (sys.executable, "-m", "phalanx", "debug")
 STOPPED = " stopped at "
@@ -135,7 +135,8 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
             assert client.ask("p loss", "40\n").startswith("> ")
             while "True" not in client.ask("p 'later', time.monotonic() - began > 3", ")\n"):
                 pass  # by the clock of the rank, longer than the hang timeout
-            assert "-> loss += 1" in client.ask("n", "-> loss")
+            for _ in range(1 + (sys.version_info >= (3, 13))):  # which stops at breakpoint() itself
+                client.ask("n", "-> loss += 1\n")
             assert "41\n" in client.ask("p loss", "41\n")
             done = client.end("c\n")
         assert (done.status, done.err) == (0, "")

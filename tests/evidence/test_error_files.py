@@ -777,7 +777,9 @@ def test_what_a_script_loads_by_path_runs_on_old_pythons() -> None:
     loaded = [script.__file__]
     for path in loaded:
         tree = ast.parse(Path(path).read_text(), feature_version=(3, 8))
-        at_once = [each for node in tree.body for each in (node.body if isinstance(node, ast.Try) else [node])]
+        at_once = [
+            each for node in tree.body for each in (node.body if isinstance(node, (ast.Try, ast.With)) else [node])
+        ]
         imported = {alias.name for node in at_once if isinstance(node, ast.Import) for alias in node.names}
         assert imported <= {"os", "sys", "time", "errno", "stat", "_frozen_importlib_external"}
         for node in at_once:
