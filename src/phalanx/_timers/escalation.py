@@ -296,8 +296,7 @@ class Escalation:
     def _find_standing(self, keys: list[Key]) -> Iterable[tuple[int, int]]:
         """Return the breakpoints that are of this group. Report each to the launcher, once."""
         known = self._standing
-        # One to which somebody has just attached was set anew.
-        found = [self._table.read(key) or self._table.read_now(*key[:2]) for key in keys]
+        found = [self._table.read_now(seat, slot) for seat, slot, _ in keys]  # `attach` sets one anew
         timers = [timer for timer in found if timer is not None and timer.scope == BREAKPOINT]
         hangs = self._find_ranks(timers) if timers else []
         self._standing = {(hang.timer.seat, hang.timer.slot): hang.timer.location for hang in hangs}

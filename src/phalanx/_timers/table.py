@@ -330,7 +330,7 @@ class TimerTable:
         found = {}
         for rank, rows in ranks.items():
             beating = any(row[SEAT_BEAT] for _, row in rows)
-            at = next((timer.location for key in self._standing(rows) if (timer := self.read(key))), None)
+            at = next((timer.location for key in self._standing(rows) if (timer := self.read_now(*key[:2]))), None)
             found[rank] = RankSigns(self._last_beat(rows) if beating else None, _highest_step(rows), at)
         return found
 
@@ -354,17 +354,20 @@ class TimerTable:
         seat, slot, deadline = key
         if not slot:
             return Timer(seat, 0, deadline, self._hang, 0, "heartbeat", "", self._word(seat, SEAT_STEP))
+        timer = self._read(seat, slot, deadline)
+        return timer if self._word(seat, slot) == deadline else None
+
+    def read_now(self, seat: int, slot: int) -> Timer | None:
+        """Read the timer that is in a slot now, whenever it was set; None if it is free."""
+        deadline = self._word(seat, slot)
+        return None if deadline == NEVER else self._read(seat, slot, deadline)
+
+    def _read(self, seat: int, slot: int, deadline: int) -> Timer:
         at = self._head_size + seat * SEAT_SIZE + TEXTS + (slot - FIRST) * TEXT_SIZE
         text = os.pread(self._fds[0], TEXT_SIZE, at)
         scope, location = decode(text[2 : 2 + min(int.from_bytes(text[:2], sys.byteorder), TEXT_LIMIT)])
         span, thread = self._word(seat, slot + SLOTS), self._word(seat, slot + 2 * SLOTS)
-        now = self._word(seat, slot)
-        return Timer(seat, slot, deadline, span, thread, scope, location) if now == deadline else None
-
-    def read_now(self, seat: int, slot: int) -> Timer | None:
-        """Read the timer that is in a slot now; None if it is free."""
-        deadline = self._word(seat, slot)
-        return None if deadline == NEVER else self.read((seat, slot, deadline))
+        return Timer(seat, slot, deadline, span, thread, scope, location)
 
     def holder(self, seat: int) -> int:
         """Return the process that holds a seat, as the kernel knows it; 0: none.
