@@ -199,13 +199,13 @@ TORCHELASTIC_HEALTH_CHECK_PORT=eighty run S => TORCHELASTIC_HEALTH_CHECK_PORT: e
 TORCHELASTIC_HEALTH_CHECK_PORT=eighty run --dry-run S => TORCHELASTIC_HEALTH_CHECK_PORT: expected a port, 1 to 65535
 
 rn => there is no command 'rn'; did you mean 'run'?
-ps => there is no command 'ps'; did you mean 'runs'?
+ps => there is no command 'ps'; did you mean 'status'?
 launch => there is no command 'launch'; did you mean 'run'?
 prune => there is no command 'prune'; did you mean 'runs prune'?
 RUN => there is no command 'RUN'; did you mean 'run'?
 log => there is no command 'log'; did you mean 'logs'?
-xyz => there is no command 'xyz'; there are run, logs, runs, report, rerun, stack, torchrun-shim
-ruxx => there is no command 'ruxx'; there are run, logs, runs, report, rerun, stack, torchrun-shim
+xyz => there is no command 'xyz'; there are run, logs, runs, status, top, report, rerun, stack, debug, stop, restart, signal, pause, resume, torchrun-shim
+ruxx => there is no command 'ruxx'; there are run, logs, runs, status, top, report, rerun, stack, debug, stop, restart, signal, pause, resume, torchrun-shim
 /bin/sh => ; to run a script: phalanx run /bin/sh
 train.py => there is no command 'train.py'; to run a script: phalanx run train.py
 --nproc-per-node 4 train.py => there is no option '--nproc-per-node' here; it is one of phalanx run
