@@ -169,6 +169,27 @@ def test_a_paused_run_is_stopped(place: Place, live: Callable[..., tuple[Launche
     assert not wait_gone(pids)
 
 
+def test_a_run_that_ends_is_neither_paused_nor_restarted(
+    place: Place, live: Callable[..., tuple[Launcher, list[int]]]
+) -> None:
+    launcher, pids = live(program="import signal; signal.signal(15, signal.SIG_IGN)\n" + WORKER)
+    run = phalanx.attach(log_dir=str(place.logs))
+    with pytest.raises(RuntimeError, match="its workers are not paused"):
+        run.resume()
+    run.stop()
+    launcher.read_until("once more to kill them")
+    done = phalanx_(place, "pause")
+    assert done.status == 1
+    assert "they cannot be paused now" in done.err
+    done = phalanx_(place, "restart")
+    assert done.status == 1
+    assert "no other attempt follows" in done.err
+    run.stop(now=True)
+    assert run.wait(TIMEOUT) == "stopped"
+    assert "are paused" not in launcher.end().err
+    assert not wait_gone(pids)
+
+
 def test_nobody_stays_paused_when_the_launcher_is_killed(
     place: Place, live: Callable[..., tuple[Launcher, list[int]]]
 ) -> None:

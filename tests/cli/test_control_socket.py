@@ -52,6 +52,8 @@ class Launcher:
     def _take(self, question: control_socket.Question, reply: control_socket.Reply) -> None:
         if question.name == "nonsense":
             raise control_socket.RefusedError("no such question")
+        if question.name == "fault":
+            raise ValueError("a fault")
         self.questions.append(question)
         self.replies.append(reply)
         if self._answer:
@@ -122,7 +124,7 @@ def test_no_other_process_than_the_launcher_is_believed(
     launcher = made(b"{}")
     with pytest.raises(control_socket.NotAnsweredError, match="another process than its launcher answers"):
         launcher.ask(pid=1)
-    with pytest.raises(control_socket.NotAnsweredError, match=rf"there is no {control_socket.NAME}"):
+    with pytest.raises(control_socket.NotAnsweredError, match=rf"there is no {control_socket.NAME} in its folder"):
         control_socket.ask(str(launcher.folder.parent), launcher.run(), os.geteuid(), "status")
     monkeypatch.setattr(unix_sockets, "peer", lambda _: (os.getpid(), NOBODY))
     with pytest.raises(control_socket.NotAnsweredError, match="another process than its launcher answers"):
@@ -180,6 +182,13 @@ def test_what_is_no_question_is_refused(made: Callable[..., Launcher], said: byt
     with made().connect(said) as one:
         assert why in json.loads(one.recv(1 << 16))["error"]
         assert one.recv(1) == b""
+
+
+def test_an_error_of_an_answer_is_answered(made: Callable[..., Launcher]) -> None:
+    launcher = made()
+    with pytest.raises(control_socket.RefusedError, match="its launcher could not answer: a fault"):
+        control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "fault")
+    assert not launcher.warned
 
 
 def test_too_long_a_question_ends_its_connection(made: Callable[..., Launcher]) -> None:

@@ -130,7 +130,7 @@ class Mirror:
     @property
     def is_paused(self) -> bool:
         """Whether the group is paused, or about to be: once one has failed, or a stop was ordered, it is continued."""
-        return self.pause_ordered and self.state == "RUNNING"
+        return self.pause_ordered and self.state in ("STARTING", "RUNNING")
 
     def status(self, signs: Mapping[int, RankSigns]) -> dict[int, RankStatus]:
         """Return what is known of each worker just now, by rank; ``signs`` has the signs of life of some."""

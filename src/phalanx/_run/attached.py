@@ -15,6 +15,7 @@ from phalanx._runs.catalog import RunDir
 from phalanx._runs.paths import search_folders
 
 _LONGEST_WAIT = 1e6  # seconds that poll(2) can wait
+_ENDS_WITHIN = 1.0  # seconds in which a launcher ends that answers nobody any more
 
 
 class AttachedRun:
@@ -49,12 +50,16 @@ class AttachedRun:
         Args:
             now: Whether the workers are killed at once.
         """
-        self._ask("stop", now=now)
+        try:
+            self._ask("stop", now=now)
+        except RuntimeError:
+            if self.wait(_ENDS_WITHIN) is None:  # else it was about to end
+                raise
 
     def restart(self) -> None:
         """End the workers within the grace period, and start all of them again. It counts as no restart of a failure.
 
-        Returns when the launcher has begun to.
+        Returns when the launcher has begun to. Raises RuntimeError also if it is being stopped.
         """
         self._ask("restart")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from phalanx._base.text import name_ranks
 from phalanx._outcomes.failure import signal_name
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 OF_NODES = ("status", "signal", "pause", "resume")
 """Questions that each node answers for its own workers."""
 
+_ENDING = ("STOPPING", "SUCCEEDED", "FAILED", "STOPPED")  # states of an agent
 _APART = 0.5  # seconds between two signals that are two requests
 _NO_STOP = "its launcher is a program that handles no signals now: end that by what it offers"
 
@@ -97,6 +98,8 @@ class Control:
     def _restart(self, question: Question) -> dict[str, Any]:
         if self.restart is None:
             raise RefusedError("it cannot be restarted from here: its launcher is another program")
+        if self.status().get("state") in _ENDING:
+            raise RefusedError("it is being stopped, or has ended: no other attempt follows")
         self.restart(f"phalanx restart ({question.asker})")
         return {}
 
@@ -164,7 +167,9 @@ class Control:
         group = self._groups.group
         if group is None or not group.is_open:
             raise RefusedError("no worker runs now")
-        ranks, number = question.arguments.get("ranks"), int(question.arguments.get("number") or 0)
+        ranks, number = question.arguments.get("ranks"), question.arguments.get("number")
+        if type(number) is not int or not (ranks is None or _are_numbers(ranks)):
+            raise RefusedError("expected a signal's `number`, and as `ranks` a list of numbers, or null")
         own = {self.first_rank + rank: rank for rank in group.alive}
         wanted = own if ranks is None else {rank: own[rank] for rank in ranks if rank in own}
         try:
@@ -179,12 +184,19 @@ class Control:
         group = self._groups.group
         if group is None or not group.is_open:
             raise RefusedError("no worker runs now")
-        changes = group.is_paused != pauses
-        if changes:
+        if not pauses and not group.is_paused:
+            raise RefusedError("its workers are not paused")
+        if not pauses or not group.is_paused:
             (group.pause if pauses else group.resume)()
+            if group.is_paused != pauses:
+                raise RefusedError("its workers are being ended, or one has failed: they cannot be paused now")
             name, what = ("pause", "are paused until phalanx resume") if pauses else ("resume", "go on")
             self._warn(f"phalanx {name} ({asker}): the workers {what}")
         return sorted(self.first_rank + rank for rank in group.alive)
+
+
+def _are_numbers(ranks: object) -> TypeGuard[list[int]]:
+    return isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
 
 
 def _of_nodes(found: Found) -> bytes:

@@ -112,6 +112,7 @@ class ControlSocket(LocalServer):
         self._answer = answer
         self._warn = warn
         self._folder = ""
+        self._inside = -1  # its descriptor
         self._asked: set[socket.socket] = set()  # those whose question is complete
 
     def open(self, folder: str) -> None:
@@ -127,6 +128,13 @@ class ControlSocket(LocalServer):
     def close(self) -> None:
         """Stop listening, and close all connections. Waits for the thread at most a second. Idempotent."""
         self.end(_JOIN)
+
+    def abandon(self) -> None:
+        """See `LocalServer`: in a fork."""
+        super().abandon()
+        inside, self._inside = self._inside, -1
+        if inside >= 0:
+            os.close(inside)
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function on the socket's thread, soon; here, if there was none yet; not, after `close`."""
@@ -147,6 +155,7 @@ class ControlSocket(LocalServer):
         import socket
 
         inside = os.open(self._folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._inside = inside
         self.held.callback(os.close, inside)
         with suppress(FileNotFoundError):  # of a run before, whose folder this one has, too
             if stat.S_ISSOCK(os.lstat(NAME, dir_fd=inside).st_mode):
@@ -214,6 +223,8 @@ class ControlSocket(LocalServer):
                 self._answer(_question(line, unix_sockets.peer(connection)), reply)
             except RefusedError as error:
                 reply(refusal(str(error)))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next question is answered
+                reply(refusal(f"its launcher could not answer: {error}"))
 
     def _send(self, loop: Loop, connection: socket.socket, answer: bytes) -> None:
         if connection in self._asked and not self.connections[connection]:
@@ -276,7 +287,7 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
                 connection.sendall(question)
                 data = _receive(connection, until)
     except FileNotFoundError:
-        raise NotAnsweredError(f"its launcher answers nobody (there is no {NAME} in the run's folder)") from None
+        raise NotAnsweredError(f"it has no workers yet, or it ends (there is no {NAME} in its folder)") from None
     except TimeoutError:
         msg = f"its launcher has not answered within {WAIT if clock.now() >= until else SOON:g} s"
         raise NotAnsweredError(msg) from None

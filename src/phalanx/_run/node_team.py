@@ -303,6 +303,7 @@ class MachineTeam(RunTeam, NodeTeam):
             if what.kind == "hang" and what.node != self._me.id:
                 self._workers.hangs_elsewhere(self._wake)  # before their end, which is ordered next
             if what.kind == "signal":
+                self.tell_state("STOPPING")
                 self.common.note(clock.now_ns())  # all machines may have been sent it, and this process not yet
             if what.kind == "signal" and what.node == self._me.id:
                 return  # it was said when it came

@@ -102,7 +102,7 @@ def restart(run: str | None, *, log_dir: str | None) -> None:
     attached = _attached(log_dir, run)
     with _asking(attached):
         attached.restart()
-    click.echo(printable(f"{attached.name}: its workers are stopped, and another attempt follows"))
+    click.echo(printable(f"{attached.name}: its next attempt follows, once none of its workers is left"))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -113,7 +113,7 @@ def signal(run: str | None, *, number: signals.Signals, ranks: Any, log_dir: str
     """Send SIGNAL to the workers of RUN that run; to each worker itself, not to what it has started.
 
     \b
-    phalanx signal USR1                  all workers of the latest run
+    phalanx signal USR1                  all workers of the latest run that runs
     phalanx signal USR1 20261120-1030 --rank 3
 
     How a worker ends that the signal ends is its own failure: to stop a run, use phalanx stop.
