@@ -9,8 +9,10 @@ import re
 import signal
 import struct
 import sys
+import tempfile
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,7 +133,7 @@ def test_the_launcher_is_killed(place: Place) -> None:
         assert ": lost: its launcher, process " in shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_ends_it_and_the_terminal_is_as_before(place: Place, number: signal.Signals) -> None:
     with start(place, n=1), top(place) as screen:
         screen.read("line of 0")
@@ -165,14 +167,50 @@ def test_a_launcher_that_does_not_answer(place: Place) -> None:
         assert screen.end()[0] == 0
 
 
-def test_without_a_terminal_it_prints_tables(place: Place) -> None:
-    with start(place, n=1):
-        argv = [sys.executable, "-m", "phalanx", "top", "--interval", "0.1", "--log-dir", str(place.logs)]
-        with Launcher(argv, cwd=place.folder, env=place.env) as launcher:
-            for _ in range(3):
-                launcher.read_until("line of 0", "stdout")
+def piped(place: Place) -> Launcher:
+    argv = [sys.executable, "-m", "phalanx", "top", "--interval", "0.1", "--log-dir", str(place.logs)]
+    return Launcher(argv, cwd=place.folder, env=place.env)
+
+
+def test_without_a_terminal_why_there_is_no_table(place: Place) -> None:
+    with start(place, n=1) as launcher:
+        launcher.send(signal.SIGSTOP)
+        with piped(place) as one:
+            (run,) = place.logs.iterdir()
+            why = f"phalanx: {run.name}: its launcher has not answered within 3 s\n"
+            assert one.read_until("its launcher") == why
+            launcher.send(signal.SIGCONT)
+            assert "line of 0" in one.read_until("line of 0", "stdout")
             assert phalanx(place, "stop").status == 0
-            done = launcher.end()
+            assert one.end().err == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process takes root")
+def test_the_run_of_another_user_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # pytest's own is its user's alone
+        Path(shared).chmod(0o755)
+        place = Place(Path(shared))
+        with start(place, "--log-mode", "755", n=1):
+            (run,) = place.logs.iterdir()
+            drop = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+            argv = [*drop, sys.executable, "-m", "phalanx", "top", "--log-dir", str(place.logs), run.name]
+            done = place.program(*argv)
+            assert (done.status, done.out) == (1, "")
+            why = "it belongs to user root: only that user, and root, can ask its launcher"
+            assert done.err == f"Error: {run.name}: {why}\n"
+            with terminal() as (ours, theirs):
+                streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+                with Launcher(argv, cwd=place.folder, env=place.env, **streams) as one:
+                    assert "\033" not in read_until(ours, "can ask its launcher")
+                    assert one.process.wait() == 1
+
+
+def test_without_a_terminal_it_prints_tables(place: Place) -> None:
+    with start(place, n=1), piped(place) as launcher:
+        for _ in range(3):
+            launcher.read_until("line of 0", "stdout")
+        assert phalanx(place, "stop").status == 0
+        done = launcher.end()
     assert (done.status, done.err) == (0, "")
     assert "\033" not in done.out
     assert ": stopped with exit code 143 after " in done.out

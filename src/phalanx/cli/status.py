@@ -294,6 +294,20 @@ def ask(found: RunDir) -> Answer:
     return ask_for(found.path, found.run, found.owner, "status")
 
 
+def ask_once(found: RunDir) -> tuple[RunDir, Answer | None]:
+    """Ask as `ask` does. Returns the run as it is then, and None if it has ended. Raises ClickException."""
+    from phalanx._run.control_socket import NotAnsweredError, RefusedError
+    from phalanx._runs.catalog import look
+
+    try:
+        return found, ask(found)
+    except (NotAnsweredError, RefusedError) as error:
+        found = look(found.path)
+        if found.state == "running" or found.run is None:
+            raise click.ClickException(f"{found.name}: {error}") from None
+        return found, None
+
+
 @click.command(cls=Command, context_settings=SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @run_argument()
@@ -311,18 +325,10 @@ def status(run: str | None, *, as_json: bool, log_dir: str | None) -> None:
     Of a run that has ended, it is what its record says. The exit code is 1 if the launcher was killed, or has not
     answered. RUN is as for phalanx logs; another user's can be asked by root alone.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx._run.control_socket import NotAnsweredError, RefusedError
-    from phalanx._runs.catalog import look
-
     found = find(log_dir, run)
     answer = None
     if found.state == "running":
-        try:
-            answer = ask(found)
-        except (NotAnsweredError, RefusedError) as error:
-            found = look(found.path)
-            if found.state == "running" or found.run is None:
-                raise click.ClickException(f"{found.name}: {error}") from None
+        found, answer = ask_once(found)
     if as_json:
         known = json.loads(found.replace(run=None).to_json() if answer else found.to_json())
         click.echo(escape_json(json.dumps(known | (answer or {}), ensure_ascii=False)))

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import click
 
-from phalanx._base import clock
+from phalanx._base import clock, files
 from phalanx._base.process import Process
 from phalanx._base.threads import SerialExecutor
 from phalanx._base.tty import is_terminal, obeys_controls, plain, printable, use_colour
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LEAST = 0.1  # seconds between two questions
 _SOON = 0.3  # seconds until the next question, if none was answered
+_BRIEF = 1.0  # seconds without an answer that are not worth a line: a launcher begins, or ends
 _KEYS = "q quit | sort: c CPU m mem r rank s step | f filter | k signal l log t stack"
 _SORTS: dict[str, tuple[str, Callable[[status.Row], Any]]] = {
     "r": ("RANK", lambda row: row.rank),
@@ -85,6 +86,8 @@ def top(run: str | None, *, interval: float, log_dir: str | None) -> None:
     from phalanx._runs.catalog import look
 
     found = status.find(log_dir, run)
+    if found.state == "running" and os.geteuid() not in (found.owner, files.ROOT):
+        found, _ = status.ask_once(found)  # which is refused
     if found.state == "running":
         watch = _Watch(found, max(_LEAST, interval))
         with watch:
@@ -103,6 +106,7 @@ class _Watch:
     Attributes:
         answer, before: The latest answer, and the one before; None: there is none.
         why: Why there is no newer one; "": there is.
+        since: When the first of the questions was asked that have no answer; `clock.now`.
     """
 
     def __init__(self, found: RunDir, interval: float) -> None:
@@ -110,6 +114,7 @@ class _Watch:
         self.answer: status.Answer | None = None
         self.before: status.Answer | None = None
         self.why = ""
+        self.since = 0.0
         self._due = 0.0
         self._asks = False
         self._asking, self._working = SerialExecutor("phalanx-asking"), SerialExecutor("phalanx-working")
@@ -147,6 +152,7 @@ class _Watch:
         """Ask if that is due, and wait until something has happened. Returns the watched descriptors that are ready."""
         now = clock.now()
         if not self._asks and now >= self._due:
+            self.since = self.since if self.why else now
             self._asks, self._due = True, now + self.interval
             self._asking.submit(functools.partial(self._call, self._ask, self._take))
         until = 1e6 if self._asks else max(0.0, self._due - now)
@@ -191,15 +197,22 @@ class _Watch:
 
 
 def _print_all(watch: _Watch) -> bool:
-    """Print a table for each answer, until the run has ended. Returns whether it has: true."""
+    """Print a table for each answer, and why there is none, until the run has ended. Returns whether it has: true."""
     printed: status.Answer | None = None
-    while not watch.has_ended:
+    why = ""
+    while True:
         watch.wait()
+        if watch.has_ended:
+            return True
+        if not watch.why:
+            why = ""
+        elif watch.why != why and clock.now() - watch.since >= _BRIEF:
+            why = watch.why
+            click.echo(printable(f"phalanx: {watch.found.name}: {why}"), err=True)
         if watch.answer is not None and watch.answer is not printed:
             printed = watch.answer
             status.show(watch.found, printed, watch.before)
             click.echo()
-    return True
 
 
 class _Screen:
@@ -268,7 +281,7 @@ class _Screen:
             self._flags.add(name)
 
         flags = {signal.SIGTSTP: "stop", signal.SIGCONT: "go on", signal.SIGWINCH: "size"}
-        handlers: dict[int, Any] = {signal.SIGTERM: end, signal.SIGHUP: end}
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), end)
         handlers |= {number: functools.partial(flag, name) for number, name in flags.items()}
         held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._watch.ring_fd, warn_on_full_buffer=False))
         for number, handler in handlers.items():
