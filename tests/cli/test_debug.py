@@ -212,6 +212,26 @@ def test_quit_ends_the_rank(place: Place) -> None:
         assert "BdbQuit" in run.end().err
 
 
+def test_a_rank_stands_after_the_commands_of_a_breakpoint(place: Place) -> None:
+    script = place.write("""
+        breakpoint()
+        for i in range(4):
+            loss = i
+        print("loss", loss)
+        """)
+    line = Path(script).read_text().splitlines().index("    loss = i") + 1
+    with place.start(script) as run:
+        stopped(run)
+        with Client(place) as client:
+            for typed in (f"b {line}", "commands 1", "p 'i is', i", "end"):
+                client.ask(typed, f"{typed}\n")
+            assert "('i is', 0)\n> " in client.ask("c\np i + 70", "\n70\n")
+        assert " p i + 80\n80\n" in debug(place, "p i + 80").out
+        done = debug(place, "commands 1; p 'i is', i; c; end; c; p i")  # at which it does not stand
+        assert [f"('i is', {i})\n" in done.out for i in range(4)] == [False, True, True, True]
+        assert run.end().out == "[0] loss 3\n"
+
+
 @pytest.mark.parametrize("how", ["thread", "fork", "function"])
 def test_threads_forks_and_functions_stop_as_well(place: Place, how: str) -> None:
     script = place.write("""

@@ -357,7 +357,8 @@ class _Session:
     def _waits(self) -> bool:
         """Whether somebody is there for the next stop of a rank that goes on."""
         if self._typed is None:
-            self._next = self._read("")
+            if self._next is None:
+                self._next = self._read("")
             return self._next is not None
         self.say("goes on; you see it again when it stands, Ctrl-C leaves it")
         return True

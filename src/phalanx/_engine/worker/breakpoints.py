@@ -30,6 +30,7 @@ finally:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -185,13 +186,22 @@ class Debugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         """See `pdb.Pdb`: the rank stands from here to a command that has it go on."""
+        self._standing(lambda: super(Debugger, self).interaction(frame, *trace), frame, *trace)
+
+    def bp_commands(self, frame: FrameType) -> Any:
+        """See `pdb.Pdb`: the commands of a breakpoint have a prompt of their own, at which the rank stands as well."""
+        if getattr(self, "currentbp", 0) not in self.commands:
+            return True
+        return self._standing(lambda: super(Debugger, self).bp_commands(frame), frame)
+
+    def _standing(self, interact: Callable[[], Any], frame: FrameType | None, *trace: Any) -> Any:
         at = _place(frame, *trace)
         with _stop.terminal:
             self._goes = "step" if frame is not None else "end"
             _stop.begin(at, self.server)
             before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
             try:
-                super().interaction(frame, *trace)
+                return interact()
             except _StopError:
                 self.set_quit()
                 raise KeyboardInterrupt from None
