@@ -343,6 +343,18 @@ def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, sc
         assert ("error     : ValueError: loss is nan" in done.err) == bool(options)
 
 
+@pytest.mark.parametrize("how", ["!", "p "])
+def test_a_stop_ends_a_rank_in_which_a_command_runs(place: Place, how: str) -> None:
+    with place.start("--nproc-per-node", 3, "--grace", 1000, place.write(STEPS)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask(f"{how}os.write(2, b'sleeps') and time.sleep(1000)", "1000)\n")
+            run.read_until("sleeps")
+            run.send(signal.SIGINT)
+            assert run.end().status == 128 + signal.SIGINT
+            assert "has ended" in client.end().err
+
+
 # --- the other side
 
 

@@ -153,9 +153,13 @@ class _File(io.TextIOBase):
     prompt = "(Pdb) "
 
     def __init__(self, server: Server) -> None:
+        self.handled: BaseException | None = None  # by the program, as it came to stand
         self._server = server
+        self._is_stopped = False
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
+        if self._is_stopped:
+            raise _StopError
         try:
             return self._server.read(self.prompt)
         except KeyboardInterrupt:
@@ -164,6 +168,9 @@ class _File(io.TextIOBase):
             raise _StopError from None
 
     def write(self, text: str) -> int:
+        error = sys.exc_info()[1]  # pdb catches that of a command, and prints it
+        if isinstance(error, KeyboardInterrupt) and error is not self.handled and not self._server.has_interrupted:
+            self._is_stopped = True
         self._server.write(text)
         return len(text)
 
@@ -180,6 +187,7 @@ class Debugger(pdb.Pdb):
     def __init__(self, server: Server | None) -> None:
         file: Any = None if server is None else _File(server)
         super().__init__(stdin=file, stdout=file, nosigint=server is not None)
+        self._file = file
         self.server = server
         self.heading = ""
         self._goes = "step"  # how the program goes on, see `Server.goes`
@@ -199,7 +207,10 @@ class Debugger(pdb.Pdb):
         with _stop.terminal:
             self._goes = "step" if frame is not None else "end"
             _stop.begin(at, self.server)
-            before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
+            before = None
+            if self.server is not None:
+                self._file.handled = sys.exc_info()[1]
+                before = self.server.stands(Standing(at, self._greet, self._matches))
             try:
                 return interact()
             except _StopError:
