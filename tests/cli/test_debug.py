@@ -294,6 +294,27 @@ def test_without_a_folder_it_is_said(place: Place) -> None:
     assert "BdbQuit" in done.err
 
 
+def test_without_a_thread_it_is_said(place: Place) -> None:
+    done = place.run("--nproc-per-node", 2, place.write("""
+        import os, threading
+        folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+        def start(*args, **options):
+            assert any("debug" in name for name in os.listdir(folder))
+            raise RuntimeError("can't start new thread")
+        for name in ("_start_new_thread", "_start_joinable_thread"):
+            if hasattr(threading, name):
+                setattr(threading, name, start)
+        try:
+            breakpoint()
+            print()
+        finally:
+            print("left:", [name for name in os.listdir(folder) if "debug" in name])
+        """))  # fmt: skip
+    assert "the debugger reads stdin here: can't start new thread" in done.err
+    assert "BdbQuit" in done.err
+    assert "left: []" in done.out
+
+
 def test_a_breakpoint_that_nobody_visits_is_a_hang(place: Place) -> None:
     done = place.run("--nproc-per-node", 3, "--breakpoint-timeout", 0.3, "--grace", 1, place.write(STEPS))
     assert done.status != 0

@@ -136,8 +136,8 @@ def _open() -> Server | None:
     try:
         if path:
             _server = Server(f"{path}{DEBUG_SUFFIX}{os.getpid()}", _rank(), _stop.attached)
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there can be no thread
+        why = getattr(error, "strerror", None) or str(error)
     if _server is None:
         std_streams.write_stderr(f"phalanx: the debugger reads stdin here: {why}\n")
     return _server

@@ -113,6 +113,7 @@ class Server:
 
     Raises:
         OSError: There can be no such socket.
+        RuntimeError: There can be no thread.
     """
 
     def __init__(self, path: str, rank: str, attached: Callable[[bool], None]) -> None:
@@ -142,6 +143,7 @@ class Server:
             self._listener.listen(_MOST_CONNECTIONS)
             threading.Thread(target=self._serve, name="phalanx-debug", daemon=True).start()
         except BaseException:
+            self.close()
             self._listener.close()
             raise
         atexit.register(self.close)
