@@ -193,6 +193,26 @@ def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_ranks_that_do_not_answer_are_named(place: Place) -> None:
+    with place.start("--nproc-per-node", 2, place.write("breakpoint()\nprint()")) as run:
+        for _ in range(2):
+            stopped(run)
+        pids = [int(path.suffix[1:]) for path in sockets(place)]
+        os.kill(pids[0], signal.SIGSTOP)
+        assert debug(place, "p 1 + 1", "--rank", "1").out.endswith("\n2\n")
+        done = debug(place, "p 1 + 1")
+        assert done.out.endswith("\n2\n")
+        assert "rank 0 does not answer: paused or stopped (phalanx resume)" in done.err
+        os.kill(pids[1], signal.SIGSTOP)
+        done = debug(place, "", "--all", "c")
+        assert (done.status, done.out) == (1, "")
+        assert "ranks 0-1 do not answer: paused or stopped (phalanx resume)" in done.err
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert debug(place, "", "--all", "c").out == "ranks 0-1:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
 def test_where_no_rank_stands_it_is_said(place: Place, ready: Ready, gate: Gate) -> None:
     assert debug(place, "").status == 1
     with place.start(place.write(f"{ready.python()}\n{gate.python()}")) as run:
