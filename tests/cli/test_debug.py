@@ -193,6 +193,37 @@ def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_all_reaches_each_process_of_a_rank(place: Place) -> None:
+    script = place.write("""
+        import os
+        pid = os.fork()
+        breakpoint()
+        if pid:
+            os.waitpid(pid, 0)
+        """)
+    with place.start(script) as run:
+        for _ in range(2):
+            stopped(run)
+        done = debug(place, "", "--all", "p 'pid', os.getpid()")
+        assert done.out.count("rank 0:\n  ('pid', ") == 2
+        assert debug(place, "", "--all", "c").out == "rank 0:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
+def test_all_names_a_process_without_a_rank(place: Place) -> None:
+    script = place.write("""
+        import os
+        del os.environ["RANK"]
+        breakpoint()
+        print()
+        """)
+    with place.start(script) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        assert debug(place, "", "--all", "c", str(path)).out == f"process {path.suffix[1:]}:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
 def test_ranks_that_do_not_answer_are_named(place: Place) -> None:
     with place.start("--nproc-per-node", 2, place.write("breakpoint()\nprint()")) as run:
         for _ in range(2):

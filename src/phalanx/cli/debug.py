@@ -29,7 +29,7 @@ from phalanx.cli._options import Whole, live_run, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from typing import Any, NoReturn
 
     from phalanx._runs.catalog import RunDir
@@ -266,7 +266,7 @@ def _owner(path: str) -> str:
         return "another user"
 
 
-def _names(stops: Iterable[_Stop]) -> str:
+def _names(stops: Collection[_Stop]) -> str:
     ranks = {stop.rank for stop in stops if stop.rank >= 0}
     others = [stop.name for stop in stops if stop.rank < 0]
     return ", ".join([*([name_ranks(ranks)] if ranks else ()), *others])
@@ -350,9 +350,8 @@ def _ask_all(stops: list[_Stop], command: str) -> None:
         for number in [number for number, one in waiting.items() if one.until and one.until <= clock.now()]:
             waiting.pop(number).text += "(still runs)\n"
             poll.unregister(number)
-    texts = {stop.rank: answer.text for stop, answer in zip(stops, answers, strict=True)}
-    for group, text in group_equal(texts, str):
-        click.secho(f"{name_ranks(group)}:", bold=True)
+    for group, text in group_equal(dict(enumerate(answer.text for answer in answers)), str):
+        click.secho(f"{_names([stops[index] for index in group])}:", bold=True)
         for line in text.splitlines():
             click.echo(f"  {_shown(line)}")
 
