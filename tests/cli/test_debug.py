@@ -162,6 +162,29 @@ def test_a_rank_stands_for_the_next_who_attaches(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_the_next_client_can_end_a_command_of_the_last(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        with linked(path) as link:
+            link.sendall(b'{"attach": true}\n{"line": "os.write(2, b\'sleeps\') and time.sleep(1000)"}\n')
+            run.read_until("sleeps")
+            link.shutdown(socket.SHUT_WR)
+            assert closed(link)
+        with linked(path) as link, link.makefile("rb", buffering=0) as lines:
+            link.sendall(b'{"attach": true}\n')
+            assert b"a command of the client before still runs" in lines.readline()
+            link.sendall(b'{"interrupt": true}\n')
+            while b'"prompt"' not in lines.readline():
+                pass
+            link.shutdown(socket.SHUT_WR)
+            assert closed(link)
+        done = debug(place, "interact; p loss; c")
+        assert "*** interact does not work at a socket" in done.out
+        assert "p loss\n40\n" in done.out
+        assert run.end().status == 0
+
+
 def test_a_second_client_is_refused(place: Place) -> None:
     with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
         stopped(run)

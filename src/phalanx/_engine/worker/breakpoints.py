@@ -232,6 +232,13 @@ class Debugger(pdb.Pdb):
         self._goes = "end"
         super().set_quit()
 
+    def do_interact(self, arg: str) -> bool | None:
+        """Start an interactive interpreter: at a terminal alone, not at a socket."""
+        if self.server is None:
+            return super().do_interact(arg)
+        self.error("interact does not work at a socket: use ! for single statements")
+        return None
+
     def stop_here(self, frame: FrameType) -> bool:
         """See `bdb.Bdb`. Where the program is at its end, our frames follow, and it goes on."""
         path = frame.f_code.co_filename

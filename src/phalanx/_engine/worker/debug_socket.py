@@ -46,6 +46,7 @@ _MOST_MATCHES = 1000
 _PAUSE = 1.0  # seconds in which no client is accepted, after descriptors have run out
 _LATE = 1.0  # seconds that a signal may take
 _MODE = 0o600
+_STILL_RUNS = "a command of the client before still runs; Ctrl-C interrupts it\n"
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -361,6 +362,11 @@ class Server:
             return False
         self._attached(True)
         with self._change:
+            if self._thread:  # before it is the client, to which the command prints
+                try:
+                    connection.link.send(encode({"out": _STILL_RUNS}), socket.MSG_NOSIGNAL)
+                except OSError:
+                    pass
             self._client = connection
             if self.standing is not None:
                 self._waiting.append(("attach", None))
