@@ -128,9 +128,9 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
         print("loss", loss)
         """)
     with place.start("--nproc-per-node", 4, "--hang-timeout", 1, script) as run:
-        said = re.fullmatch(r"phalanx: rank 2 stopped at script.py:\d+: phalanx debug (\S+) --rank 2", stopped(run))
+        said = re.fullmatch(r"phalanx: rank 2 stopped at script.py:(\d+): phalanx debug (\S+) --rank 2", stopped(run))
         assert said is not None
-        assert said[1] == str(next(place.logs.iterdir()))
+        assert said[2] == str(next(place.logs.iterdir()))
         with Client(place) as client:
             assert client.ask("p loss", "40\n").startswith("> ")
             while "True" not in client.ask("p 'later', time.monotonic() - began > 3", ")\n"):
@@ -138,6 +138,8 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
             for _ in range(1 + (sys.version_info >= (3, 13))):  # which stops at breakpoint() itself
                 client.ask("n", "-> loss += 1\n")
             assert "41\n" in client.ask("p loss", "41\n")
+            shown = place.program(sys.executable, "-m", "phalanx", "status", "--log-dir", place.logs).out
+            assert f"script.py:{int(said[1]) + 1 + (sys.version_info >= (3, 13))}\n" in shown
             done = client.end("c\n")
         assert (done.status, done.err) == (0, "")
         assert sorted(run.end().out.split("\n")) == [

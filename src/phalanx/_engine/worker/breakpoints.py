@@ -17,7 +17,7 @@ from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
 from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
 from phalanx._timers.client import Seat
-from phalanx._timers.layout import TIMERS_ENV
+from phalanx._timers.layout import BREAKPOINT, TIMERS_ENV, encode
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -76,6 +76,8 @@ class _Stop:
             first = not self._threads
             self._threads.add(threading.get_ident())
             if not first:
+                if self._slot and server is not None:  # at another line
+                    self._seat.write_text(self._slot, encode(BREAKPOINT, at))
                 return
             is_watched = self._rest("" if server is None else at)
             if server is not None and not (is_watched and is_of_run(server.path)):  # else the launcher writes it
