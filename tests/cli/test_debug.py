@@ -247,6 +247,7 @@ def test_all_names_a_process_without_a_rank(place: Place) -> None:
         (path,) = sockets(place)
         assert debug(place, "", "--all", "c", str(path)).out == f"process {path.suffix[1:]}:\n  (goes on)\n"
         assert run.end().status == 0
+    assert f"{path}: its process has ended" in debug(place, "", str(path)).err
 
 
 def test_ranks_that_do_not_answer_are_named(place: Place) -> None:

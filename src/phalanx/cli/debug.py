@@ -201,6 +201,9 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
 
 
 def _is_socket(path: str) -> bool:
+    """Whether a path is that of a socket; also of one that has gone, or that another user may not look at."""
+    if os.sep in path and path.rpartition(error_file.DEBUG_SUFFIX)[2].isdecimal():
+        return True
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
@@ -234,8 +237,9 @@ def _reached(
         except PermissionError:
             what = printable(path) if rank is None else f"rank {rank}"
             notes.append(f"{what} belongs to {_owner(path)}: only that user, and root, can debug it")
-        except OSError:  # of a process that has been killed
-            pass
+        except OSError:  # of a process that has ended, perhaps by SIGKILL
+            if rank is None:
+                notes.append(f"{printable(path)}: its process has ended")
         else:
             held.callback(stop.link.close)
             waiting[stop.link.fileno()] = stop
