@@ -218,6 +218,17 @@ def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_a_pipe_does_not_hold_a_client_whose_rank_ends(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask("p loss", "40\n")
+            run.send(signal.SIGTERM)
+            assert client.process.wait(LIMIT) == 0  # its stdin stays open
+            assert "rank 2 has ended" in client.end().err
+        run.end()
+
+
 def test_all_reaches_each_process_of_a_rank(place: Place) -> None:
     script = place.write("""
         import os

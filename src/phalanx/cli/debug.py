@@ -386,7 +386,7 @@ class _Session:
         self.back = back
         self._stop = stop
         self._typed = _Typed(stop) if sys.stdin.isatty() else None
-        self._read = self._typed.read if self._typed else _read_line
+        self._read = self._typed.read if self._typed else _Piped(stop).read
         self._next: str | None = None  # a line of a file that was read before its prompt
         self._runs = False
         self._interrupts = 0  # Ctrl-C, since the rank has sent anything
@@ -443,12 +443,31 @@ class _Session:
         return True
 
 
-def _read_line(prompt: str) -> str | None:
-    """Return the next line of a file or a pipe, without its end; None at its end."""
-    line = sys.stdin.readline()
-    if prompt and line:
-        click.echo(f"{prompt}{line.rstrip()}")
-    return line.rstrip("\n") if line else None
+class _Piped:
+    """The lines of a file or a pipe."""
+
+    def __init__(self, stop: _Stop) -> None:
+        self._rest = b""
+        self._poll = select.poll()
+        self._poll.register(sys.stdin, select.POLLIN)
+        self._poll.register(stop.link, select.POLLRDHUP)
+
+    def read(self, prompt: str) -> str | None:
+        """Return the next line, without its end; None at the end of all. Raises _GoneError if the rank ends before."""
+        while b"\n" not in self._rest:
+            if sys.stdin.fileno() not in dict(self._poll.poll()):
+                raise _GoneError
+            data = os.read(sys.stdin.fileno(), _CHUNK)
+            if not data:
+                break
+            self._rest += data
+        line, end, self._rest = self._rest.partition(b"\n")
+        if not line and not end:
+            return None
+        text = line.decode(errors="replace").rstrip("\r")
+        if prompt:
+            click.echo(f"{prompt}{text}")
+        return text
 
 
 class _Typed:
