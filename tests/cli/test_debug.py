@@ -177,14 +177,36 @@ def test_the_next_client_can_end_a_command_of_the_last(place: Place) -> None:
             link.sendall(b'{"attach": true}\n')
             assert b"a command of the client before still runs" in lines.readline()
             link.sendall(b'{"interrupt": true}\n')
-            while b'"prompt"' not in lines.readline():
-                pass
+            assert next(line for line in lines if b'"prompt"' in line)
             link.shutdown(socket.SHUT_WR)
             assert closed(link)
         done = debug(place, "interact; p loss; c")
         assert "*** interact does not work at a socket" in done.out
         assert "p loss\n40\n" in done.out
         assert run.end().status == 0
+
+
+def test_an_interrupt_may_come_late(place: Place) -> None:
+    script = place.write("""
+        import os, threading, time
+        def work():
+            breakpoint()
+            print("went on")
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        """)
+    with place.start(script) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        with linked(path) as link, link.makefile("rb", buffering=0) as lines:
+            link.sendall(b'{"attach": true}\n{"line": "os.write(2, b\'sleeps\') and time.sleep(2)"}\n')
+            run.read_until("sleeps")
+            link.sendall(b'{"interrupt": true}\n')  # as a thread's sleep is not interrupted
+            assert next(line for line in lines if b"KeyboardInterrupt" in line)
+            assert b'"prompt"' in lines.readline()
+            link.sendall(b'{"line": "c"}\n')
+            assert run.end().out == "[0] went on\n"
 
 
 def test_a_second_client_is_refused(place: Place) -> None:

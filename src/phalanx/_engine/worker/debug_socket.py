@@ -126,6 +126,7 @@ class Server:
         self._since = 0.0
         self._thread = 0  # of the command that runs; 0: none
         self._interrupted = -math.inf  # when a command was
+        self._is_interrupted = False  # the command that runs
         self._printed = 0  # characters, since the last line that was read
         self._partial = ""  # the line that is being printed: the next prompt
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
@@ -177,7 +178,7 @@ class Server:
     @property
     def has_interrupted(self) -> bool:
         """Whether a KeyboardInterrupt is the client's, which may come when the command is over."""
-        return time.monotonic() - self._interrupted < _LATE
+        return self._is_interrupted or time.monotonic() - self._interrupted < _LATE
 
     def stands(self, standing: Standing) -> Standing | None:
         """Begin to read lines of the client that is attached, or will be. Returns at what the process stood already."""
@@ -216,6 +217,7 @@ class Server:
         prompt = self._partial or prompt
         with self._change:
             self._thread = self._printed = 0
+            self._is_interrupted = False
         while True:
             self._partial = ""
             self._send({"prompt": prompt})
@@ -338,7 +340,7 @@ class Server:
         with self._change:
             if message == {"interrupt": True}:
                 if self._thread:
-                    self._interrupted = time.monotonic()
+                    self._interrupted, self._is_interrupted = time.monotonic(), True
                     _interrupt(self._thread)
                 return True
             if self.standing is None:  # typed before it was known that the program runs
