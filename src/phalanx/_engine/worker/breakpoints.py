@@ -155,8 +155,12 @@ class _File(io.TextIOBase):
     prompt = "(Pdb) "
 
     def __init__(self, server: Server) -> None:
-        self.handled: BaseException | None = None  # by the program, as it came to stand
         self._server = server
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin as the program comes to stand."""
+        self._handled = id(sys.exc_info()[1])  # what the program handles itself
         self._is_stopped = False
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
@@ -171,7 +175,7 @@ class _File(io.TextIOBase):
 
     def write(self, text: str) -> int:
         error = sys.exc_info()[1]  # pdb catches that of a command, and prints it
-        if isinstance(error, KeyboardInterrupt) and error is not self.handled and not self._server.has_interrupted:
+        if isinstance(error, KeyboardInterrupt) and id(error) != self._handled and not self._server.has_interrupted:
             self._is_stopped = True
         self._server.write(text)
         return len(text)
@@ -211,7 +215,7 @@ class Debugger(pdb.Pdb):
             _stop.begin(at, self.server)
             before = None
             if self.server is not None:
-                self._file.handled = sys.exc_info()[1]
+                self._file.begin()
                 before = self.server.stands(Standing(at, self._greet, self._matches))
             try:
                 return interact()
