@@ -128,9 +128,9 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
         print("loss", loss)
         """)
     with place.start("--nproc-per-node", 4, "--hang-timeout", 1, script) as run:
-        said = re.fullmatch(r"phalanx: rank 2 stopped at script.py:\d+: phalanx debug (\S+) --rank 2", stopped(run))
+        said = re.fullmatch(r"phalanx: rank 2 stopped at script.py:(\d+): phalanx debug (\S+) --rank 2", stopped(run))
         assert said is not None
-        assert said[1] == str(next(place.logs.iterdir()))
+        assert said[2] == str(next(place.logs.iterdir()))
         with Client(place) as client:
             assert client.ask("p loss", "40\n").startswith("> ")
             while "True" not in client.ask("p 'later', time.monotonic() - began > 3", ")\n"):
@@ -138,6 +138,8 @@ def test_a_rank_is_stepped_while_the_timers_of_all_rest(place: Place) -> None:
             for _ in range(1 + (sys.version_info >= (3, 13))):  # which stops at breakpoint() itself
                 client.ask("n", "-> loss += 1\n")
             assert "41\n" in client.ask("p loss", "41\n")
+            shown = place.program(sys.executable, "-m", "phalanx", "status", "--log-dir", place.logs).out
+            assert f"script.py:{int(said[1]) + 1 + (sys.version_info >= (3, 13))}\n" in shown
             done = client.end("c\n")
         assert (done.status, done.err) == (0, "")
         assert sorted(run.end().out.split("\n")) == [
@@ -160,6 +162,51 @@ def test_a_rank_stands_for_the_next_who_attaches(place: Place) -> None:
             client.process.kill()
         assert "p loss\n40\n" in debug(place, "p loss; c").out
         assert run.end().status == 0
+
+
+def test_the_next_client_can_end_a_command_of_the_last(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        with linked(path) as link:
+            link.sendall(b'{"attach": true}\n{"line": "os.write(2, b\'sleeps\') and time.sleep(1000)"}\n')
+            run.read_until("sleeps")
+            link.shutdown(socket.SHUT_WR)
+            assert closed(link)
+        with linked(path) as link, link.makefile("rb", buffering=0) as lines:
+            link.sendall(b'{"attach": true}\n')
+            assert b"a command of the client before still runs" in lines.readline()
+            link.sendall(b'{"interrupt": true}\n')
+            assert next(line for line in lines if b'"prompt"' in line)
+            link.shutdown(socket.SHUT_WR)
+            assert closed(link)
+        done = debug(place, "interact; p loss; c")
+        assert "*** interact does not work at a socket" in done.out
+        assert "p loss\n40\n" in done.out
+        assert run.end().status == 0
+
+
+def test_an_interrupt_may_come_late(place: Place) -> None:
+    script = place.write("""
+        import os, threading, time
+        def work():
+            breakpoint()
+            print("went on")
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        """)
+    with place.start(script) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        with linked(path) as link, link.makefile("rb", buffering=0) as lines:
+            link.sendall(b'{"attach": true}\n{"line": "os.write(2, b\'sleeps\') and time.sleep(2)"}\n')
+            run.read_until("sleeps")
+            link.sendall(b'{"interrupt": true}\n')  # as a thread's sleep is not interrupted
+            assert next(line for line in lines if b"KeyboardInterrupt" in line)
+            assert b'"prompt"' in lines.readline()
+            link.sendall(b'{"line": "c"}\n')
+            assert run.end().out == "[0] went on\n"
 
 
 def test_a_second_client_is_refused(place: Place) -> None:
@@ -193,6 +240,69 @@ def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_a_pipe_does_not_hold_a_client_whose_rank_ends(place: Place) -> None:
+    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask("p loss", "40\n")
+            run.send(signal.SIGTERM)
+            assert client.process.wait(LIMIT) == 0  # its stdin stays open
+            assert "rank 2 has ended" in client.end().err
+        run.end()
+
+
+def test_all_reaches_each_process_of_a_rank(place: Place) -> None:
+    script = place.write("""
+        import os
+        pid = os.fork()
+        breakpoint()
+        if pid:
+            os.waitpid(pid, 0)
+        """)
+    with place.start(script) as run:
+        for _ in range(2):
+            stopped(run)
+        done = debug(place, "", "--all", "p 'pid', os.getpid()")
+        assert done.out.count("rank 0:\n  ('pid', ") == 2
+        assert debug(place, "", "--all", "c").out == "rank 0:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
+def test_all_names_a_process_without_a_rank(place: Place) -> None:
+    script = place.write("""
+        import os
+        del os.environ["RANK"]
+        breakpoint()
+        print()
+        """)
+    with place.start(script) as run:
+        stopped(run)
+        (path,) = sockets(place)
+        assert debug(place, "", "--all", "c", str(path)).out == f"process {path.suffix[1:]}:\n  (goes on)\n"
+        assert run.end().status == 0
+    assert f"{path}: its process has ended" in debug(place, "", str(path)).err
+
+
+def test_ranks_that_do_not_answer_are_named(place: Place) -> None:
+    with place.start("--nproc-per-node", 2, place.write("breakpoint()\nprint()")) as run:
+        for _ in range(2):
+            stopped(run)
+        pids = [int(path.suffix[1:]) for path in sockets(place)]
+        os.kill(pids[0], signal.SIGSTOP)
+        assert debug(place, "p 1 + 1", "--rank", "1").out.endswith("\n2\n")
+        done = debug(place, "p 1 + 1")
+        assert done.out.endswith("\n2\n")
+        assert "rank 0 does not answer: paused or stopped (phalanx resume)" in done.err
+        os.kill(pids[1], signal.SIGSTOP)
+        done = debug(place, "", "--all", "c")
+        assert (done.status, done.out) == (1, "")
+        assert "ranks 0-1 do not answer: paused or stopped (phalanx resume)" in done.err
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert debug(place, "", "--all", "c").out == "ranks 0-1:\n  (goes on)\n"
+        assert run.end().status == 0
+
+
 def test_where_no_rank_stands_it_is_said(place: Place, ready: Ready, gate: Gate) -> None:
     assert debug(place, "").status == 1
     with place.start(place.write(f"{ready.python()}\n{gate.python()}")) as run:
@@ -210,6 +320,26 @@ def test_quit_ends_the_rank(place: Place) -> None:
         done = debug(place, "q")
         assert "rank 2 has ended: BdbQuit" in done.err
         assert "BdbQuit" in run.end().err
+
+
+def test_a_rank_stands_after_the_commands_of_a_breakpoint(place: Place) -> None:
+    script = place.write("""
+        breakpoint()
+        for i in range(4):
+            loss = i
+        print("loss", loss)
+        """)
+    line = Path(script).read_text().splitlines().index("    loss = i") + 1
+    with place.start(script) as run:
+        stopped(run)
+        with Client(place) as client:
+            for typed in (f"b {line}", "commands 1", "p 'i is', i", "end"):
+                client.ask(typed, f"{typed}\n")
+            assert "('i is', 0)\n> " in client.ask("c\np i + 70", "\n70\n")
+        assert " p i + 80\n80\n" in debug(place, "p i + 80").out
+        done = debug(place, "commands 1; p 'i is', i; c; end; c; p i")  # at which it does not stand
+        assert [f"('i is', {i})\n" in done.out for i in range(4)] == [False, True, True, True]
+        assert run.end().out == "[0] loss 3\n"
 
 
 @pytest.mark.parametrize("how", ["thread", "fork", "function"])
@@ -274,6 +404,27 @@ def test_without_a_folder_it_is_said(place: Place) -> None:
     assert "BdbQuit" in done.err
 
 
+def test_without_a_thread_it_is_said(place: Place) -> None:
+    done = place.run("--nproc-per-node", 2, place.write("""
+        import os, threading
+        folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+        def start(*args, **options):
+            assert any("debug" in name for name in os.listdir(folder))
+            raise RuntimeError("can't start new thread")
+        for name in ("_start_new_thread", "_start_joinable_thread"):
+            if hasattr(threading, name):
+                setattr(threading, name, start)
+        try:
+            breakpoint()
+            print()
+        finally:
+            print("left:", [name for name in os.listdir(folder) if "debug" in name])
+        """))  # fmt: skip
+    assert "the debugger reads stdin here: can't start new thread" in done.err
+    assert "BdbQuit" in done.err
+    assert "left: []" in done.out
+
+
 def test_a_breakpoint_that_nobody_visits_is_a_hang(place: Place) -> None:
     done = place.run("--nproc-per-node", 3, "--breakpoint-timeout", 0.3, "--grace", 1, place.write(STEPS))
     assert done.status != 0
@@ -321,6 +472,18 @@ def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, sc
             assert "has ended" in client.end().err
         assert done.status == (1 if options else 128 + number)
         assert ("error     : ValueError: loss is nan" in done.err) == bool(options)
+
+
+@pytest.mark.parametrize("how", ["!", "p "])
+def test_a_stop_ends_a_rank_in_which_a_command_runs(place: Place, how: str) -> None:
+    with place.start("--nproc-per-node", 3, "--grace", 1000, place.write(STEPS)) as run:
+        stopped(run)
+        with Client(place) as client:
+            client.ask(f"{how}os.write(2, b'sleeps') and time.sleep(1000)", "1000)\n")
+            run.read_until("sleeps")
+            run.send(signal.SIGINT)
+            assert run.end().status == 128 + signal.SIGINT
+            assert "has ended" in client.end().err
 
 
 # --- the other side

@@ -29,13 +29,14 @@ from phalanx.cli._options import Whole, live_run, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from typing import Any, NoReturn
 
     from phalanx._runs.catalog import RunDir
 
 _LONGEST_MESSAGE = 16 << 20  # of a rank: its output is bounded, see `debug_socket.MOST_OUTPUT`
-_ANSWERS_WITHIN = 5.0  # seconds in which a rank says what it is, or completes a word, and in which it ends
+_ANSWERS_WITHIN = 5.0  # seconds in which a rank completes a word, and in which it ends
+_GREETS_WITHIN = 3.0  # seconds in which all say what they are: less than those in which one must attach to a rank
 _CHECKS_EVERY = 0.25  # seconds in which a prompt notices that the rank has ended
 _STEPS_WITHIN = 10.0  # seconds that `--all` waits for the end of a step
 _DELIMITERS = " \t\n`@#%^&*()=+[{]}\\|;:'\",<>?"  # of words that are completed, as in pdb
@@ -53,11 +54,10 @@ class _LeftError(Exception):
 class _Stop:
     """A process of a rank that stands, or has stood, at a breakpoint, and the connection to it.
 
-    Only one of ``owner``, who the run belongs to, or of ours is believed: another does not stand.
+    Only one of ``owner``, who the run belongs to, or of ours is believed. `is_greeted` fills in what it says of itself.
 
     Raises:
-        OSError: There is none at the socket.
-        _GoneError: It has closed the connection, or does not answer.
+        OSError: There is none at the socket; PermissionError: it is another user's.
     """
 
     def __init__(self, path: str, owner: int, rank: int | None = None) -> None:
@@ -69,16 +69,32 @@ class _Stop:
             self.link.settimeout(_ANSWERS_WITHIN)
             by_folder(path, self.link.connect)
             self.pid, uid = peer(self.link)
-            greeting = self.receive(_ANSWERS_WITHIN) if uid in (owner, os.geteuid(), files.ROOT) else {}
+            if uid not in (owner, os.geteuid(), files.ROOT):
+                raise ConnectionRefusedError  # noqa: TRY301 - as if nobody listened
         except BaseException:
             self.link.close()
             raise
-        self.rank = _number(rank if rank is not None else greeting.get("rank"))
-        self.name = f"process {self.pid}" if self.rank < 0 else f"rank {self.rank}"
+        self.rank = _number(rank)
+        self.at = ""
+        self.attached_by = -1
+        self.since = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"process {self.pid}" if self.rank < 0 else f"rank {self.rank}"
+
+    def is_greeted(self) -> bool:
+        """Receive once. Returns whether it has said what it is. Raises _GoneError."""
+        if not self.feed():
+            return False
+        greeting = self._messages.pop(0)
+        if self.rank < 0:
+            self.rank = _number(greeting.get("rank"))
         self.at = str(greeting.get("at") or "")
         self.attached_by = _number(greeting.get("attached"))
         since = greeting.get("since")
         self.since = float(since) if isinstance(since, (int, float)) else 0.0
+        return True
 
     def send(self, **message: Any) -> None:
         try:
@@ -156,15 +172,20 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
         raise click.UsageError("--rank and --all exclude each other")
     with contextlib.ExitStack() as held:
         if run is not None and _is_socket(run):
-            stops = list(_reached([(run, None)], os.geteuid(), held))
+            stops, notes = _reached([(run, None)], os.geteuid(), held)
             name = run
         else:
             found = live_run(log_dir, run)
-            stops = list(_reached(_sockets(found), found.owner, held))
+            sockets = [(path, its) for path, its in _sockets(found) if rank in (None, its)]
+            stops, notes = _reached(sockets, found.owner, held)
             name = found.name
         stops = sorted((stop for stop in stops if stop.at), key=lambda stop: (stop.rank, stop.since))
         if rank is not None:
             stops = [stop for stop in stops if stop.rank == rank]
+        if not stops and notes:
+            raise click.ClickException("; ".join(notes))
+        for note in notes:
+            click.echo(f"phalanx: {note}", err=True)
         if not stops:
             which = f"rank {rank}" if rank is not None else "no rank"
             raise click.ClickException(
@@ -180,6 +201,9 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
 
 
 def _is_socket(path: str) -> bool:
+    """Whether a path is that of a socket; also of one that has gone, or that another user may not look at."""
+    if os.sep in path and path.rpartition(error_file.DEBUG_SUFFIX)[2].isdecimal():
+        return True
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
@@ -200,12 +224,56 @@ def _sockets(found: RunDir) -> Iterator[tuple[str, int]]:
                 )
 
 
-def _reached(sockets: Any, owner: int, held: contextlib.ExitStack) -> Iterator[_Stop]:
+def _reached(
+    sockets: Iterable[tuple[str, int | None]], owner: int, held: contextlib.ExitStack
+) -> tuple[list[_Stop], list[str]]:
+    """Connect to all, then wait for them together. Returns those that say what they are, and why others do not."""
+    notes = []
+    waiting: dict[int, _Stop] = {}
+    poll = select.poll()
     for path, rank in sockets:
-        with contextlib.suppress(OSError, _GoneError):  # of a process that has been killed
+        try:
             stop = _Stop(path, owner, rank)
+        except PermissionError:
+            what = printable(path) if rank is None else f"rank {rank}"
+            notes.append(f"{what} belongs to {_owner(path)}: only that user, and root, can debug it")
+        except OSError:  # of a process that has ended, perhaps by SIGKILL
+            if rank is None:
+                notes.append(f"{printable(path)}: its process has ended")
+        else:
             held.callback(stop.link.close)
-            yield stop
+            waiting[stop.link.fileno()] = stop
+            poll.register(stop.link, select.POLLIN)
+    stops = []
+    until = clock.now() + _GREETS_WITHIN
+    while waiting and (late := until - clock.now()) > 0:
+        for number, _ in poll.poll(late * 1000 + 1):
+            stop = waiting[number]
+            with contextlib.suppress(_GoneError):
+                if not stop.is_greeted():
+                    continue
+                stops.append(stop)
+            poll.unregister(number)
+            del waiting[number]
+    if waiting:
+        names = _names(waiting.values())
+        notes.append(f"{names} {'does' if len(waiting) == 1 else 'do'} not answer: paused or stopped (phalanx resume)")
+    return stops, notes
+
+
+def _owner(path: str) -> str:
+    from phalanx._run.control_socket import user_name
+
+    try:
+        return f"user {user_name(os.stat(path).st_uid)}"
+    except OSError:
+        return "another user"
+
+
+def _names(stops: Collection[_Stop]) -> str:
+    ranks = {stop.rank for stop in stops if stop.rank >= 0}
+    others = [stop.name for stop in stops if stop.rank < 0]
+    return ", ".join([*([name_ranks(ranks)] if ranks else ()), *others])
 
 
 def _list(stops: list[_Stop]) -> None:
@@ -286,9 +354,8 @@ def _ask_all(stops: list[_Stop], command: str) -> None:
         for number in [number for number, one in waiting.items() if one.until and one.until <= clock.now()]:
             waiting.pop(number).text += "(still runs)\n"
             poll.unregister(number)
-    texts = {stop.rank: answer.text for stop, answer in zip(stops, answers, strict=True)}
-    for group, text in group_equal(texts, str):
-        click.secho(f"{name_ranks(group)}:", bold=True)
+    for group, text in group_equal(dict(enumerate(answer.text for answer in answers)), str):
+        click.secho(f"{_names([stops[index] for index in group])}:", bold=True)
         for line in text.splitlines():
             click.echo(f"  {_shown(line)}")
 
@@ -319,7 +386,7 @@ class _Session:
         self.back = back
         self._stop = stop
         self._typed = _Typed(stop) if sys.stdin.isatty() else None
-        self._read = self._typed.read if self._typed else _read_line
+        self._read = self._typed.read if self._typed else _Piped(stop).read
         self._next: str | None = None  # a line of a file that was read before its prompt
         self._runs = False
         self._interrupts = 0  # Ctrl-C, since the rank has sent anything
@@ -357,7 +424,8 @@ class _Session:
     def _waits(self) -> bool:
         """Whether somebody is there for the next stop of a rank that goes on."""
         if self._typed is None:
-            self._next = self._read("")
+            if self._next is None:
+                self._next = self._read("")
             return self._next is not None
         self.say("goes on; you see it again when it stands, Ctrl-C leaves it")
         return True
@@ -375,12 +443,31 @@ class _Session:
         return True
 
 
-def _read_line(prompt: str) -> str | None:
-    """Return the next line of a file or a pipe, without its end; None at its end."""
-    line = sys.stdin.readline()
-    if prompt and line:
-        click.echo(f"{prompt}{line.rstrip()}")
-    return line.rstrip("\n") if line else None
+class _Piped:
+    """The lines of a file or a pipe."""
+
+    def __init__(self, stop: _Stop) -> None:
+        self._rest = b""
+        self._poll = select.poll()
+        self._poll.register(sys.stdin, select.POLLIN)
+        self._poll.register(stop.link, select.POLLRDHUP)
+
+    def read(self, prompt: str) -> str | None:
+        """Return the next line, without its end; None at the end of all. Raises _GoneError if the rank ends before."""
+        while b"\n" not in self._rest:
+            if sys.stdin.fileno() not in dict(self._poll.poll()):
+                raise _GoneError
+            data = os.read(sys.stdin.fileno(), _CHUNK)
+            if not data:
+                break
+            self._rest += data
+        line, end, self._rest = self._rest.partition(b"\n")
+        if not line and not end:
+            return None
+        text = line.decode(errors="replace").rstrip("\r")
+        if prompt:
+            click.echo(f"{prompt}{text}")
+        return text
 
 
 class _Typed:

@@ -17,7 +17,7 @@ from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
 from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
 from phalanx._timers.client import Seat
-from phalanx._timers.layout import TIMERS_ENV
+from phalanx._timers.layout import BREAKPOINT, TIMERS_ENV, encode
 
 _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
@@ -30,6 +30,7 @@ finally:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -75,6 +76,8 @@ class _Stop:
             first = not self._threads
             self._threads.add(threading.get_ident())
             if not first:
+                if self._slot and server is not None:  # at another line
+                    self._seat.write_text(self._slot, encode(BREAKPOINT, at))
                 return
             is_watched = self._rest("" if server is None else at)
             if server is not None and not (is_watched and is_of_run(server.path)):  # else the launcher writes it
@@ -135,8 +138,8 @@ def _open() -> Server | None:
     try:
         if path:
             _server = Server(f"{path}{DEBUG_SUFFIX}{os.getpid()}", _rank(), _stop.attached)
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there can be no thread
+        why = getattr(error, "strerror", None) or str(error)
     if _server is None:
         std_streams.write_stderr(f"phalanx: the debugger reads stdin here: {why}\n")
     return _server
@@ -153,8 +156,16 @@ class _File(io.TextIOBase):
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin as the program comes to stand."""
+        self._handled = id(sys.exc_info()[1])  # what the program handles itself
+        self._is_stopped = False
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]  # noqa: ARG002 - the base's; whole lines
+        if self._is_stopped:
+            raise _StopError
         try:
             return self._server.read(self.prompt)
         except KeyboardInterrupt:
@@ -163,6 +174,9 @@ class _File(io.TextIOBase):
             raise _StopError from None
 
     def write(self, text: str) -> int:
+        error = sys.exc_info()[1]  # pdb catches that of a command, and prints it
+        if isinstance(error, KeyboardInterrupt) and id(error) != self._handled and not self._server.has_interrupted:
+            self._is_stopped = True
         self._server.write(text)
         return len(text)
 
@@ -179,19 +193,32 @@ class Debugger(pdb.Pdb):
     def __init__(self, server: Server | None) -> None:
         file: Any = None if server is None else _File(server)
         super().__init__(stdin=file, stdout=file, nosigint=server is not None)
+        self._file = file
         self.server = server
         self.heading = ""
         self._goes = "step"  # how the program goes on, see `Server.goes`
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         """See `pdb.Pdb`: the rank stands from here to a command that has it go on."""
+        self._standing(lambda: super(Debugger, self).interaction(frame, *trace), frame, *trace)
+
+    def bp_commands(self, frame: FrameType) -> Any:
+        """See `pdb.Pdb`: the commands of a breakpoint have a prompt of their own, at which the rank stands as well."""
+        if getattr(self, "currentbp", 0) not in self.commands:
+            return True
+        return self._standing(lambda: super(Debugger, self).bp_commands(frame), frame)
+
+    def _standing(self, interact: Callable[[], Any], frame: FrameType | None, *trace: Any) -> Any:
         at = _place(frame, *trace)
         with _stop.terminal:
             self._goes = "step" if frame is not None else "end"
             _stop.begin(at, self.server)
-            before = None if self.server is None else self.server.stands(Standing(at, self._greet, self._matches))
+            before = None
+            if self.server is not None:
+                self._file.begin()
+                before = self.server.stands(Standing(at, self._greet, self._matches))
             try:
-                super().interaction(frame, *trace)
+                return interact()
             except _StopError:
                 self.set_quit()
                 raise KeyboardInterrupt from None
@@ -210,6 +237,13 @@ class Debugger(pdb.Pdb):
         """See `bdb.Bdb`."""
         self._goes = "end"
         super().set_quit()
+
+    def do_interact(self, arg: str) -> bool | None:
+        """Start an interactive interpreter: at a terminal alone, not at a socket."""
+        if self.server is None:
+            return super().do_interact(arg)
+        self.error("interact does not work at a socket: use ! for single statements")
+        return None
 
     def stop_here(self, frame: FrameType) -> bool:
         """See `bdb.Bdb`. Where the program is at its end, our frames follow, and it goes on."""

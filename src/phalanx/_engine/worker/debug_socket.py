@@ -46,6 +46,7 @@ _MOST_MATCHES = 1000
 _PAUSE = 1.0  # seconds in which no client is accepted, after descriptors have run out
 _LATE = 1.0  # seconds that a signal may take
 _MODE = 0o600
+_STILL_RUNS = "a command of the client before still runs; Ctrl-C interrupts it\n"
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -113,6 +114,7 @@ class Server:
 
     Raises:
         OSError: There can be no such socket.
+        RuntimeError: There can be no thread.
     """
 
     def __init__(self, path: str, rank: str, attached: Callable[[bool], None]) -> None:
@@ -124,6 +126,7 @@ class Server:
         self._since = 0.0
         self._thread = 0  # of the command that runs; 0: none
         self._interrupted = -math.inf  # when a command was
+        self._is_interrupted = False  # the command that runs
         self._printed = 0  # characters, since the last line that was read
         self._partial = ""  # the line that is being printed: the next prompt
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
@@ -142,6 +145,7 @@ class Server:
             self._listener.listen(_MOST_CONNECTIONS)
             threading.Thread(target=self._serve, name="phalanx-debug", daemon=True).start()
         except BaseException:
+            self.close()
             self._listener.close()
             raise
         atexit.register(self.close)
@@ -174,7 +178,7 @@ class Server:
     @property
     def has_interrupted(self) -> bool:
         """Whether a KeyboardInterrupt is the client's, which may come when the command is over."""
-        return time.monotonic() - self._interrupted < _LATE
+        return self._is_interrupted or time.monotonic() - self._interrupted < _LATE
 
     def stands(self, standing: Standing) -> Standing | None:
         """Begin to read lines of the client that is attached, or will be. Returns at what the process stood already."""
@@ -213,6 +217,7 @@ class Server:
         prompt = self._partial or prompt
         with self._change:
             self._thread = self._printed = 0
+            self._is_interrupted = False
         while True:
             self._partial = ""
             self._send({"prompt": prompt})
@@ -335,7 +340,7 @@ class Server:
         with self._change:
             if message == {"interrupt": True}:
                 if self._thread:
-                    self._interrupted = time.monotonic()
+                    self._interrupted, self._is_interrupted = time.monotonic(), True
                     _interrupt(self._thread)
                 return True
             if self.standing is None:  # typed before it was known that the program runs
@@ -359,6 +364,11 @@ class Server:
             return False
         self._attached(True)
         with self._change:
+            if self._thread:  # before it is the client, to which the command prints
+                try:
+                    connection.link.send(encode({"out": _STILL_RUNS}), socket.MSG_NOSIGNAL)
+                except OSError:
+                    pass
             self._client = connection
             if self.standing is not None:
                 self._waiting.append(("attach", None))
