@@ -16,7 +16,7 @@ import pytest
 
 import phalanx
 from tests.support.command import Done, Launcher, Place
-from tests.support.helpers import TIMEOUT, Ready, alive, descendants, wait_gone
+from tests.support.helpers import TIMEOUT, Ready, alive, descendants, refusal_of_another_user, wait_gone
 
 WORKER = """
 import os, signal, sys, time
@@ -222,13 +222,14 @@ def test_the_run_of_another_user_is_refused(place: Place, live: Callable[..., tu
         Path(shared).chmod(0o755)
         place.logs = Path(shared) / "logs"
         launcher, pids = live("--log-mode", "755")
-        (run,) = place.logs.iterdir()
-        drop = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-        done = place.program(*drop, sys.executable, "-m", "phalanx", "stop", "--log-dir", place.logs, run.name)
-        assert done.status == 1, done
-        assert "it belongs to user root: only that user, and root, can ask its launcher" in done.err
+        (folder,) = place.logs.iterdir()
+        run = phalanx.attach(folder.name, log_dir=str(place.logs))
+        assert len(run.status()) == 1
+        why = f"{folder.name}: it belongs to user root: only that user, and root, can ask its launcher"
+        assert refusal_of_another_user(run.pause) == why
+        assert refusal_of_another_user(lambda: phalanx.attach(folder.name, log_dir=str(place.logs)).stop()) == why
         assert all(map(alive, pids))
-        phalanx.attach(log_dir=str(place.logs)).stop()
+        run.stop()
         launcher.end()
         assert not wait_gone(pids)
 

@@ -15,6 +15,7 @@ import pytest
 from phalanx._base import unix_sockets
 from phalanx._run import control_socket
 from phalanx._runs import record
+from tests.support.helpers import refusal_of_another_user
 
 NOBODY = 65534
 SOON = 20.0
@@ -245,31 +246,18 @@ def test_a_folder_that_takes_no_socket_is_reported(tmp_path: Path) -> None:
 def test_another_user_learns_nothing(made: Callable[..., Launcher]) -> None:
     launcher = made(b"secret")
     inside = os.open(launcher.folder, os.O_PATH)
-    refused, nothing = 3, 4
 
-    def as_nobody() -> int:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-                with socket.socket(socket.AF_UNIX) as one:
-                    one.settimeout(SOON)
-                    one.connect(f"/proc/self/fd/{inside}/{control_socket.NAME}")
-                    code = nothing if one.recv(100) == b"" else 5
-            except PermissionError:
-                code = refused
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def connect() -> None:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.settimeout(SOON)
+            one.connect(f"/proc/self/fd/{inside}/{control_socket.NAME}")
+            raise ValueError(one.recv(100))
 
     try:
         os.chmod(launcher.folder, 0o755)  # noqa: S103 - as a shared folder of logs may be
-        assert as_nobody() == refused  # by the file's mode
+        assert "Permission denied" in refusal_of_another_user(connect)  # by the file's mode
         os.chmod(launcher.folder / control_socket.NAME, 0o666)  # noqa: S103 - what is behind that is tried
-        assert as_nobody() == nothing  # by what the kernel says of the other end
+        assert refusal_of_another_user(connect) == "b''"  # by what the kernel says of the other end
         assert launcher.questions == []
     finally:
         os.close(inside)

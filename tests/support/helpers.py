@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -209,3 +209,27 @@ def interpreter(version: str) -> str | None:
         if done.stdout == b"1\n":  # a shim of pyenv's is there whether or not what it stands for is
             return path
     return None
+
+
+def refusal_of_another_user(call: Callable[[], object]) -> str:
+    """Call something in a fork that has become another user, and return what it raises, as text; "": nothing.
+
+    A fork has loaded what it needs: another user need not be able to read the interpreter's files.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            call()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is returned
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return said
