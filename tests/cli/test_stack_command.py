@@ -95,7 +95,7 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
             assert re.sub(r"(threading.py):\d+", r"\1:N", done.out) == SHOWN
         gate.open(4)
         assert launcher.end().status == 0
-        assert not list(place.logs.glob("*/stack.sock"))  # a run on one machine has nobody to ask
+        assert not list(place.logs.glob("*/control.sock"))
     assert not list(place.logs.glob("*/attempt_0/*/*.stacks"))  # nobody was sent a signal
 
 
@@ -228,7 +228,7 @@ def test_runs_that_have_ended_have_no_stacks(place: Place) -> None:
     why = f"no run in {place.logs} is running; the latest is {run.name} (succeeded)"
     assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
     done = stack(place, "night")
-    why = f"{run.name} has ended (succeeded): there are no stacks any more; see phalanx logs {run.name}"
+    why = f"{run.name} has ended (succeeded); see phalanx report {run.name}"
     assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
     done = stack(place, "nihgt_" + run.name[-8:])
     assert done.status == 1
