@@ -377,7 +377,7 @@ def test_a_python_without_phalanx_stops_as_well(place: Place, version: str) -> N
     path = interpreter(version)
     if path is None:
         pytest.skip(f"this machine has no Python {version}")
-    wrapper = place.write(f'#!/bin/sh\nunset PYTHONPATH\nexec {path} "$@"\n', "python")
+    wrapper = place.write(f'#!/bin/sh\nunset PYTHONPATH\nexec "{path}" "$@"\n', "python")
     os.chmod(wrapper, 0o700)
     place.env["PYTHON_EXEC"] = wrapper
     with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
