@@ -73,7 +73,7 @@ def node_of(place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_run_that_runs(place: Place, ready: Ready, gate: Gate) -> None:
+def test_a_run_that_runs_shows_each_rank(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(SCRIPT.format(ready=ready.python(), gate=gate.python()), "train.py")
     before = time.time()
     with place.start("--nproc-per-node", 2, "--hang-timeout", 600, "--max-restarts", 3, script) as launcher:
@@ -114,7 +114,7 @@ def test_what_ranks_write_harms_no_terminal(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_attempt(place: Place) -> None:
+def test_a_second_attempt_is_counted(place: Place) -> None:
     code = f'[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 3; {STAYS}'
     with start(place, "--max-restarts", 2, n=1, code=code):
         done = until_answered(place, "attempt 1")
@@ -123,7 +123,7 @@ def test_a_second_attempt(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_paused_run(place: Place) -> None:
+def test_a_paused_run_is_shown_as_paused(place: Place) -> None:
     with start(place):
         assert phalanx(place, "pause").status == 0
         done = until_answered(place, "paused")
@@ -133,7 +133,7 @@ def test_a_paused_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_runs_that_have_ended(place: Place) -> None:
+def test_a_run_that_has_ended_shows_how(place: Place) -> None:
     assert sh(place, "exit 3", n=2).status == 3
     done = status(place)
     head, cause, _, heads, *rows = done.out.splitlines()
@@ -169,7 +169,7 @@ def test_a_run_is_lost_whose_launcher_was_killed(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_stopped(place: Place) -> None:
+def test_a_stopped_launcher_is_named(place: Place) -> None:
     with start(place) as launcher:
         launcher.send(signal.SIGSTOP)
         done = status(place)
@@ -178,7 +178,7 @@ def test_a_launcher_that_is_stopped(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_no_such_run(place: Place) -> None:
+def test_a_run_that_is_not_there_is_refused(place: Place) -> None:
     done = status(place, "night")
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("Error: there is no run 'night' in ")

@@ -85,7 +85,7 @@ wait_for_all()
 """
 
 
-def test_keys(place: Place, ready: Ready, gate: Gate) -> None:
+def test_keys_sort_filter_and_ask(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(SCRIPT.format(ready=ready.python("'here'"), gate=gate.python()), "train.py")
     with place.start("--nproc-per-node", 2, script):
         ready.wait(2)
@@ -110,7 +110,7 @@ def test_keys(place: Place, ready: Ready, gate: Gate) -> None:
             assert screen.end() == (0, "\r\nthe end")
 
 
-def test_a_map_of_ranks_that_do_not_fit(place: Place) -> None:
+def test_ranks_that_do_not_fit_have_a_map(place: Place) -> None:
     with start(place, n=30), top(place) as screen:
         shown = screen.read(". 30 idle")
         assert "    0 " in shown
@@ -118,7 +118,7 @@ def test_a_map_of_ranks_that_do_not_fit(place: Place) -> None:
         assert screen.end()[0] == 0
 
 
-def test_the_run_ends(place: Place) -> None:
+def test_it_ends_with_the_run(place: Place) -> None:
     with start(place, n=1), top(place) as screen:
         screen.read("line of 0")
         assert phalanx(place, "stop").status == 0
@@ -127,7 +127,7 @@ def test_the_run_ends(place: Place) -> None:
         assert ": stopped with exit code 143 after " in shown
 
 
-def test_the_launcher_is_killed(place: Place) -> None:
+def test_a_killed_launcher_ends_it(place: Place) -> None:
     with start(place, n=1) as launcher, top(place, "--interval", "1h") as screen:
         screen.read("line of 0")
         launcher.send(signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_it_can_be_stopped_and_goes_on(place: Place) -> None:
         assert screen.end()[0] == 0
 
 
-def test_a_launcher_that_does_not_answer(place: Place) -> None:
+def test_a_launcher_that_does_not_answer_is_named(place: Place) -> None:
     with start(place, n=1) as launcher, top(place) as screen:
         screen.read("line of 0")
         launcher.send(signal.SIGSTOP)

@@ -145,6 +145,11 @@ def ignore() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def handles(number: int) -> bool:
+    """Whether a signal raises SignalException now: a group is open, and no other handler has taken its place."""
+    return bool(_open) and signal.getsignal(number) is _raise
+
+
 @contextmanager
 def delivering() -> Iterator[None]:
     """Wrap a wait. It raises again an exception that was swallowed (``except Exception``) since it was raised."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from phalanx._base.text import name_ranks
+from phalanx._engine import host_signals
 from phalanx._outcomes.failure import signal_name
 from phalanx._run.control_socket import VERSION, Asker, ControlSocket, Question, RefusedError, Reply, refusal
 from phalanx._run.group_team import GroupTeam
@@ -50,7 +51,7 @@ class Control:
         self.job: JobRun | None = None
         self.first_rank = 0
         self.status: Callable[[], dict[str, Any]] = dict
-        self.stops: Iterable[int] = ()
+        self.stops: Sequence[int] = ()
         self.restart: Callable[[str], None] | None = None
         self._stopped_by: Asker | None = None
         self._kills = False
@@ -84,9 +85,10 @@ class Control:
         return self._stopped_by is not None
 
     def _stop(self, question: Question) -> dict[str, Any]:
-        number = next((each for each in (signal.SIGTERM, *self.stops) if each in self.stops), None)
-        if number is None or not callable(signal.getsignal(number)):
+        handled = [number for number in self.stops if host_signals.handles(number)]
+        if not handled:
             raise RefusedError(_NO_STOP)
+        number = signal.SIGTERM if signal.SIGTERM in handled else handled[0]
         kills, is_further = question.arguments.get("now") is True, self.has_stopped
         self._stopped_by = self._stopped_by or question.asker
         self._kills = self._kills or kills

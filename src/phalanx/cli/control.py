@@ -140,7 +140,7 @@ def pause(run: str | None, *, log_dir: str | None) -> None:
     attached = _attached(log_dir, run)
     with _asking(attached):
         ranks = attached.pause()
-    click.echo(printable(f"{attached.name}: {how_many(len(ranks), 'worker')} paused; phalanx resume continues"))
+    _print(attached, ranks, "paused; phalanx resume continues")
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -150,4 +150,11 @@ def resume(run: str | None, *, log_dir: str | None) -> None:
     attached = _attached(log_dir, run)
     with _asking(attached):
         ranks = attached.resume()
-    click.echo(printable(f"{attached.name}: {how_many(len(ranks), 'worker')} continued"))
+    _print(attached, ranks, "continued")
+
+
+def _print(attached: AttachedRun, ranks: list[int], what: str) -> None:
+    """Print what has become of workers. Exit code 1: of none, for no node has done it, and why is printed."""
+    if not ranks:
+        sys.exit(1)
+    click.echo(printable(f"{attached.name}: {how_many(len(ranks), 'worker')} {what}"))

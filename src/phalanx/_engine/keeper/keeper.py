@@ -81,6 +81,7 @@ class Keeper:
         self._abandoned: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
         self._escalation: Escalation | None = None
         self._is_paused = self._is_held = False
+        self._pause_order: bool | None = None  # that is not carried out: whether to pause; None: there is none
         self._signals = linux.signalfd(signal.SIGCHLD)
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
@@ -121,6 +122,8 @@ class Keeper:
             self._waits.enter(self._state)
             if self._is_paused and self._state != "RUNNING":
                 self._end_pause()
+            if self._pause_order is not None:
+                self.loop.call(self._obey_pause)
             if self._state in _REPORTED:
                 self._send_exits()
                 self._connection.send(protocol.state(self._state, clock.now_ns()))
@@ -166,10 +169,17 @@ class Keeper:
         self._silence = self.loop.at(clock.now() + seconds, lambda: self._on_stop(signal.SIGTERM, self._waits.grace))
 
     def _on_pause(self, is_on: bool) -> None:  # noqa: FBT001 - as the message has it
-        """Pause a group that runs, or continue it."""
-        if self._state == "STARTING":
-            self.loop.call(lambda: self._on_pause(is_on))  # when all are started
+        """Pause a group that runs, or continue it, soon. Of orders that come at once, the last one holds."""
+        if self._pause_order is None:
+            self.loop.call(self._obey_pause)
+        self._pause_order = is_on
+
+    def _obey_pause(self) -> None:
+        """Carry the last order out; once all are started, see `_see`."""
+        is_on = self._pause_order
+        if is_on is None or self._state == "STARTING":
             return
+        self._pause_order = None
         if self._is_paused and not is_on:
             self._end_pause()
         elif is_on and not self._is_paused and self._state == "RUNNING":
