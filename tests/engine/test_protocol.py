@@ -71,7 +71,7 @@ def test_a_verb_builds_the_message_of_its_name(verb: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     "record",
     [
-        protocol.Spec(1, b"/bin/true", [b"true"], {b"A": b"b"}, None, None, "/x", [0], (0, 0, False), None),
+        protocol.Spec(1, b"/bin/true", [b"true"], {b"A": b"b"}, None, None, "/x", [0], (0, 0, False), None, False),
         protocol.ExitReport(1, 256, 10**12, 2048, 0.5, "", 0, False, 15),
         protocol.Orphan(4711, -1, "sleep 600", 1.5, 9, None),
     ],

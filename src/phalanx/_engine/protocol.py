@@ -95,6 +95,8 @@ class Spec(Record):
     """How its log files are rotated."""
     placement: WorkerBounds | None
     """Its CPUs, nice value and limits; None: the launcher's."""
+    terminal: bool
+    """Whether a pseudo-terminal is its stdin, stdout and stderr. What it shows is in the log file ``stdout``."""
 
 
 class ExitReport(Record):

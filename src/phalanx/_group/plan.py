@@ -152,6 +152,8 @@ def worker_specs(
     for rank, (path, argv, fds) in plan.commands.items():
         whole = envs[rank] | places.variables.get(rank, {}) | more[rank]
         env = {os.fsencode(name): os.fsencode(value) for name, value in whole.items()}
+        if rank in logs.terminals and whole.get("TERM", os.environ.get("TERM")) in (None, "", "dumb"):
+            env[b"TERM"] = b"xterm-256color"
         env[ERROR_FILE_ENV.encode()] = os.fsencode(logs.error_files[rank])
         if is_function:
             whose = f"rank {envs[rank].get('RANK') or rank}" if prints_failures else "none"
@@ -161,6 +163,7 @@ def worker_specs(
         stdout, stderr = logs.stdouts[rank] or None, logs.stderrs[rank] or None
         words = argv if plan.fork else interpreter.followed(argv)
         specs.append(protocol.Spec(
-            rank, os.fsencode(path), words, env, indices.get(rank), stdout, stderr, fds, bounds, places.bounds.get(rank)
+            rank, os.fsencode(path), words, env, indices.get(rank), stdout, stderr, fds, bounds, places.bounds.get(rank),
+            rank in logs.terminals,
         ))  # fmt: skip
     return specs, [*files.values()]

@@ -109,6 +109,7 @@ class LogsDest(Value):
         max_size: Bytes at which a log file is rotated; 0: never.
         keep: How many rotated files of each log are kept; 0: all.
         compress: Whether rotated files are compressed.
+        terminals: The local ranks that have a terminal of their own, whose log file is that in ``stdouts``.
     """
 
     stdouts: dict[int, str]
@@ -124,6 +125,7 @@ class LogsDest(Value):
     max_size: int
     keep: int
     compress: bool
+    terminals: frozenset[int]
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class LogsDest(Value):
         *,
         keep: int = 0,
         compress: bool = False,
+        terminals: Iterable[int] = (),
     ) -> None:
         self._store(
             stdouts=_names(stdouts),
@@ -156,6 +159,7 @@ class LogsDest(Value):
             max_size=int(max_size),
             keep=int(keep),
             compress=bool(compress),
+            terminals=frozenset(terminals),
         )
 
 

@@ -79,6 +79,8 @@ class RunConfig(ConsoleConfig):
     preload: list[str] | None
     start_method: str
     stdin: int | None
+    pty: range | list[int] | None
+    """Global ranks that have a terminal of their own."""
 
     redirects: Std | dict[int, Std] | None
     tee: Std | dict[int, Std] | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from phalanx._base import disk, procfs
@@ -39,12 +39,15 @@ class RunLogs(DefaultLogsSpecs):
     """Says where the run's logs are, and what else there is to say, before the first worker can say anything."""
 
     notes: Sequence[str] = ()
+    terminals: Container[int] = ()  # global ranks that have one of their own
+    _with_terminal: Sequence[int] = ()  # local ranks
     moved = ""  # why the logs are not where they were to be
     keeps_few = False
     _said = False
 
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Create the folders, and name the files; where a disk has no room for them, elsewhere. Raises OSError."""
+        self._find_terminals(envs)
         while True:
             try:
                 if self.is_kept:
@@ -56,6 +59,35 @@ class RunLogs(DefaultLogsSpecs):
                 if not self.is_kept or not (disk.is_full(error.errno) or self._root_log_dir is None):
                     raise
                 self._go_elsewhere(error)
+
+    def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `DefaultLogsSpecs.preview`."""
+        self._find_terminals(envs)
+        return super().preview(envs)
+
+    def _find_terminals(self, envs: Mapping[int, Mapping[str, str]]) -> None:
+        self._with_terminal = [rank for rank, env in envs.items() if int(env["RANK"]) in self.terminals]
+
+    def _by_rank(self, ranks: Collection[int]) -> tuple[dict[int, Std], dict[int, Std]]:
+        """What a terminal shows is in a file, and on the console unless its stdout is redirected."""
+        redirects, tee = super()._by_rank(ranks)
+        for rank in self._with_terminal:
+            if Std.OUT not in redirects[rank]:
+                tee[rank] |= Std.OUT
+        return redirects, tee
+
+    def _name_files(self, folder: str, ranks: Collection[int]) -> LogsDest:
+        logs = super()._name_files(folder, ranks)
+        for rank in self._with_terminal:
+            logs.stderrs[rank] = logs.stdouts[rank]
+            logs.tee_stderrs.pop(rank, None)
+            logs.hidden_stderrs.pop(rank, None)
+        return logs.replace(terminals=self._with_terminal)
+
+    def _name_nothing(self, folder: str, ranks: Collection[int]) -> LogsDest:
+        if self._with_terminal:
+            raise RunError("--pty: a rank with a terminal needs a log file, and there is no room for one")
+        return super()._name_nothing(folder, ranks)
 
     def _go_elsewhere(self, error: OSError) -> None:
         """Have the logs from now on in the temporary folder for runs; and where that is full as well, in none."""
@@ -111,6 +143,9 @@ def make_logs(
         if is_given and config.log_max_size is None:
             msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
             raise ValueError(msg)
+    if config.pty is not None and (config.logs_specs is not None or config.log_dir == os.devnull):
+        what = "with --log-dir /dev/null there is none" if config.logs_specs is None else "--logs-specs chooses others"
+        raise ValueError(f"--pty: a rank with a terminal has its log file in the run's folder; {what}")
     if config.logs_specs is not None:
         return _own_logs(config.logs_specs, config, redirects, tee, ranks)
     bounds = {key: getattr(config, name) for key, name in _BOUNDS.items()}
@@ -126,6 +161,7 @@ def make_logs(
     except OSError as error:
         raise ValueError(f"--log-dir: {str(error).removeprefix('log_dir: ')}") from None
     specs.moved = moved
+    specs.terminals = config.pty or ()
     specs.keeps_few = config.keep_runs is not None
     return specs
 

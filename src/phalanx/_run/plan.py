@@ -95,10 +95,13 @@ class RunPlan:
         self.meeting = meet(config)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.status = RunStatus(self.run_id, policy.max_restarts)
-        self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
+        is_alone = self.meeting.machines is None
+        if is_alone and isinstance(config.pty, list):
+            _check_ranks("--pty", config.pty, nprocs)
+        self.stdin = Stdin(config.stdin, nprocs, machines=not is_alone, terminals=config.pty or ())
         self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
-        if self.meeting.machines is None:  # of several, nobody knows yet how many workers the others have
+        if is_alone:  # of several, nobody knows yet how many workers the others have
             _check_ranks("--ranks", self.console.ranks, nprocs)
         self._filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
         if config.log_dir == os.devnull:
@@ -254,17 +257,18 @@ class RunPlan:
         first_in_role = place.pop("first_in_role", first)
         shows = config.tee or (config.tee is None and config.redirects is None)
         colours = colours_of_workers(self.console, config.env) if shows and not config.no_force_color else {}
-        same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **colours, **variables}
+        own = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **variables}
         if config.post_mortem:
-            same[POST_MORTEM_ENV] = "1"
+            own[POST_MORTEM_ENV] = "1"
         if config.breakpoint_timeout is not None:
-            same[BREAKPOINT_TIMEOUT_ENV] = str(config.breakpoint_timeout)
+            own[BREAKPOINT_TIMEOUT_ENV] = str(config.breakpoint_timeout)
+        same = own | colours  # a terminal needs none
         return {
             rank: worker_env(
                 first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,
                 local_world_size=config.nproc_per_node, role_rank=first_in_role + rank,
                 max_restarts=self.policy.max_restarts, **place,
-            ) | same | self._extra[rank] | config.env
+            ) | (own if first + rank in (config.pty or ()) else same) | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
         }  # fmt: skip
 

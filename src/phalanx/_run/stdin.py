@@ -18,7 +18,7 @@ import stat
 import sys
 import termios
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from phalanx._base import clock, interrupts, procfs
@@ -38,15 +38,21 @@ class Stdin:
         given: ``--stdin``: a global rank, or `NONE`; None: nobody has said.
         nprocs: How many workers this machine has.
         machines: Whether there are others. Which ranks these have is not known yet.
+        terminals: The global ranks that have a terminal of their own.
 
     Raises ValueError: there is no such rank, or no stdin.
     """
 
-    def __init__(self, given: int | None, nprocs: int, *, machines: bool) -> None:
+    def __init__(
+        self, given: int | None, nprocs: int, *, machines: bool, terminals: Container[int] = ()
+    ) -> None:
+        if given is not None and given in terminals:
+            msg = f"--stdin {given}: with --pty, rank {given} reads from its own terminal: phalanx attach --rank {given}"
+            raise ValueError(msg)
         is_alone = nprocs == 1 and not machines
         self._is_open = sys.__stdin__ is not None  # None: 0 was closed, and may be a descriptor of ours by now
         self._is_chosen = given is not None
-        self._rank = given if given is not None else 0 if is_alone else NONE
+        self._rank = given if given is not None else 0 if is_alone and 0 not in terminals else NONE
         if not machines and self._rank >= nprocs:
             raise ValueError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")
         if self._rank != NONE and not self._is_open:

@@ -29,7 +29,7 @@ SETTINGS = {
 
 _COMMANDS = {
     "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report",
-    "rerun": "runs", "stack": "stack", "debug": "debug", "stop": "control", "restart": "control", "signal": "control",
+    "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control", "restart": "control", "signal": "control",
     "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
 }  # fmt: skip
 """Each command, and its module in this package."""
@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "ps": "status", "ls": "runs", "list": "runs", "history": "runs", "htop": "top", "watch": "top", "tail": "logs",
     "log": "logs", "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run",
     "torchrun": "run", "dump": "stack", "py-spy": "stack", "pdb": "debug", "breakpoint": "debug",
-    "attach": "debug", "prune": "runs prune", "rm": "runs prune",
+    "terminal": "attach", "prune": "runs prune", "rm": "runs prune",
     "clean": "runs prune", "gc": "runs prune", "repeat": "rerun", "kill": "stop", "freeze": "pause",
     "suspend": "pause", "continue": "resume", "version": "--version",
 }  # fmt: skip

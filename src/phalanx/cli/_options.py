@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._runs.catalog import RunDir
 
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
 
 
 class Whole(click.IntRange):
@@ -90,7 +90,7 @@ def read_ranks(text: str) -> set[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise ValueError(f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}")
-        if int(last or first) >= _MOST_RANKS:  # a slip of the finger would fill the memory
+        if int(last or first) >= MOST_RANKS:  # a slip of the finger would fill the memory
             raise ValueError(f"{text!r}: there can be no rank {int(last or first)}")
         ranks.update(range(int(first), int(last or first) + 1))
     if not ranks:  # a variable of a shell that is not set: nobody wants to see nothing

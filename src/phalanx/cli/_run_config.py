@@ -20,6 +20,7 @@ from phalanx._timers.specs import read_steps
 from phalanx.cli._declare import (
     CONSOLE,
     END,
+    LIST,
     LOGS,
     MACHINES,
     PLACEMENT,
@@ -34,6 +35,7 @@ from phalanx.cli._declare import (
     Option,
 )
 from phalanx.cli._options import (
+    MOST_RANKS,
     ConsoleOptions,
     Count,
     Folder,
@@ -101,6 +103,20 @@ def read_rank(text: str) -> int:
     if not (word.isascii() and word.isdecimal()):
         raise ValueError(f"{text!r}: expected a global rank, like 0, or none")
     return int(word)
+
+
+def read_terminals(text: str) -> range | list[int]:
+    """Read ``--pty``. Raises ValueError.
+
+    >>> read_terminals("0,4-5"), 1000 in read_terminals("all")
+    ([0, 4, 5], True)
+    """
+    if text.strip().lower() == "all":
+        return range(MOST_RANKS)
+    try:
+        return sorted(read_ranks(text))
+    except ValueError as error:
+        raise ValueError(f"{error}; or all") from None
 
 
 def read_limits(text: str) -> dict[str, str | tuple[str, str]]:
@@ -207,6 +223,12 @@ class WorkerOptions(Declared, section=WORKERS):
         metavar="RANK|none",
         written=TEXT + WHOLE,
         sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
+    )
+    pty = Maybe(
+        read_terminals,
+        metavar="RANK,...|all",
+        written=LIST,
+        sentence="Global ranks that have a terminal of their own, like 0,4-7: see phalanx attach.",
     )
 
 

@@ -64,8 +64,7 @@ def fork(
         set_python_signals()
         if call is None:
             preloaded.set()
-        for target, fd in outputs.fds:
-            os.dup2(fd, target)
+        outputs.redirect()
         outputs.close()
         for fd in private:
             os.close(fd)
@@ -105,8 +104,7 @@ def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[
         linux.die_with_parent(parent)
         os.setsid()
         set_default_signals()
-        for target, fd in outputs.fds:
-            os.dup2(fd, target)
+        outputs.redirect()
         for fd in given:
             os.set_inheritable(fd, True)
         setup.place(until_exec=True)

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
+    from phalanx._engine.keeper.terminal import Terminal
     from phalanx._logs.rotated import Bounds
 else:
     from _collections import deque
 
 
 _FAILED = 255
+_PART_WITHIN = 1.0  # seconds for which the end waits for those who are attached to terminals
 
 
 def serve(channel: channels.Channel, notes: int) -> NoReturn:
@@ -77,6 +79,7 @@ class _LogWriterLoop:
         self._complete = False  # whether no file will be added
         self._refused = 0
         self._compressor: Compressor | None = None
+        self._terminals: dict[Rotator, Terminal] = {}
 
     def run(self) -> int:
         """Fill the files until every pipe is at EOF; or, after "finish", with what is in the pipes then.
@@ -86,9 +89,19 @@ class _LogWriterLoop:
         self._loop.watch(self._channel.fileno(), self._on_channel)
         while self._open or not self._complete:
             self._loop.once()
+        if self._terminals:
+            self._part()
         if self._compressor is not None:
             self._compressor.stop()
         return self._refused
+
+    def _part(self) -> None:
+        """Send those who are attached the rest, within a second."""
+        for terminal in self._terminals.values():
+            terminal.close()
+        self._loop.after(_PART_WITHIN, self._terminals.clear)
+        while any(terminal.is_attached for terminal in self._terminals.values()):
+            self._loop.once()
 
     def _on_channel(self, _events: int) -> None:
         try:
@@ -99,6 +112,8 @@ class _LogWriterLoop:
         except channels.Closed:  # the keeper was killed: workers may still write
             self._complete = True
             self._loop.forget(self._channel.fileno())
+            for rotator in list(self._terminals):  # those that no process has open
+                self._turn(rotator)
             return
         if received is None:
             return
@@ -108,7 +123,7 @@ class _LogWriterLoop:
         else:
             self._finish()
 
-    def _add(self, path: Any, bounds: Any, file: int, reader: int) -> None:
+    def _add(self, path: Any, bounds: Any, is_terminal: Any, file: int, reader: int) -> None:
         if bounds[2] and self._compressor is None:
             self._compressor = Compressor()
         try:
@@ -119,7 +134,20 @@ class _LogWriterLoop:
             os.close(reader)
             return
         self._open.append(rotator)
-        self._loop.watch(rotator.reader, lambda _events: self._fill(rotator))
+        if not is_terminal or not self._serve(rotator, path):
+            self._loop.watch(rotator.reader, lambda _events: self._fill(rotator))
+
+    def _serve(self, rotator: Rotator, path: str) -> bool:
+        """Let people attach to a terminal, and watch it. Returns False if no descriptor is left to load what does."""
+        try:
+            from phalanx._engine.keeper.terminal import Terminal
+        except (OSError, ImportError):
+            return False
+        terminal = self._terminals[rotator] = Terminal(
+            self._loop, path, rotator.reader, lambda: self._fill(rotator)
+        )
+        rotator.copy = terminal.show
+        return True
 
     def _fill(self, rotator: Rotator) -> None:
         self._turn(rotator)
@@ -138,9 +166,15 @@ class _LogWriterLoop:
             except channels.Closed:  # the keeper was killed
                 pass
         if count < 0:
+            terminal = self._terminals.get(rotator)
+            if terminal is not None and not self._complete:
+                terminal.rest()
+                return False
             self._loop.forget(rotator.reader)
             rotator.close()
             self._open.remove(rotator)
+            if terminal is not None:
+                terminal.close()
         return count > 0
 
     def _finish(self) -> None:
@@ -178,6 +212,8 @@ class Rotator:
         self._torn = False  # whether the file may end within a line whose rest is lost
         self.refused = 0
         """The errno of the latest write that failed: the disk is full. What it was to write is lost."""
+        self.copy: Callable[[bytes], None] | None = None
+        """Called with what was read, if set."""
 
     def turn(self) -> int:
         """Read one chunk from the pipe, and write it to the file, or drop what the file does not take. Raises OSError.
@@ -188,6 +224,12 @@ class Rotator:
             data = os.read(self.reader, _CHUNK)
         except BlockingIOError:
             return 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            data = b""  # no process has the terminal open
+        if self.copy is not None:
+            self.copy(data)
         try:
             self._write(b"\n" + data if self._torn and data else data)
             self._torn = False

@@ -65,9 +65,9 @@ class RotatedLogs:
         """Return the open descriptors."""
         return [] if self._channel is None else self._channel.descriptors()
 
-    def add(self, path: str, bounds: Bounds, file: int, reader: int) -> None:
-        """Have one more file filled from a pipe. The descriptors are duplicated: the caller closes its own."""
-        self._send(("add", path, bounds), (file, reader))
+    def add(self, path: str, bounds: Bounds, file: int, reader: int, is_terminal: bool) -> None:  # noqa: FBT001 - a field
+        """Have one more file filled from a pipe, or from a terminal. The caller closes its own descriptors."""
+        self._send(("add", path, bounds, is_terminal), (file, reader))
 
     def finish(self) -> None:
         """Have the log writer write what is in its pipes, and exit: no worker is left."""

@@ -34,6 +34,11 @@ _TOGETHER = 32  # workers that are started before it is asked again whether to g
 _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
 
 
+def _has_writer(spec: protocol.Spec) -> bool:
+    """Whether the log writer fills the log files of a worker."""
+    return bool(spec.bounds[0]) or spec.terminal
+
+
 class Start:
     """One order to start, see `protocol.start` for the arguments. ``fds`` came beside it.
 
@@ -71,13 +76,13 @@ class Start:
     def prepare(
         self, loop: Loop, notes: int, send: Callable[[protocol.Message], object]
     ) -> tuple[Notice | None, RotatedLogs | None, protocol.Message]:
-        """Start what fills log files of bounded size, where it is needed.
+        """Start what fills log files of bounded size, and those of terminals, where it is needed.
 
         Returns what gives notice of a stop, that, and () or `protocol.start_failed`. ``notes`` is a pipe, see
         `Connection.open`; ``send`` sends the launcher a message.
         """
         notice = None if self.notice is None else Notice(*self.notice)
-        if not any(spec.bounds[0] for spec in self._specs):
+        if not any(_has_writer(spec) for spec in self._specs):
             return notice, None, ()
         try:
             from phalanx._engine.keeper.rotated_logs import RotatedLogs
@@ -106,7 +111,7 @@ class Start:
         self._doing = -1, "raising the limit on open files"
         try:
             ignored = start_process.ignored_signals()
-            needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
+            needed = (start_process.DESCRIPTORS_ROTATING if _has_writer(spec) else 1 for spec in self._specs)
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
             self._import_fork()
             self._check_room(limit.most)
@@ -115,7 +120,10 @@ class Start:
                     break
                 self._doing = spec.rank, "opening its log files"
                 stdin = null if spec.stdin is None else self._fds[spec.stdin]
-                with start_process.Outputs(stdin, spec.stdout, spec.stderr, spec.bounds) as outputs:
+                streams = start_process.Outputs(
+                    stdin, spec.stdout, spec.stderr, spec.bounds, terminal=spec.terminal
+                )
+                with streams as outputs:
                     self._doing = spec.rank, "starting it"
                     for rotated in outputs.rotated:
                         assert add_rotated is not None
@@ -136,7 +144,7 @@ class Start:
 
     def _check_room(self, most: int) -> None:
         """Raise OSError where the log writer could not hold the files of all workers: it would lose their output."""
-        rotating = [spec.rank for spec in self._specs if spec.bounds[0]]
+        rotating = [spec.rank for spec in self._specs if _has_writer(spec)]
         room = max(0, most - _OWN_DESCRIPTORS) // start_process.DESCRIPTORS_ROTATING
         if len(rotating) > room:
             self._doing = rotating[room], "opening its log files"

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     import os
     import signal
     from collections.abc import Callable
+    from typing import Any
 
     from phalanx._engine.protocol import Spec
     from phalanx._logs.rotated import Bounds
 
-    AddRotated = Callable[[str, Bounds, int, int], None]
+    AddRotated = Callable[[str, Bounds, int, int, bool], None]
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
@@ -27,6 +28,11 @@ else:
 DESCRIPTORS_ROTATING = 1 + 2 * 2
 """How many descriptors of a worker with rotated log files are open, in the keeper and in its log writer: its pidfd, and
 for each stream a file and the end of a pipe."""
+
+_UNBOUNDED: Bounds = (1 << 62, 0, False)
+_ROWS, _COLUMNS = 24, 80  # of a terminal, until somebody attaches
+_IUTF8 = 0x4000  # of termios(3): a letter of several bytes is erased as one
+_NO_TERMINAL = "opening its pseudo-terminal (of which /proc/sys/kernel/pty has the most and the number)"
 
 _DESCRIPTORS_ENV = b"PHALANX_DESCRIPTORS"  # as `_evidence.sent` has it, which a keeper does not load
 
@@ -56,7 +62,7 @@ def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[
             spec.path,
             spec.argv,
             environment_of(spec, base, given),
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in outputs.fds],
+            file_actions=outputs.actions(),
             setsid=True,
             setsigmask=(),
             setsigdef=ignored,
@@ -74,14 +80,23 @@ class Outputs:
         stdout, stderr: The paths of its log files; None: the keeper's own stream.
         bounds: With a bound on its size, a regular file is filled by the log writer, and the worker writes to a pipe. A
             terminal or a FIFO does not rotate; and one that nobody reads would hold up all logs.
+        terminal: Whether a new pseudo-terminal is all three; the log writer fills ``stdout`` from its other end.
     """
 
-    def __init__(self, stdin: int, stdout: str | None, stderr: str | None, bounds: Bounds) -> None:
+    def __init__(
+        self, stdin: int, stdout: str | None, stderr: str | None, bounds: Bounds, *, terminal: bool = False
+    ) -> None:
         self.fds = [(0, stdin)]
+        self._terminal = ""
         self._opened: list[int] = []
-        self.rotated: list[tuple[str, Bounds, int, int]] = []
-        """What the log writer is to fill from pipes: path, bounds, file, and the end of the pipe that is read."""
+        self.rotated: list[tuple[str, Bounds, int, int, bool]] = []
+        """What the log writer is to fill from pipes: path, bounds, file, the end of the pipe that is read, and whether
+        that is a terminal's."""
         try:
+            if terminal:
+                assert stdout is not None
+                self._open_terminal(stdout, bounds)
+                return
             for target, path in ((1, stdout), (2, stderr)):
                 if path is None:
                     continue
@@ -92,11 +107,47 @@ class Outputs:
                     file = fd
                     reader, fd = os.pipe2(os.O_CLOEXEC)
                     self._opened += (reader, fd)
-                    self.rotated.append((path, bounds, file, reader))
+                    self.rotated.append((path, bounds, file, reader, False))
                 self.fds.append((target, fd))
         except OSError:
             self.close()
             raise
+
+    def _open_terminal(self, path: str, bounds: Bounds) -> None:
+        """Open a pseudo-terminal, and its log file. Our end of the worker's keeps it alive until the worker has it."""
+        file = files.opened_log(path)
+        self._opened.append(file)
+        try:
+            from termios import TCSANOW, tcgetattr, tcsetattr, tcsetwinsize
+
+            master, slave = os.openpty()
+            self._opened += (master, slave)
+            tcsetwinsize(slave, (_ROWS, _COLUMNS))
+            modes = tcgetattr(slave)
+            modes[0] |= _IUTF8
+            tcsetattr(slave, TCSANOW, modes)
+            self._terminal = os.ttyname(slave)
+        except OSError as error:
+            error.doing = _NO_TERMINAL  # type: ignore[attr-defined]  # as that of `NotStartedError`
+            raise
+        self.rotated.append((path, bounds if bounds[0] else _UNBOUNDED, file, master, True))
+
+    def actions(self) -> list[tuple[Any, ...]]:
+        """What posix_spawn(3) does with them in a child that leads a session."""
+        if not self._terminal:
+            return [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in self.fds]
+        # Without O_NOCTTY: it becomes the controlling terminal of the session.
+        opened = (os.POSIX_SPAWN_OPEN, 0, self._terminal, os.O_RDWR, 0)
+        return [opened, (os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
+
+    def redirect(self) -> None:
+        """Do the same in a fork that leads a session. Raises OSError."""
+        if self._terminal:
+            fd = os.open(self._terminal, os.O_RDWR | os.O_CLOEXEC)
+            self._opened.append(fd)
+            self.fds = [(target, fd) for target in range(3)]
+        for target, fd in self.fds:
+            os.dup2(fd, target)
 
     def __enter__(self) -> Outputs:  # noqa: PYI034 - typing.Self would be an import on the keeper's start
         return self
