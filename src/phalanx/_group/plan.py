@@ -163,7 +163,7 @@ def worker_specs(
         stdout, stderr = logs.stdouts[rank] or None, logs.stderrs[rank] or None
         words = argv if plan.fork else interpreter.followed(argv)
         specs.append(protocol.Spec(
-            rank, os.fsencode(path), words, env, indices.get(rank), stdout, stderr, fds, bounds, places.bounds.get(rank),
-            rank in logs.terminals,
+            rank, os.fsencode(path), words, env, indices.get(rank), stdout, stderr, fds, bounds,
+            places.bounds.get(rank), rank in logs.terminals,
         ))  # fmt: skip
     return specs, [*files.values()]

@@ -43,11 +43,9 @@ class Stdin:
     Raises ValueError: there is no such rank, or no stdin.
     """
 
-    def __init__(
-        self, given: int | None, nprocs: int, *, machines: bool, terminals: Container[int] = ()
-    ) -> None:
+    def __init__(self, given: int | None, nprocs: int, *, machines: bool, terminals: Container[int] = ()) -> None:
         if given is not None and given in terminals:
-            msg = f"--stdin {given}: with --pty, rank {given} reads from its own terminal: phalanx attach --rank {given}"
+            msg = f"--stdin {given}: with --pty, this rank reads from its own terminal: phalanx attach --rank {given}"
             raise ValueError(msg)
         is_alone = nprocs == 1 and not machines
         self._is_open = sys.__stdin__ is not None  # None: 0 was closed, and may be a descriptor of ours by now

@@ -29,8 +29,8 @@ SETTINGS = {
 
 _COMMANDS = {
     "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report",
-    "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control", "restart": "control", "signal": "control",
-    "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
+    "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control", "restart": "control",
+    "signal": "control", "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
 }  # fmt: skip
 """Each command, and its module in this package."""
 

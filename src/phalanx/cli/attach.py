@@ -28,7 +28,7 @@ from phalanx.cli._options import Whole, live_run, run_argument
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
     from phalanx._runs.catalog import RunDir
     from phalanx._runs.record import Rank
@@ -211,7 +211,7 @@ def _end_of(found: RunDir, rank: Rank) -> tuple[str, int] | None:
 
 
 class _Session:
-    """What goes from the rank to stdout, and from stdin to the rank. ``screen`` is the terminal; None: there is none."""
+    """What goes from the rank to stdout, and from stdin to the rank. ``screen``: the terminal; None: there is none."""
 
     def __init__(self, link: socket.socket, pidfd: int, name: str, *, types: bool) -> None:
         self.name = name

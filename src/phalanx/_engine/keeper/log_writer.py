@@ -143,9 +143,7 @@ class _LogWriterLoop:
             from phalanx._engine.keeper.terminal import Terminal
         except (OSError, ImportError):
             return False
-        terminal = self._terminals[rotator] = Terminal(
-            self._loop, path, rotator.reader, lambda: self._fill(rotator)
-        )
+        terminal = self._terminals[rotator] = Terminal(self._loop, path, rotator.reader, lambda: self._fill(rotator))
         rotator.copy = terminal.show
         return True
 

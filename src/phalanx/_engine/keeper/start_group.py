@@ -120,9 +120,7 @@ class Start:
                     break
                 self._doing = spec.rank, "opening its log files"
                 stdin = null if spec.stdin is None else self._fds[spec.stdin]
-                streams = start_process.Outputs(
-                    stdin, spec.stdout, spec.stderr, spec.bounds, terminal=spec.terminal
-                )
+                streams = start_process.Outputs(stdin, spec.stdout, spec.stderr, spec.bounds, terminal=spec.terminal)
                 with streams as outputs:
                     self._doing = spec.rank, "starting it"
                     for rotated in outputs.rotated:

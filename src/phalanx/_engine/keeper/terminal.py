@@ -1,8 +1,8 @@
 """The terminal of a rank: who is attached to it, what each receives, and who types. Runs in the log writer.
 
-Owns the Unix socket beside the rank's log file, the frames that go through it, and the bounds on those who connect: none
-of them holds up the worker, its log, or another one. `phalanx.cli.attach` is the other end. Loaded only where a rank
-has a terminal.
+Owns the Unix socket beside the rank's log file, the frames that go through it, and the bounds on those who connect:
+none of them holds up the worker, its log, or another one. `phalanx.cli.attach` is the other end. Loaded only where a
+rank has a terminal.
 
 A frame is a letter, the number of bytes that follow (4 bytes, the highest first), and these. From a client:
 
@@ -62,10 +62,10 @@ _ROOT = 0
 
 
 def frame(kind: bytes, data: bytes = b"") -> bytes:
-    """Return a frame as it is sent.
+    r"""Return a frame as it is sent.
 
     >>> frame(b"K", b"ls")
-    b'K\\x00\\x00\\x00\\x02ls'
+    b'K\x00\x00\x00\x02ls'
     """
     return _HEAD.pack(kind, len(data)) + data
 
@@ -273,7 +273,7 @@ class Terminal:
         try:
             data = client.link.recv(LONGEST_FRAME)
             if not data:
-                raise ConnectionResetError  # noqa: TRY301 - as if the kernel had
+                raise ConnectionResetError
             for kind, rest in client.frames.feed(data):
                 if not client.leaves:
                     self._handle(client, kind, rest)
@@ -317,16 +317,18 @@ class Terminal:
         if self._typist is not None or self._is_over:
             return False
         candidates = (each for each in self._clients.values() if each.size is not None and not each.leaves)
-        self._typist = next(candidates, None)
-        if self._typist is None:
+        typist = self._typist = next(candidates, None)
+        if typist is None:
             return False
-        assert self._typist.size is not None
+        self._send_roles()
+        if typist.size is not None and typist is self._typist:  # else it has gone just now
+            self._resize(typist.size, redraws=True)
+        return True
+
+    def _send_roles(self) -> None:
         for client in list(self._clients.values()):
             if client.is_attached:
                 self._send_role(client)
-        if self._typist is not None:
-            self._resize(self._typist.size or (0, 0), redraws=True)
-        return True
 
     def _send_role(self, client: _Client) -> None:
         self._send(client, b"R", b"%d" % (0 if self._typist is None else self._typist.pid))
@@ -400,6 +402,4 @@ class Terminal:
         if client is self._typist:
             self._typist = None
             if not self._choose():
-                for each in list(self._clients.values()):
-                    if each.is_attached:
-                        self._send_role(each)
+                self._send_roles()
