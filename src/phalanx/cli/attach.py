@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import time
 
 import click
 
@@ -40,6 +41,7 @@ _CHUNK = 32 << 10
 _MOST_TYPED = 64 << 10  # bytes that the rank has not taken; until then, more is read
 _STALLS_AFTER = 2.0  # seconds in which the rank takes nothing, after which what is typed is dropped
 _ENDS_WITHIN = 1.0  # seconds between the last byte of a rank and its end, at the most; and the other way round
+_BEGINS_WITHIN = 2.0  # seconds after its start in which an attempt has its terminals
 _STATE_WITHIN = 2.0  # seconds in which its launcher knows how it has ended
 _OFTEN = 100  # milliseconds between two questions for that
 
@@ -106,19 +108,26 @@ def _say(text: str) -> None:
 
 def _chosen(found: RunDir, number: int | None) -> tuple[Rank, str]:
     """Return the rank that is meant, and the path of its socket. Raises ClickException."""
-    assert found.run is not None
-    attempt = found.run.attempts[-1] if found.run.attempts else None
-    ranks = {} if attempt is None else {rank.rank: rank for rank in attempt.ranks}
-    paths = {}
-    for rank in ranks.values():
-        assert attempt is not None
-        path = os.path.join(found.path, f"attempt_{attempt.number}", str(rank.local_rank), SOCKET)
-        if os.path.lexists(path):
-            paths[rank.rank] = path
-    if number is None and len(paths) == 1:
-        number = next(iter(paths))
-    if number in paths:
-        return ranks[number], paths[number]
+    from phalanx._runs.catalog import look
+
+    run, poll = found.run, select.poll()
+    while True:
+        assert run is not None
+        attempt = run.attempts[-1] if run.attempts else None
+        ranks = {} if attempt is None else {rank.rank: rank for rank in attempt.ranks}
+        paths = {}
+        for rank in ranks.values():
+            assert attempt is not None
+            path = os.path.join(found.path, f"attempt_{attempt.number}", str(rank.local_rank), SOCKET)
+            if os.path.lexists(path):
+                paths[rank.rank] = path
+        which = next(iter(paths)) if number is None and len(paths) == 1 else number
+        if which in paths:
+            return ranks[which], paths[which]
+        if paths or time.time() > (run.started if attempt is None else attempt.started) + _BEGINS_WITHIN:
+            break
+        poll.poll(_OFTEN)
+        run = look(found.path).run or run
     if number is None:
         if paths:
             why = f"{name_ranks(paths)} have a terminal: --rank N attaches to one of them"
@@ -266,7 +275,7 @@ class _Session:
             poll.register(self._pidfd, select.POLLIN)
         if self.screen is not None:
             poll.register(self.screen.wakes, select.POLLIN)
-            if not self._is_held:
+            if not self._is_held and self._role is not None:
                 poll.register(0, select.POLLIN)
         return [number for number, _ in poll.poll(timeout)]
 
