@@ -72,7 +72,7 @@ class Attached:
         """Wait for its end, with one of these codes. Returns what else it has printed; the terminal is as it was."""
         shown = self._rest
         with open(os.pidfd_open(self.process.pid)) as gone:
-            while (ready := select.select([self.ours, gone], [], [], LIMIT)[0]) and self.ours in ready:
+            while (ready := select.select([self.ours, gone.fileno()], [], [], LIMIT)[0]) and self.ours in ready:
                 shown += os.read(self.ours, 65536).decode()
         assert ready, shown
         assert self.process.wait() in codes, shown
@@ -170,10 +170,8 @@ def test_a_module_and_a_binary_have_a_terminal(place: Place) -> None:
 @pytest.mark.parametrize("term,found", [("xterm-kitty", "xterm-kitty"), ("dumb", "xterm-256color")])
 def test_the_terminal_of_a_rank_has_a_type_and_a_size(place: Place, term: str, found: str) -> None:
     place.env["TERM"] = term
-    script = "stty size; echo $TERM; echo error >&2"
-    done = place.run(
-        "--nproc-per-node", 2, "--pty", "1", "--no-python", "sh", "-c", f"test $RANK = 0 || {{ {script}; }}"
-    )
+    script = "test $RANK = 0 || { stty size; echo $TERM; echo error >&2; }"
+    done = place.run("--nproc-per-node", 2, "--pty", "1", "--no-python", "sh", "-c", script)
     assert done.status == 0
     assert [line.rstrip("\r") for line in done.out.splitlines()] == ["[1] 24 80", f"[1] {found}", "[1] error"]
     (path,) = place.logs.glob("*/attempt_0/1/stdout.log")

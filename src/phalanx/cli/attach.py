@@ -192,14 +192,14 @@ def _how_ended(found: RunDir, rank: Rank) -> tuple[str, int]:
     poll, until = select.poll(), clock.now() + _STATE_WITHIN
     while (end := _end_of(found, rank)) is None and clock.now() < until:
         poll.poll(_OFTEN)  # the launcher learns of it
-    if end is None:
+    state, code = end or ("ended", None)
+    if code is None:
         return "has ended", 1
-    state, code = end
     return f"has {state} ({signal_name(-code) if code < 0 else f'exit code {code}'})", 128 - code if code < 0 else code
 
 
-def _end_of(found: RunDir, rank: Rank) -> tuple[str, int] | None:
-    """The state and the exit code of a rank that has ended, as its launcher knows it, or the record."""
+def _end_of(found: RunDir, rank: Rank) -> tuple[str, int | None] | None:
+    """The state and the exit code of a rank that has ended, by its launcher or the record; None: not known yet."""
     from phalanx._run.attached import AttachedRun
     from phalanx._runs.catalog import look
 
@@ -208,12 +208,12 @@ def _end_of(found: RunDir, rank: Rank) -> tuple[str, int] | None:
             for facts in node["ranks"]:
                 if (facts["rank"], facts["pid"]) == (rank.rank, rank.pid) and facts["exitcode"] is not None:
                     return {"stopped": "been stopped"}.get(facts["state"], facts["state"]), facts["exitcode"]
-    recorded = look(found.path).run
-    for attempt in () if recorded is None else recorded.attempts:
+    recorded = look(found.path)
+    for attempt in () if recorded.run is None else recorded.run.attempts:
         for each in attempt.ranks:
             if (each.rank, each.pid) == (rank.rank, rank.pid) and each.exitcode is not None:
                 return {"stopped": "been stopped"}.get(each.state, each.state), each.exitcode
-    return None
+    return None if recorded.state == "running" else ("ended", None)
 
 
 # --- a session
