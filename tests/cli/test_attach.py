@@ -317,14 +317,14 @@ def test_it_is_stopped_and_continued_with_modes_restored(place: Place) -> None:
 
 
 def test_without_a_terminal_it_only_watches(place: Place, gate: Gate) -> None:
-    script = f"echo one; read x <{gate.address}; echo two; exit 3"
+    script = f"echo one; head -c 1 <{gate.address} >/dev/null; echo two; exit 3"
     argv = [*ATTACH, "--log-dir", str(place.logs)]
     with (
         running(place, "--pty", "0", "--no-python", "sh", "-c", script),
         Launcher(argv, cwd=place.folder, env=place.env) as watcher,
     ):
         assert "one" in watcher.read_until("one", "stdout")
-        os.write(gate._fd, b"\n")
+        gate.open()
         done = watcher.end()
         assert (done.status, done.out) == (3, "two\r\n")
         assert done.err == "phalanx: rank 0 has failed (exit code 3)\n"
@@ -384,7 +384,7 @@ def test_each_attempt_has_a_terminal(place: Place) -> None:
         assert run.end().status == 0
 
 
-def test_a_process_that_is_left_with_the_terminal_holds_up_no_end(place: Place) -> None:
+def test_who_is_left_with_the_terminal_holds_up_no_end(place: Place) -> None:
     script = "(trap '' HUP TERM; echo left; sleep 1000) & read x"
     with running(place, "--pty", "0", "--linger", "0", "--no-python", "sh", "-c", script) as run:
         with Attached(place) as attached:

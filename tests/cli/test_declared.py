@@ -95,6 +95,7 @@ SETTINGS = {
     "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
     "stdin": Setting("0", "none", 0, NONE),
+    "pty": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
     "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
     "after_context": Setting("2", "0", 2, 0),

@@ -192,7 +192,8 @@ def test_the_page_names_variables_of_other_commands() -> None:
 
 
 OF_A_RUN = (
-    "runs", "status", "top", "report", "rerun", "stack", "debug", "stop", "restart", "signal", "pause", "resume",
+    "runs", "status", "top", "report", "rerun", "stack", "debug", "attach", "stop", "restart", "signal", "pause",
+    "resume",
 )  # fmt: skip
 
 

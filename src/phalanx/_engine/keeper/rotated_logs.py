@@ -65,7 +65,7 @@ class RotatedLogs:
         """Return the open descriptors."""
         return [] if self._channel is None else self._channel.descriptors()
 
-    def add(self, path: str, bounds: Bounds, file: int, reader: int, is_terminal: bool) -> None:  # noqa: FBT001 - a field
+    def add(self, path: str, bounds: Bounds, file: int, reader: int, is_terminal: bool) -> None:  # noqa: FBT001 - as it is called
         """Have one more file filled from a pipe, or from a terminal. The caller closes its own descriptors."""
         self._send(("add", path, bounds, is_terminal), (file, reader))
 
