@@ -430,9 +430,10 @@ def test_a_stopped_client_holds_up_nothing(place: Place, bound: tuple[object, ..
     count = 1_000_000
     script = place.write(f"input()\n{FLOOD.format(count=count)}print('over')\ninput()")
     with running(place, "--pty", "0", "-r", "3", *bound, script) as run, contextlib.ExitStack() as held:
-        stopped, other = [held.enter_context(Attached(place)) for _ in range(2)]
-        for each in (stopped, other):
-            each.until("typed")
+        stopped = held.enter_context(Attached(place))
+        stopped.until("typed")
+        other = held.enter_context(Attached(place))
+        other.until("you watch")
         until(lambda: stopped.is_raw)
         stopped.process.send_signal(signal.SIGSTOP)
         with linked(place) as link:

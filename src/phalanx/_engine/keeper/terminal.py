@@ -109,6 +109,7 @@ class _Client:
         self.size: tuple[int, int] | None = None
         self.unread: list[bytes] = []
         self.count = 0  # bytes of them
+        self.sent = 0  # bytes, in all
         self.events = READ
 
     def skip(self) -> None:
@@ -154,6 +155,7 @@ class Terminal:
         if self._rests:  # a process has opened it again
             self._rests = False
             self._watch_master()
+            self._choose()
         self._recent += data
         if len(self._recent) > 2 * REPLAY:
             del self._recent[:-REPLAY]
@@ -314,7 +316,7 @@ class Terminal:
 
     def _choose(self) -> bool:
         """Have the first of those type who want to, if nobody does. Returns whether that has changed."""
-        if self._typist is not None or self._is_over:
+        if self._typist is not None or self._rests or self._is_over:
             return False
         candidates = (each for each in self._clients.values() if each.size is not None and not each.leaves)
         typist = self._typist = next(candidates, None)
@@ -326,6 +328,8 @@ class Terminal:
         return True
 
     def _send_roles(self) -> None:
+        if self._rests or self._is_over:
+            return
         for client in list(self._clients.values()):
             if client.is_attached:
                 self._send_role(client)
@@ -339,8 +343,8 @@ class Terminal:
         if client.count > _MOST_UNREAD:
             client.skip()
             client.is_behind = True
-            left = client.count
-            self._loop.after(READS_WITHIN, lambda: self._drop(client) if client.count == left else None)
+            sent = client.sent
+            self._loop.after(READS_WITHIN, lambda: self._drop(client) if client.sent == sent else None)
             return
         for start in range(0, len(data), LONGEST_FRAME):
             self._send(client, b"O", data[start : start + LONGEST_FRAME])
@@ -357,6 +361,7 @@ class Terminal:
             while client.unread:
                 sent = client.link.send(client.unread[0], socket.MSG_NOSIGNAL)
                 client.count -= sent
+                client.sent += sent
                 if sent < len(client.unread[0]):
                     client.unread[0] = client.unread[0][sent:]
                 else:
