@@ -141,3 +141,14 @@ def test_one_host_shows_the_ranks_of_all(job: Job) -> None:
     *rows, last = out.splitlines()[4:]
     assert (code, [row.split()[0] for row in rows], err) == (0, ["0", "1", "4", "5"], "")
     assert last == "host h2: its agent has not answered within 5.0s"
+
+
+def test_a_terminal_of_another_host_is_attached_to_there(job: Job) -> None:
+    agents = started(job, "--pty", "1-3")
+    assert "rank 2 runs on h2: attach to it there" in phalanx(job, 1, "attach", "--rank", "2")[2]
+    (log,) = (job.folder / "home1").glob("**/attempt_0/1/stdout.log")
+    assert log.read_bytes() == b"there in attempt 0\r\n"
+    (log,) = (job.folder / "home3").glob("**/attempt_0/0/stdout.log")
+    assert log.read_bytes() == b"there in attempt 0\n"
+    assert phalanx(job, 1, "stop", "--now")[0] == 0
+    assert [agent.end() for agent in agents] == [137] * 3

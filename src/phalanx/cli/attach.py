@@ -96,7 +96,7 @@ def attach(run: str | None, *, rank: int | None, watch: bool, log_dir: str | Non
 _LEFT = "goes on"
 _ENDED = "has ended"
 _CLOSED = "goes on; it has closed its terminal"
-_LOST = "is lost: what fills its log was killed, or you have read nothing for too long"
+_LOST = "goes on, and the connection is lost: what fills its log was killed, or you have read nothing for too long"
 
 
 def _say(text: str) -> None:
