@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.support.command import LIMIT, Done, Launcher, Place, logs, read_until, refused, whole
+from tests.support.command import LIMIT, Done, Launcher, Place, Shell, logs, read_until, refused, whole
 from tests.support.disks import until
 from tests.support.forks import code_of_fork
 from tests.support.helpers import Gate, Ready, descendants, wait_gone
@@ -314,6 +315,29 @@ def test_it_is_stopped_and_continued_with_modes_restored(place: Place) -> None:
         attached.until("on\r\non")
         attached.type(LEAVE)
         attached.end(0)
+
+
+def test_a_shell_stops_and_continues_it(place: Place, shell: Shell) -> None:
+    with running(place, "--pty", "0", "--no-python", "cat"):
+        shell.type(f"{shlex.join([*ATTACH, '--log-dir', str(place.logs)])}; echo code $?\n")
+        shell.until("typed\r")
+        until(lambda: not shell.has_terminal)
+        pid = os.tcgetpgrp(shell.terminal)
+        shell.type("one\r")
+        shell.until("one\r\none")
+        os.kill(pid, signal.SIGTSTP)
+        shell.until("Stopped")
+        shell.until("$ ")
+        shell.type("bg\n")
+        shell.until("Stopped")
+        shell.type("fg\n")
+        until(lambda: os.tcgetpgrp(shell.terminal) == pid)
+        until(lambda: not termios.tcgetattr(shell.terminal)[3] & termios.ICANON)
+        shell.type("two\r")
+        shell.until("two\r\ntwo")
+        shell.type(LEAVE)
+        shell.until("goes on")
+        until(lambda: shell.has_terminal)
 
 
 def test_without_a_terminal_it_only_watches(place: Place, gate: Gate) -> None:

@@ -49,7 +49,7 @@ class Stdin:
             raise ValueError(msg)
         is_alone = nprocs == 1 and not machines
         self._is_open = sys.__stdin__ is not None  # None: 0 was closed, and may be a descriptor of ours by now
-        self._is_chosen = given is not None
+        self._is_chosen = given is not None or (is_alone and 0 in terminals)
         self._rank = given if given is not None else 0 if is_alone and 0 not in terminals else NONE
         if not machines and self._rank >= nprocs:
             raise ValueError(f"--stdin: there is no rank {self._rank}; ranks are 0 to {nprocs - 1}")

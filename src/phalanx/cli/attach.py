@@ -7,6 +7,7 @@ Owns which rank is meant, and your terminal's modes meanwhile. The frames, and t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -50,6 +51,7 @@ _LOW = {1, 9, 47, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 1047, 10
 _HIGH = {7, 25}
 """Modes of a terminal (DECSET) that programs change, by how they are otherwise."""
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _MARGINS = b"\0337\033[r\0338\033>\033[0m"  # no scroll region, cursor as it is; plain keys, colours
 
 
@@ -81,6 +83,7 @@ def attach(run: str | None, *, rank: int | None, watch: bool, log_dir: str | Non
             leave = "Ctrl-] leaves it" + (", and so does Ctrl-C" if watch else "; pressed twice, it is typed")
             _say(f"{session.name} of {found.name}; {leave}")
             with _Screen(session) as screen:
+                screen.begin()
                 session.screen = screen
                 why = session.carry()
         else:
@@ -421,16 +424,23 @@ class _Screen:
 
     def __enter__(self) -> _Screen:  # noqa: PYI034 - one class
         self.wakes, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        return self
+
+    def begin(self) -> None:
+        """Make the terminal raw. A signal from now on ends the context."""
+        for number in _ENDING:
             signal.signal(number, _exit)
         for number in (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT):
             signal.signal(number, lambda number, _frame: self._pending.add(number))
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         self._set_raw()
-        return self
 
     def __exit__(self, *_error: object) -> None:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
         self._restore()
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.close(self.wakes)
         os.close(self._waker)
@@ -461,14 +471,24 @@ class _Screen:
         self._tail = data[data.rfind(b"\033") :][:80] if b"\033" in data[-80:] else b""
 
     def _set_raw(self) -> None:
+        import termios
         import tty
 
-        tty.setraw(0, 0)  # TCSANOW
+        while True:
+            try:
+                tty.setraw(0, termios.TCSANOW)  # which the kernel stops in the background (SIGTTOU)
+            except termios.error as error:
+                if error.args[0] != errno.EINTR:
+                    raise
+            else:
+                return
 
     def _restore(self) -> None:
         import termios
 
         with contextlib.suppress(OSError, termios.error):  # it was hung up
+            if os.tcgetpgrp(0) != os.getpgrp():  # another program has it now
+                return
             termios.tcsetattr(0, termios.TCSANOW, self._modes)
             ends = [b"\033[?%d%c" % (number, b"lh"[number in _HIGH]) for number in sorted(self._changed)]
             files.write_all(1, b"".join(ends) + (_MARGINS if ends else b"") + b"\r\n")

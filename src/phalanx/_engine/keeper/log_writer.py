@@ -1,9 +1,12 @@
-"""The log writer: the process that fills log files of bounded size. `rotated_logs` is the keeper's end.
+"""The log writer: the process that fills log files of bounded size, and those of ranks with a terminal.
+
+`rotated_logs` is the keeper's end.
 
 A worker that writes to a file itself cannot be made to write to another one, and to truncate the file behind its back
 loses what it writes between the copy and the truncation. So with a bound, and only then, the worker has a pipe, and the
 group's log writer fills the files: ``path`` is always the newest, ``path.1`` the oldest, and a rotated file keeps its
-name, but for the ``.gz`` of one that is compressed (see `_logs.rotated`).
+name, but for the ``.gz`` of one that is compressed (see `_logs.rotated`). A worker with a terminal has no pipe: our end
+of the terminal is read instead, and `terminal` serves those who are attached to it.
 
 The log writer is a process of its own, a fork of the keeper: a worker that writes without end, or a disk that does not
 answer, must not block those who supervise. It depends on none of them: what a worker has written before it dies is in
