@@ -19,6 +19,7 @@ import time
 import click
 
 from phalanx._base import clock, files
+from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
 from phalanx._base.unix_sockets import by_folder, peer
@@ -77,7 +78,7 @@ def attach(run: str | None, *, rank: int | None, watch: bool, log_dir: str | Non
     found = live_run(log_dir, run)
     chosen, path = _chosen(found, rank)
     has_terminal = os.isatty(0) and os.isatty(1)
-    with _connected(path, found, chosen.rank) as link, _pidfd(chosen.pid) as pidfd:
+    with _connected(path, found, chosen.rank) as link, _pidfd(chosen) as pidfd:
         session = _Session(link, pidfd, f"rank {chosen.rank}", types=has_terminal and not watch)
         if has_terminal:
             leave = "Ctrl-] leaves it" + (", and so does Ctrl-C" if watch else "; pressed twice, it is typed")
@@ -177,17 +178,15 @@ def _connected(path: str, found: RunDir, rank: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _pidfd(pid: int) -> Iterator[int]:
-    """A descriptor that can be read once a process has ended; -1: it has."""
+def _pidfd(rank: Rank) -> Iterator[int]:
+    """A descriptor that can be read once a rank has ended; -1: it has."""
     try:
-        fd = os.pidfd_open(pid)
+        process = Process(rank.pid, start=rank.pid_started or None)
     except OSError:
         yield -1
         return
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    with process:
+        yield process.pidfd
 
 
 def _how_ended(found: RunDir, rank: Rank) -> tuple[str, int]:
