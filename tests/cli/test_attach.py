@@ -284,6 +284,19 @@ def test_one_types_and_the_others_watch(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_a_client_that_is_killed_leaves_the_rank_to_others(place: Place) -> None:
+    with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
+        attached.until("typed")
+        attached.type("one\r")
+        attached.until("one\r\none")
+        attached.process.kill()
+        attached.process.wait()
+        with Attached(place) as again:
+            again.until("one\r\none")
+            again.type("two\r")
+            again.until("two\r\ntwo")
+
+
 def test_modes_that_a_program_has_set_are_reset(place: Place) -> None:
     script = r"printf '\033[?1049h\033[?25l\033[?2004hup'; cat"
     with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:

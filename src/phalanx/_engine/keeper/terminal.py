@@ -252,8 +252,13 @@ class Terminal:
         if uid not in (os.geteuid(), _ROOT):
             link.close()
             return
-        client = self._clients[link.fileno()] = _Client(link, pid)
-        self._loop.watch(link.fileno(), lambda events: self._on_client(client, events))
+        client = _Client(link, pid)
+        try:
+            self._loop.watch(link.fileno(), lambda events: self._on_client(client, events))
+        except OSError:  # no memory, or /proc/sys/fs/epoll/max_user_watches
+            link.close()
+            return
+        self._clients[link.fileno()] = client
         if len(self._clients) > _MOST_CLIENTS:
             self._end(client, f"{_MOST_CLIENTS} are attached to it already")
         else:
@@ -264,11 +269,14 @@ class Terminal:
             self._loop.change(self._listener.fileno(), READ)
 
     def _on_client(self, client: _Client, events: int) -> None:
-        if events & WRITE:
-            self._flush(client)
-        if events & READ and client.events & READ:
-            self._receive(client)
-        elif events & ~(READ | WRITE):  # it has gone
+        try:
+            if events & WRITE:
+                self._flush(client)
+            if events & READ and client.events & READ:
+                self._receive(client)
+            elif events & ~(READ | WRITE):  # it has gone
+                self._drop(client)
+        except Exception:  # noqa: BLE001 - a mistake of ours costs a connection, and not the group
             self._drop(client)
 
     def _receive(self, client: _Client) -> None:
