@@ -79,6 +79,7 @@ class RunConfig(ConsoleConfig):
     preload: list[str] | None
     start_method: str
     stdin: int | None
+    detach: bool
 
     redirects: Std | dict[int, Std] | None
     tee: Std | dict[int, Std] | None

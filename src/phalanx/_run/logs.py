@@ -43,6 +43,16 @@ class RunLogs(DefaultLogsSpecs):
     keeps_few = False
     _said = False
 
+    def make_folder(self, run_id: str) -> str:
+        """Make the run's folder now, and not with the first attempt's files. Returns it. Raises RunError."""
+        try:
+            made = self._make_run_dir(run_id)
+            self._run_log_dir = made[-1]
+            self._set_mode(reversed(made))
+        except OSError as error:
+            raise RunError(f"--log-dir: {error}") from None
+        return self._run_log_dir
+
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Create the folders, and name the files; where a disk has no room for them, elsewhere. Raises OSError."""
         while True:

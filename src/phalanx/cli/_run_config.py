@@ -208,6 +208,7 @@ class WorkerOptions(Declared, section=WORKERS):
         written=TEXT + WHOLE,
         sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
     )
+    detach = Flag(sentence="Return when all ranks of this machine are up; the run goes on without the terminal.")
 
 
 class LogOptions(Declared, section=LOGS):
