@@ -157,6 +157,19 @@ def test_each_node_of_a_job_returns_once_its_ranks_are_up(place: Place, ready: R
             wait_end(launcher)
 
 
+def test_a_full_disk_is_named_and_its_logs_are_elsewhere(place: Place, small_disk: Path) -> None:
+    place.env["TMPDIR"] = str(place.folder)
+    (small_disk / "file").write_bytes(bytes(60 << 10))
+    done = place.run("--detach", "--log-dir", small_disk / "logs", "--no-python", "true", logs=False)
+    assert done.status == 0
+    assert f"the disk at {small_disk}; logs are kept in {place.folder}" in done.err
+    wait_end(launcher_of(done.err))
+    place.env["TMPDIR"] = str(small_disk)
+    done = place.run("--detach", "--log-dir", small_disk / "logs", "--no-python", "true", logs=False)
+    assert done.status == 1
+    assert "no logs are kept" in done.err
+
+
 def test_no_folder_is_left_where_no_worker_was_started(place: Place) -> None:
     assert place.run("--detach", *NOBODY, place.write("")).status == 1
     assert list(place.logs.iterdir()) == []

@@ -51,10 +51,10 @@ class Detached:
         self._command = command
         self._specs: RunLogs
 
-    def leave_terminal(self, specs: RunLogs, run_id: str) -> None:
+    def leave_terminal(self, specs: RunLogs, run_id: str, ranks: int) -> None:
         """Have stdout and stderr lead to `CONSOLE` from now on. Raises RunError, OSError."""
         self._specs = specs
-        path = os.path.join(specs.make_folder(run_id), CONSOLE)
+        path = os.path.join(specs.make_folder(run_id, ranks), CONSOLE)
         console = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         for fd in (1, 2):
             os.dup2(console, fd)

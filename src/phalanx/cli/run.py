@@ -164,7 +164,7 @@ def run(
                 until_end.callback(_say_unread, plan)
                 if detached is not None:
                     plan.detached = detached
-                    detached.leave_terminal(plan.specs, plan.run_id)
+                    detached.leave_terminal(plan.specs, plan.run_id, config.nproc_per_node)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
