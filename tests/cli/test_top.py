@@ -125,8 +125,9 @@ def test_a_rank_is_debugged_and_the_screen_comes_back(place: Place) -> None:
             screen.press("x" + DOWN, KEYS)
             shown = screen.press("d", "(Pdb) ")
             assert LEAVES in shown
-            screen.press("p loss + 1\n", "42")
-            screen.press("\x03", "(Pdb) ")  # the debugger's own: it does not end us
+            assert "42" in screen.press("p loss + 1\n", "(Pdb) ")
+            os.killpg(screen.top.process.pid, signal.SIGINT)  # as Ctrl-C does: it is the debugger's own
+            screen.read("(Pdb) ")
             shown = screen.press("\x04", KEYS)
             assert ENTERS in shown
             assert not screen.is_as_before()
