@@ -155,6 +155,7 @@ FLAGS = (
     "module",
     "no_python",
     "run_path",
+    "detach",
     "standalone",
     "insecure",
     "keep",

@@ -147,16 +147,18 @@ def _wait(launcher: int, ready: int) -> int:
             _copy(console)
         if told.count(_MARK) == _MARKS:
             return 0
-        code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+        end = os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOWAIT)  # a signal may still be passed on to it
+        assert end is not None
         _copy(console)
     with suppress(OSError):
         folder = os.path.dirname(path)
         if path and os.listdir(folder) == [CONSOLE]:  # no worker was started: it is no run's
             os.unlink(path)
             os.rmdir(folder)
-    if code < 0:
-        say(f"the launcher has ended by {signal_name(-code)} before all ranks were up")
-    return code if code >= 0 else 128 - code
+    if end.si_code == os.CLD_EXITED:
+        return end.si_status
+    say(f"the launcher has ended by {signal_name(end.si_status)} before all ranks were up")
+    return 128 + end.si_status
 
 
 def _copy(console: BinaryIO | None) -> None:
