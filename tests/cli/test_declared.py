@@ -156,6 +156,7 @@ FLAGS = (
     "module",
     "no_python",
     "run_path",
+    "detach",
     "standalone",
     "insecure",
     "keep",

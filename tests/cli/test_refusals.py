@@ -54,6 +54,9 @@ run --nproc-per-node=99999999999 S => '99999999999': there cannot be so many wor
 run --nproc-per-node={"9" * 5000} S => 9': there cannot be so many workers
 run --nproc_per_nodes 2 S => --nproc-per-node
 run --start-method spwan S => spawn
+run --detach --stdin 0 S => --detach and --stdin exclude each other
+run --detach --log-dir /dev/null S => no command would find it
+run --detach --logs-specs own S => --detach and --logs-specs exclude each other
 run -r 4 S => 0 (none), 1 (stdout), 2 (stderr) or 3 (both)
 run -t 0:3,1 S => '1'
 run -r 5:3 {TWO} S => there is no local rank 5; ranks are 0 to 1

@@ -82,7 +82,7 @@ def test_a_run_that_runs_shows_each_rank(place: Place, ready: Ready, gate: Gate)
         head, where, empty, heads, *rows = done.out.splitlines()
         (run,) = place.logs.iterdir()
         assert re.fullmatch(rf"{run.name}: running for [\d.]+s, attempt 0, 0 of 3 restarts", head)
-        assert where == f"{script}, 2 ranks on {os.uname().nodename}, launcher {launcher.process.pid}"
+        assert where == f"2 ranks on {os.uname().nodename}, launcher {launcher.process.pid}: {script}"
         assert (empty, heads.split()) == ("", HEADS)
         assert [row.split()[0] for row in rows] == ["0", "1"]
         assert [row.split()[2] for row in rows] == ["running"] * 2

@@ -163,6 +163,8 @@ def test_ctrl_z_gives_the_shell_the_terminal_and_fg_takes_it(shell: Shell) -> No
 @pytest.mark.slow
 def test_ctrl_z_that_repeats_stops_a_run_once(shell: Shell) -> None:
     """It takes some time until so many processes have stopped."""
+    shell.type("stty noflsh\n")  # else each Ctrl-Z discards what nobody has read yet, the shell's "Stopped" as well
+    shell.until("$ ")
     shell.run("--no-python", "sh", "-c", "for i in $(seq 100); do sleep 100 & done; echo up; read line; echo got $line")
     shell.until("[0] up")
     for _ in range(20):

@@ -93,7 +93,7 @@ def test_keys_sort_filter_and_ask(place: Place, ready: Ready, gate: Gate) -> Non
         with top(place) as screen:
             shown = screen.read("the second line")
             assert "running for" in shown
-            assert "train.py, 2 ranks on " in shown
+            assert f"2 ranks on {os.uname().nodename}, launcher " in shown
             assert "RANK    PID  STATE    UPTIME  CPU%" in re.sub(" +PID", "    PID", shown)
             screen.press("k", "choose a rank first, by the arrows")
             screen.press(DOWN + DOWN + "k", "signal to rank 1, like USR1: ")
@@ -108,6 +108,43 @@ def test_keys_sort_filter_and_ask(place: Place, ready: Ready, gate: Gate) -> Non
             screen.press("f\033c", KEYS)
             os.write(screen.ours, b"q")
             assert screen.end() == (0, "\r\nthe end")
+
+
+def test_a_rank_is_debugged_and_the_screen_comes_back(place: Place) -> None:
+    script = place.write("import os\nloss = 41\nif os.environ['RANK'] == '1': breakpoint()\nopen('gate').read()")
+    os.mkfifo(place.folder / "gate")
+    with place.start("--nproc-per-node", 2, script) as run:
+        run.read_until(" stopped at ")
+        until_answered(place, "breakpoint")
+        with top(place) as screen:
+            screen.read("breakpoint")
+            screen.press("d", "choose a rank first, by the arrows")
+            shown = screen.press(DOWN + "d", "any key: back to phalanx top")
+            assert "rank 0 of " in shown
+            assert "does not stand at a breakpoint" in shown
+            screen.press("x" + DOWN, KEYS)
+            shown = screen.press("d", "(Pdb) ")
+            assert LEAVES in shown
+            assert "42" in screen.press("p loss + 1\n", "(Pdb) ")
+            os.killpg(screen.top.process.pid, signal.SIGINT)  # as Ctrl-C does: it is the debugger's own
+            screen.read("(Pdb) ")
+            shown = screen.press("\x04", KEYS)
+            assert ENTERS in shown
+            assert not screen.is_as_before()
+            os.write(screen.ours, b"q")
+            assert screen.end()[0] == 0
+
+
+def test_a_signal_while_it_debugs_leaves_the_terminal_as_it_was(place: Place) -> None:
+    with place.start("--stdin", "none", place.write("breakpoint()")) as run:
+        run.read_until(" stopped at ")
+        until_answered(place, "breakpoint")
+        with top(place) as screen:
+            screen.read("breakpoint")
+            screen.press(DOWN + "d", "(Pdb) ")
+            screen.top.send(signal.SIGTERM)
+            assert screen.top.process.wait() == 143
+            assert screen.is_as_before()
 
 
 def test_ranks_that_do_not_fit_have_a_map(place: Place) -> None:

@@ -131,7 +131,7 @@ def test_one_host_shows_the_ranks_of_all(job: Job) -> None:
     code, out, err = phalanx(job, 2, "status")
     _, where, _, heads, *rows = out.splitlines()
     assert (code, err) == (0, "")
-    assert re.fullmatch(r"\S+train.py, 6 ranks on h1, h2, h3, launcher \d+", where)
+    assert re.fullmatch(r"6 ranks on h1, h2, h3, launcher \d+: \S+train.py", where)
     assert heads.split()[:4] == ["RANK", "HOST", "PID", "STATE"]
     shown = [(rank, host, state) for rank, host, _, state, *_ in map(str.split, rows)]
     assert shown == [(str(rank), f"h{rank // 2 + 1}", "running") for rank in range(6)]

@@ -79,4 +79,5 @@ def test_a_restart_goes_on_from_the_checkpoint() -> None:
 def test_what_spawn_raises_is_read() -> None:
     client = next(client for client in CLIENTS if client.spawns)
     for launcher in (TORCHRUN, PHALANX):
-        assert run(client, "kill", launcher, sys.executable)._replace(seconds=None) == runs.Came(1, "1", "SIGKILL")
+        came = run(client, "kill", launcher, sys.executable, limit=150)
+        assert came._replace(seconds=None) == runs.Came(1, "1", "SIGKILL")

@@ -137,11 +137,11 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL us when the thread of ``parent`` that forked us ends; at once if it has already."""
-    prctl(PR_SET_PDEATHSIG, SIGKILL)
+def die_with_parent(parent: int, number: int = SIGKILL) -> None:
+    """Have the kernel signal us when the thread of ``parent`` that forked us ends; at once if it has already."""
+    prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended between our fork and the prctl, and no signal would come
-        os.kill(os.getpid(), SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def allow_ptrace() -> None:

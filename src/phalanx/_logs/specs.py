@@ -257,7 +257,7 @@ class DefaultLogsSpecs(LogsSpecs):
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
         made: list[str] = []
         if self._run_log_dir is None or attempt in self._attempts:
-            made = self._make_run_dir(_name_of(run_id))
+            made = self._make_run_dir(run_id)
             self._run_log_dir = made[-1]
             self._attempts = []
         elif not os.path.lexists(self._run_log_dir):  # removed since the last attempt
@@ -319,9 +319,9 @@ class DefaultLogsSpecs(LogsSpecs):
         root = self._root_log_dir
         if root is None:
             root = temporary.make()
-            return [root, tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)]
+            return [root, tempfile.mkdtemp(prefix=f"{_name_of(run_id)}_", dir=root)]
         os.makedirs(root, exist_ok=True)
-        return [tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))]
+        return [tempfile.mkdtemp(prefix=f"{_name_of(run_id)}_", dir=os.path.abspath(root))]
 
     def _make_run_dir_again(self, run_dir: str) -> list[str]:
         """Make the run's folder again under its old name, which others know by now. Returns as `_make_run_dir`."""

@@ -81,6 +81,7 @@ class RunConfig(ConsoleConfig):
     stdin: int | None
     pty: range | list[int] | None
     """Global ranks that have a terminal of their own."""
+    detach: bool
 
     redirects: Std | dict[int, Std] | None
     tee: Std | dict[int, Std] | None

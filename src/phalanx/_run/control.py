@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from phalanx._base.text import name_ranks
+from phalanx._base.threads import Latch
 from phalanx._engine import host_signals
 from phalanx._outcomes.failure import signal_name
 from phalanx._run.control_socket import VERSION, Asker, ControlSocket, Question, RefusedError, Reply, refusal
@@ -26,6 +27,7 @@ OF_NODES = ("status", "signal", "pause", "resume")
 """Questions that each node answers for its own workers."""
 
 _ENDING = ("STOPPING", "SUCCEEDED", "FAILED", "STOPPED")  # states of an agent
+_OPEN_WAIT = 1.0  # seconds
 _APART = 0.5  # seconds between two signals that are two requests
 _NO_STOP = "its launcher is a program that handles no signals now: end that by what it offers"
 
@@ -59,6 +61,12 @@ class Control:
     def open(self, folder: str) -> None:
         """Begin to answer, in a run's folder. A further call does nothing."""
         self._socket.open(folder)
+
+    def wait_open(self) -> None:
+        """Return once it answers; after a second, if it does not."""
+        is_open = Latch()
+        self._socket.call(is_open.open)
+        is_open.wait(_OPEN_WAIT)
 
     def close(self) -> None:
         """Answer nobody any more. Idempotent."""

@@ -21,7 +21,12 @@ from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
     from phalanx._run.config import RunConfig
+
+    T = TypeVar("T")
 
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""
@@ -45,16 +50,36 @@ class RunLogs(DefaultLogsSpecs):
     keeps_few = False
     _said = False
 
+    def make_folder(self, run_id: str, ranks: int) -> str:
+        """Make the run's folder now, and not with the first attempt's files. Returns it. Raises RunError."""
+
+        def make() -> str:
+            if not self.is_kept:
+                raise RunError(self.moved)
+            made = self._make_run_dir(run_id)
+            self._run_log_dir = made[-1]
+            self._set_mode(reversed(made))
+            return made[-1]
+
+        try:
+            return self._where_there_is_room(make, ranks)
+        except OSError as error:
+            raise RunError(f"--log-dir: {error}") from None
+
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Create the folders, and name the files; where a disk has no room for them, elsewhere. Raises OSError."""
         self._find_terminals(envs)
+        reify = super().reify
+        return self._where_there_is_room(lambda: reify(envs), len(envs))
+
+    def _where_there_is_room(self, make: Callable[[], T], ranks: int) -> T:
         while True:
             try:
                 if self.is_kept:
                     folder = self._root_log_dir or tempfile.gettempdir()
                     os.makedirs(folder, exist_ok=True)
-                    disk.check(folder, _INODES + _INODES_EACH * len(envs))
-                return super().reify(envs)
+                    disk.check(folder, _INODES + _INODES_EACH * ranks)
+                return make()
             except OSError as error:
                 if not self.is_kept or not (disk.is_full(error.errno) or self._root_log_dir is None):
                     raise

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from phalanx._group.restart_policy import RestartPolicy
     from phalanx._run.config import RunConfig
+    from phalanx._run.detach import Detached
     from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
@@ -69,6 +70,7 @@ class RunPlan:
     """What a run will do. ``forwarded``: the signals that are passed on to the workers. Raises ValueError.
 
     ``notes``: what is to be printed besides. ``makes_folder``: whether the default folder of runs is made, if need be.
+    ``detached`` is set by the caller.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RunPlan:
     ) -> None:  # fmt: skip
         nprocs = config.nproc_per_node
         self.config, self.policy, self.forwarded = config, policy, forwarded
+        self.detached: Detached | None = None
         # As with torchrun, --run-path goes before these.
         self._run_path = config.start_method if config.run_path else ""
         self._module, self._no_python = (given and not self._run_path for given in (config.module, config.no_python))
@@ -90,7 +93,7 @@ class RunPlan:
         for option, chosen in (("--redirects", redirects), ("--tee", tee), ("--local-ranks-filter", local_ranks)):
             _check_ranks(option, chosen, nprocs, "local rank")
         if redirects is None and tee is None:
-            tee = Std.ALL
+            redirects, tee = (Std.ALL, None) if config.detach else (None, Std.ALL)
         streams = redirects or Std.NONE, tee or Std.NONE, local_ranks
         self.meeting = meet(config)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")

@@ -106,6 +106,8 @@ class RunTeam(GroupTeam):
         self.check: NodeCheck | None = check
         self.control = Control(self, self.warn)
         """Answers those who ask about the run from outside."""
+        self.on_up: Callable[[RunTeam], object] = lambda _team: None
+        """Called when every worker of an attempt runs."""
         self.control.stops, self.control.status = tuple(signals), status.collect
 
     def warn(self, text: str) -> None:
@@ -214,6 +216,7 @@ class RunTeam(GroupTeam):
                 StatusWorker(pids.get(rank), rank, place.first_rank + rank, place.role_rank + rank, size)
                 for rank in sorted(self._groups.envs)
             ))  # fmt: skip
+            self.on_up(self)
         return is_up
 
     def ended(self) -> AttemptEnd | None:

@@ -154,7 +154,9 @@ def _is_in_foreground() -> bool:
 def _stop_all() -> list[int]:
     """Stop every process below this one, parents first, so that no stopped one is reaped. Returns their pids.
 
-    That takes a while: one that waits for the terminal reads what is typed before it looks at its signals.
+    That takes a while: one that waits for the terminal reads what is typed before it looks at its signals. A group's
+    own pause is no replacement: it waits for no process, and is for a group that runs, while a rank at a debugger may
+    have failed already. Timers rest as well: their keeper is stopped.
     """
     deadline, pause = clock.now() + _STOP_WAIT, threading.Event()
     stopped: dict[int, bool] = {}

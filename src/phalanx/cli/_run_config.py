@@ -230,6 +230,7 @@ class WorkerOptions(Declared, section=WORKERS):
         written=LIST,
         sentence="Global ranks that have a terminal of their own, like 0,4-7: see phalanx attach.",
     )
+    detach = Flag(sentence="Return when all ranks of this machine are up; the run goes on without the terminal.")
 
 
 class LogOptions(Declared, section=LOGS):

@@ -492,7 +492,7 @@ class _Typed:
             while True:
                 try:
                     self.at_prompt = True
-                    return input(prompt)
+                    return self._input(prompt)
                 except KeyboardInterrupt:
                     click.echo()
                 finally:
@@ -505,6 +505,15 @@ class _Typed:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @staticmethod
+    def _input(prompt: str) -> str:
+        try:
+            return input(prompt)
+        except SystemError as error:
+            # What a signal's handler raised: `input` has run that of another signal before it returned, which CPython
+            # takes for a fault of that one.
+            raise error.__cause__ or error from None
 
     def _check(self, *_signal: object) -> None:
         if self._stop.is_gone():

@@ -143,6 +143,9 @@ class Interrupts:
             self._over = True
             signal.pthread_kill(thread.ident, signal.SIGINT)
             thread.join()
+            # One that came just before, while the thread had its own to read, is still pending.
+            if (found := signal.sigtimedwait({signal.SIGINT}, 0)) is not None:
+                self._obey(found)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _wait(self) -> None:
@@ -150,8 +153,11 @@ class Interrupts:
             found = signal.sigwaitinfo({signal.SIGINT})
             if self._over:
                 return
-            is_piped = False
-            with contextlib.suppress(OSError):  # closed
-                is_piped = stat.S_ISFIFO(os.fstat(1).st_mode)
-            if not (found.si_code == _SI_KERNEL and is_piped):
-                self._stop()
+            self._obey(found)
+
+    def _obey(self, found: signal.struct_siginfo) -> None:
+        is_piped = False
+        with contextlib.suppress(OSError):  # closed
+            is_piped = stat.S_ISFIFO(os.fstat(1).st_mode)
+        if not (found.si_code == _SI_KERNEL and is_piped):
+            self._stop()

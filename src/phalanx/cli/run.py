@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
+    from phalanx._run.detach import Detached
     from phalanx._run.run_events import Asked
     from phalanx.multiprocessing.errors import ChildFailedError
 
@@ -49,6 +50,9 @@ _SHELLS = ("bash", "zsh", "fish")
 _GONE = "the workers have ended by such a signal, too"
 _OF_LAUNCHERS = ("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone", "--no-python", "--rdzv-")
 """Options, or how their names begin, that scripts do not have, as they may have ``--log-dir`` or ``--master-port``."""
+
+_PROGRAM = object()
+"""The context's object where a program calls `main`."""
 
 _OUR = "PHALANX_"
 _OURS = {
@@ -139,11 +143,13 @@ def run(
     notes = _notes_on_variables(os.environ, known)
     if script is not None:
         notes += _notes_on_args(ctx, script, args)
+    starts = not (print_config or dry_run)
     try:
+        detached = _detach(ctx, config) if config.detach and starts else None
         with ExitStack() as until_end:
             policy, chosen = restart_policy(config), forwarded(config.signals_forward, config.signals_to_handle)
             unheeded = check_heeded(config, policy, typed(ctx))
-            plan = RunPlan(config, policy, chosen, unheeded, makes_folder=not (print_config or dry_run))
+            plan = RunPlan(config, policy, chosen, unheeded, makes_folder=starts)
             plan.specs.notes = [*notes, *plan.specs.notes]
             if print_config:
                 from phalanx.cli._dry_run import rehearse
@@ -156,6 +162,9 @@ def run(
                 show(plan)
             else:
                 until_end.callback(_say_unread, plan)
+                if detached is not None:
+                    plan.detached = detached
+                    detached.leave_terminal(plan.specs, plan.run_id, config.nproc_per_node)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -165,6 +174,15 @@ def run(
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
         sys.exit(128 + error.sigval)
+
+
+def _detach(ctx: click.Context, config: RunConfig) -> Detached:
+    """Return in the launcher, a fork of this process, see `phalanx._run.detach`."""
+    if ctx.obj is _PROGRAM:
+        raise ValueError("--detach: phalanx.run.main returns when the run has ended; start phalanx run as a command")
+    from phalanx._run.detach import detach
+
+    return detach(config)
 
 
 def _say_unread(plan: RunPlan) -> None:
@@ -223,6 +241,8 @@ def _see_through(
     """
     is_job = plan.meeting.machines is not None
     failed = None
+    if plan.detached is not None:
+        team.on_up = plan.detached.report_up
 
     def carry() -> tuple[Any, signal.Signals | None]:
         try:
@@ -378,7 +398,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     with restoring():
         try:
-            run(args, prog_name=_NAME)
+            run(args, prog_name=_NAME, obj=_PROGRAM)
         except _WorkersFailed as end:
             end.error.is_reported = True
             raise end.error from None

@@ -196,7 +196,7 @@ def heading(found: RunDir, answer: Answer) -> list[str]:
     where = ", ".join(hosts[:3]) + f" and {len(hosts) - 3} more" * (len(hosts) > 3)  # noqa: PLR2004 - hosts in a line
     return [
         printable(f"{found.name}: {first['state'].lower()}{paused} for {spent}{attempt}{restarts}"),
-        printable(f"{first['name']}, {how_many(count, 'rank')} on {where}, launcher {run.pid}"),
+        printable(f"{how_many(count, 'rank')} on {where}, launcher {run.pid}: {first['name']}"),  # a path may be cut
     ]
 
 

@@ -12,6 +12,7 @@ import io
 import os
 import select
 import signal
+import subprocess
 import sys
 import termios
 import tty
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _LEAST = 0.1  # seconds between two questions
 _SOON = 0.3  # seconds until the next question, if none was answered
 _BRIEF = 1.0  # seconds without an answer that are not worth a line: a launcher begins, or ends
-_KEYS = "q quit | sort: c CPU m mem r rank s step | f filter | k signal l log t stack"
+_KEYS = "q quit | sort: c CPU m mem r rank s step | f filter k signal l log t stack d pdb"
 _SORTS: dict[str, tuple[str, Callable[[status.Row], Any]]] = {
     "r": ("RANK", lambda row: row.rank),
     "c": ("CPU%", lambda row: -(row.cpu or 0.0)),
@@ -79,7 +80,7 @@ def top(run: str | None, *, interval: float, log_dir: str | None) -> None:
     low for all ranks, it has a map of them, a cell for each, above as many lines as fit.
 
     Keys: c, m, r and s sort by CPU, memory, rank and step; f asks which ranks to show; the arrows choose a rank, to
-    which k sends a signal, l shows the last lines of its log, t its stacks; q quits.
+    which k sends a signal, l shows the last lines of its log, t its stacks, and d attaches as phalanx debug; q quits.
 
     Where stdout is no terminal, it prints a table for each look. The exit code is 1 if the launcher was killed.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
@@ -331,12 +332,12 @@ class _Screen:
             if rows:
                 step = 0 if at is None else at + (1 if key == "down" else -1)
                 self._chosen = rows[min(max(step, 0), len(rows) - 1)].rank
-        elif key == "f" or (key in ("k", "l", "t") and self._row() is not None):
+        elif key == "f" or (key in ("k", "l", "t", "d") and self._row() is not None):
             if key in _PROMPTS:
                 self._prompt, self._typed = key, ""
             else:
-                self._show_text(key)
-        elif key in ("k", "l", "t"):
+                (self._debug if key == "d" else self._show_text)(key)
+        elif key in ("k", "l", "t", "d"):
             self._message = "choose a rank first, by the arrows"
 
     def _type(self, key: str) -> None:
@@ -389,6 +390,29 @@ class _Screen:
             self._text, self._message = lines, ""
 
         self._watch.do(work, take)
+
+    def _debug(self, _key: str) -> None:
+        """Give the terminal to ``phalanx debug`` for the chosen rank, and come back when it has ended."""
+        found, row = self._watch.found, self._row()
+        assert row is not None
+        if not _is_here(found, row):
+            self._message = f"rank {row.rank} runs on {row.host}: phalanx debug reaches it there"
+            return
+        self._leave()
+        # Ctrl-C is for the debugger alone; Ctrl-Z stops both. A handler of ours is none in another program.
+        handlers: dict[int, Any] = {signal.SIGINT: lambda *_: None, signal.SIGTSTP: signal.SIG_DFL}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            argv = [sys.executable, "-P", "-m", "phalanx", "debug", found.path, "--rank", str(row.rank)]
+            code = subprocess.call(argv)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if code:  # it has printed why
+            click.echo("phalanx: any key: back to phalanx top", err=True)
+            tty.setcbreak(self._keys, termios.TCSANOW)
+            os.read(self._keys, 1)
+        self._enter()
 
     # --- what is drawn
 
@@ -463,12 +487,17 @@ def _map(rows: list[status.Row], chosen: int, width: int, most: int) -> list[Lin
     return [*lines, ("  ".join(f"{mark} {found[look]} {look}" for look, mark in _MARKS.items() if found[look]), "")]
 
 
+def _is_here(found: RunDir, row: status.Row) -> bool:
+    """Whether a rank is on the machine of the launcher whose run's folder this is."""
+    return found.run is not None and row.facts["launcher"] == found.run.pid
+
+
 def _log_of(found: RunDir, row: status.Row) -> list[str]:
     """Return the last lines of a rank's log."""
     from phalanx._logs.follower import last_lines
 
     facts = row.facts
-    if found.run is None or facts["launcher"] != found.run.pid:
+    if not _is_here(found, row):
         return [f"rank {row.rank} runs on {row.host}, where its log is"]
     folder = os.path.join(found.path, f"attempt_{facts['attempt']}", str(facts["local_rank"]))
     lines = []
