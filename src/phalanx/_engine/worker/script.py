@@ -138,7 +138,7 @@ def _breakpoint(*args: Any, **options: Any) -> None:
 
 
 def _debugger() -> Any:
-    """Import the module that stops this process in pdb, once."""
+    """Import the module that stops this process in pdb, once. `remote_stop` calls it, too."""
     global _loaded  # noqa: PLW0603 - it is not in `sys.modules`
     if _loaded is None:
         with _Ours():
