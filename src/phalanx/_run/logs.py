@@ -22,6 +22,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._run.config import RunConfig
+    from phalanx._run.debug_ports import DebugPorts
 
 KEPT_ATTEMPTS = 100
 """Attempts of which the folders are kept beside the first one's, where nobody says how many."""
@@ -41,6 +42,7 @@ class RunLogs(DefaultLogsSpecs):
     notes: Sequence[str] = ()
     moved = ""  # why the logs are not where they were to be
     keeps_few = False
+    debug_ports: DebugPorts | None = None
     _said = False
 
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
@@ -79,7 +81,8 @@ class RunLogs(DefaultLogsSpecs):
         self._said = True
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
         say(f"{how_many(len(envs), 'worker')}, {where}")
-        for note in filter(None, (self.moved, *self.notes)):
+        attach = self.debug_ports.write(self.run_log_dir or "", envs) if self.debug_ports else ""
+        for note in filter(None, (self.moved, *self.notes, attach)):
             say(note)
         folder = os.path.dirname(self.run_log_dir or "")
         if folder and not self.keeps_few and (kept := _count_in(folder)) > MANY:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from phalanx._group.restart_policy import RestartPolicy
     from phalanx._run.config import RunConfig
+    from phalanx._run.debug_ports import DebugPorts
     from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
@@ -96,6 +97,7 @@ class RunPlan:
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.status = RunStatus(self.run_id, policy.max_restarts)
         self.stdin = Stdin(config.stdin, nprocs, machines=self.meeting.machines is not None)
+        self.debug_ports = _debug_ports(config, self.python)
         self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
         if self.meeting.machines is None:  # of several, nobody knows yet how many workers the others have
@@ -107,6 +109,7 @@ class RunPlan:
         else:
             unheeded = self._check_streams(*streams)
         self.specs = make_logs(config, *streams, makes_folder=makes_folder)
+        self.specs.debug_ports = self.debug_ports
         self.events = self._events()
         self.health_address = None
         if PORT_ENV in os.environ:
@@ -264,9 +267,19 @@ class RunPlan:
                 first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,
                 local_world_size=config.nproc_per_node, role_rank=first_in_role + rank,
                 max_restarts=self.policy.max_restarts, **place,
-            ) | same | self._extra[rank] | config.env
+            ) | same | (self.debug_ports.env(rank) if self.debug_ports else {}) | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
         }  # fmt: skip
+
+
+def _debug_ports(config: RunConfig, python: str) -> DebugPorts | None:
+    if config.debugpy is None:
+        if config.debugpy_wait:
+            raise ValueError("--debugpy-wait needs --debugpy PORT")
+        return None
+    from phalanx._run.debug_ports import DebugPorts
+
+    return DebugPorts(config, python)
 
 
 def reserve_port() -> ReservedPort:

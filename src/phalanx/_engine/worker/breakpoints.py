@@ -6,6 +6,7 @@ connection. A worker loads this module when it stops for the first time, in what
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -31,7 +32,7 @@ finally:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -304,6 +305,16 @@ def _debugger(server: Server | None) -> Debugger:
         debugger = _thread.debugger = Debugger(server)
     assert debugger is not None
     return debugger
+
+
+@contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """A context in which another debugger holds this thread: the timers of its group rest."""
+    _stop.begin("", None)
+    try:
+        yield
+    finally:
+        _stop.end()
 
 
 def listen() -> str:

@@ -54,7 +54,7 @@ def _take_out() -> dict[str, Any]:
 with _Ours():
     from phalanx._base import linux
     from phalanx._evidence.describe import describe
-    from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
+    from phalanx._evidence.error_file import DEBUGPY_ENV, ERROR_FILE_ENV, POST_MORTEM_ENV
     from phalanx._evidence.recording import exit_code, note_exit, record, refused
     from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
     from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -120,7 +120,15 @@ def run(fd: int) -> None:
 
 
 def _install_breakpoint() -> None:
-    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise.
+
+    Before that, have debugpy listen for an editor, if that is wanted.
+    """
+    if os.environ.get(DEBUGPY_ENV):
+        with _Ours():
+            from phalanx._engine.worker import debugpy_server
+
+        debugpy_server.listen()
     if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _breakpoint
 
