@@ -34,8 +34,9 @@ class DebugPorts:
     def __init__(self, config: RunConfig, python: str) -> None:
         first, count = config.debugpy, config.nproc_per_node
         assert first is not None
-        if config.no_python and not config.run_path:
-            raise ValueError("--debugpy and --no-python exclude each other: debugpy is in a Python program")
+        if config.no_python or config.run_path:
+            option = "--run-path" if config.run_path else "--no-python"
+            raise ValueError(f"--debugpy and {option} exclude each other: leave {option} out, for a script of Python")
         if config.log_dir == os.devnull:
             raise ValueError(f"--debugpy: there is no folder for {FILE}; leave --log-dir /dev/null out")
         if first + count - 1 > _HIGHEST:

@@ -16,7 +16,7 @@ from phalanx._engine import main_module, worker_messages
 from phalanx._engine.worker.mp_child import Child
 from phalanx._evidence import recording
 from phalanx._evidence.describe import describe, skip_own_frames
-from phalanx._evidence.error_file import DEBUGPY_ENV, ERROR_FILE_ENV, POST_MORTEM_ENV
+from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
 from phalanx._evidence.recording import exit_code
 from phalanx._evidence.sent import DESCRIPTORS_ENV
 from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -192,10 +192,6 @@ def _begin(child: Child) -> None:
     ThisWorker.prints = os.environ.pop("PHALANX_TRACEBACKS", "")
     catch_fatal_signals()
     offer_stacks()
-    if os.environ.get(DEBUGPY_ENV):
-        from phalanx._engine.worker import debugpy_server
-
-        debugpy_server.listen()
     _install_breakpoint()
     ThisWorker.post_mortem = os.environ.get(POST_MORTEM_ENV) == "1"
     linux.allow_ptrace()
