@@ -299,11 +299,11 @@ class EndOptions(Declared, section=END):
         kind=Whole(0, 65535),
         metavar="PORT",
         written=WHOLE,
-        section=WORKERS,
+        section=TIMERS,
         sentence="debugpy listens in each rank, at PORT and those after it; 0: at free ports. "
         "Every user of this machine can run code there.",
     )
-    debugpy_wait = Flag(section=WORKERS, sentence="With --debugpy, each rank waits for an editor to attach.")
+    debugpy_wait = Flag(section=TIMERS, sentence="With --debugpy, each rank waits for an editor to attach.")
     grace = Time(
         "--shutdown-timeout",
         default="30",
