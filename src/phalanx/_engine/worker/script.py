@@ -131,6 +131,10 @@ def _install_breakpoint() -> None:
         debugpy_server.listen()
     if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _breakpoint
+    if "pdb" in sys.modules:
+        _redirect(sys.modules["pdb"].Pdb)
+    else:
+        sys.meta_path.insert(0, _PdbFinder)
 
 
 def _breakpoint(*args: Any, **options: Any) -> None:
@@ -143,6 +147,47 @@ def _breakpoint(*args: Any, **options: Any) -> None:
 
         stop = pdb.Pdb().set_trace
     stop(sys._getframe(1), *args, **options)
+
+
+class _PdbFinder:
+    """Finds pdb, once: its `set_trace`, and that of subclasses like torch's, is to stop as `breakpoint` does."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG004 - of a finder
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != "pdb":
+            return None
+        sys.meta_path.remove(_PdbFinder)
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                load(module)
+                _redirect(module.Pdb)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _redirect(kind: Any) -> None:
+    """Have `set_trace` of a class of pdb stop as `breakpoint` does, where it would read a stdin that is no terminal."""
+    set_trace = kind.set_trace
+
+    def stop(self: Any, frame: Any = None, **options: Any) -> None:
+        frame = frame or sys._getframe(1)
+        if not hasattr(self, "server") and self.stdin is sys.stdin and not os.isatty(0):
+            try:
+                go = _debugger().stop
+            except (ImportError, OSError):  # as in `_breakpoint`
+                go = set_trace.__get__(self)
+        else:
+            go = set_trace.__get__(self)
+        go(frame, **options)  # nothing may follow: it would be traced
+
+    kind.set_trace = stop
 
 
 def _debugger() -> Any:
