@@ -24,7 +24,7 @@ LOOP = """
     steps = 0
     def train():
         global steps
-        while not os.path.exists("on"):
+        while not os.access("on", os.F_OK):
             steps += 1
             {body}
     train()

@@ -178,7 +178,7 @@ def _redirect(kind: Any) -> None:
 
     def stop(self: Any, frame: Any = None, **options: Any) -> None:
         frame = frame or sys._getframe(1)
-        if not hasattr(self, "server") and self.stdin is sys.stdin and not os.isatty(0):
+        if not hasattr(self, "server") and self.use_rawinput and not os.isatty(0):
             try:
                 go = _debugger().stop
             except (ImportError, OSError):  # as in `_breakpoint`
