@@ -168,7 +168,7 @@ class _PdbFinder:
                 load(module)
                 _redirect(module.Pdb)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # that of the loader of this module alone
         return spec
 
 
