@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -235,7 +236,7 @@ def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
         assert [line.split("  ")[0] for line in listed.out.splitlines()] == ["rank 1", "rank 2", "rank 3"]
         assert debug(place, "", "--all", "p rank > 0").out == "ranks 1-3:\n  True\n"
         assert debug(place, "", "--all", "p rank // 2").out == "rank 1:\n  0\nranks 2-3:\n  1\n"
-        assert "rank 0 of" in debug(place, "", "--rank", "0").err
+        assert debug(place, "", "--rank", "0").status == 1  # it has ended
         assert debug(place, "", "--all", "c").out == "ranks 1-3:\n  (goes on)\n"
         assert run.end().status == 0
 
@@ -320,6 +321,50 @@ def test_quit_ends_the_rank(place: Place) -> None:
         done = debug(place, "q")
         assert "rank 2 has ended: BdbQuit" in done.err
         assert "BdbQuit" in run.end().err
+
+
+@pytest.mark.parametrize("preload", [(), ("--preload", "pdb")])
+def test_pdb_itself_stops_the_rank(place: Place, preload: tuple[str, ...]) -> None:
+    script = place.write("""
+        import pdb, sys
+        x = 41
+        pdb.set_trace()
+        class Own(pdb.Pdb):
+            pass
+        Own().set_trace()
+        pdb.Pdb(stdin=open("commands"), stdout=sys.stdout).set_trace()
+        print("went on")
+        """)
+    place.write("c\n", "commands")
+    with place.start(*preload, script) as run:
+        stopped(run)
+        done = debug(place, "p x; c; p x + 1; c")
+        assert "p x\n41\n" in done.out
+        assert "\n42\n" in done.out
+        assert run.end().out.endswith("went on\n")
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed in this environment")
+def test_a_breakpoint_of_torch_stops_one_rank(place: Place) -> None:
+    script = place.write("""
+        import time, phalanx.timer, torch.distributed as dist
+        dist.init_process_group("gloo")
+        phalanx.timer.beat()
+        x, began = dist.get_rank() + 40, time.monotonic()
+        dist.breakpoint(1)
+        phalanx.timer.beat()
+        print("past", x)
+        dist.destroy_process_group()
+        """)
+    with place.start("--nproc-per-node", 2, "--hang-timeout", 3, script) as run:
+        assert "rank 1 stopped at" in stopped(run)
+        with Client(place) as client:
+            client.ask("up", "dist.breakpoint(1)\n")
+            while "True" not in client.ask("p 'later', time.monotonic() - began > 5", ")\n"):
+                pass
+            assert client.end("p x\nc\n").out.startswith("(Pdb) p x\n41\n")
+        assert {"[0] past 40", "[1] past 41"} <= set(run.end().out.splitlines())
 
 
 def test_a_rank_stands_after_the_commands_of_a_breakpoint(place: Place) -> None:

@@ -148,6 +148,7 @@ SETTINGS = {
     "rdzv_endpoint": Setting("localhost:0", "[::1]:29500,b", [("localhost", 0)], [("::1", 29500), ("b", 0)]),
     "rdzv_conf": Setting("timeout=60,is_host=1", "a=b", {"timeout": "60", "is_host": "1"}, {"a": "b"}),
     "signals_to_handle": Setting("SIGTERM,usr1", "none", [signal.SIGTERM, signal.SIGUSR1], []),
+    "debugpy": Setting("5678", "0", 5678, 0),
     "numa_binding": Setting("node", "core-complex", "node", "core-complex"),
     "logs_specs": Setting("mine", "yours", "mine", "yours"),
     "event_log_handler": Setting("console", "mine", "console", "mine"),
@@ -167,6 +168,7 @@ FLAGS = (
     "log_compress",
     "no_force_color",
     "post_mortem",
+    "debugpy_wait",
     "raw",
     "virtual_local_rank",
 )

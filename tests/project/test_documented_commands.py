@@ -36,6 +36,11 @@ NOT_RUN = {
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
     "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
+    "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
+        "waits for an editor; tests/cli/test_debugpy.py runs its like",
+    "phalanx status": "needs a run that lasts; tests/cli/test_status.py runs it",
+    "py-spy dump --pid 32397 --locals": "needs a process that lasts; tests/stacks runs py-spy",
+    "py-spy record --pid 32397 --duration 30 --output rank0.svg": "as above",
     "phalanx stack": "needs a run that lasts; the transcript `stack` is of it",
     "phalanx run --nproc-per-node gpu train.py": "needs a GPU; tests/placement has devices",
     "phalanx run --nproc-per-node gpu --virtual-local-rank train.py": "as above",

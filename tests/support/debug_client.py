@@ -35,7 +35,7 @@ class Debugger:
         self.processes: list[int] = []
         """The pids of all that was debugged."""
         self._exit_code: int | None = None
-        self._stops: queue.Queue[tuple[_Session, int]] = queue.Queue()
+        self._stops: queue.Queue[tuple[Session, int]] = queue.Queue()
         self._over = threading.Event()
         self._sockets: list[socket.socket] = []
         self._adapter = subprocess.Popen(
@@ -46,7 +46,7 @@ class Debugger:
         module = arguments[0] == "-m"
         what = {"module" if module else "program": arguments[module], "args": list(arguments[1 + module :])}
         request = {"console": "internalConsole", "python": sys.executable, **what, **launch}
-        self._main = _Session(self, self._adapter.stdout, self._adapter.stdin)
+        self._main = Session(self, self._adapter.stdout, self._adapter.stdin)
         self._sessions = [self._main]
         self._main.begin("launch", request)
 
@@ -91,7 +91,7 @@ class Debugger:
         assert self._exit_code is not None
         return self._exit_code
 
-    def on_event(self, session: _Session, event: str, body: dict[str, Any]) -> None:
+    def on_event(self, session: Session, event: str, body: dict[str, Any]) -> None:
         """Do as an editor does."""
         if event == "initialized":
             session.request("setBreakpoints", source={"path": self.file}, breakpoints=[{"line": self.line}])
@@ -103,7 +103,7 @@ class Debugger:
         elif event == "debugpyAttach":
             sock = socket.create_connection((body["connect"]["host"], body["connect"]["port"]))
             self._sockets.append(sock)
-            child = _Session(self, sock.makefile("rb"), sock.makefile("wb"))
+            child = Session(self, sock.makefile("rb"), sock.makefile("wb"))
             self._sessions.append(child)
             child.begin("attach", body)
         elif session is self._main and event == "exited":
@@ -112,8 +112,10 @@ class Debugger:
             self._over.set()
 
 
-class _Session:
-    def __init__(self, debugger: Debugger, received: IO[bytes], sent: IO[bytes]) -> None:
+class Session:
+    """A connection to an adapter, whose events `on_event` of ``debugger`` handles."""
+
+    def __init__(self, debugger: Any, received: IO[bytes], sent: IO[bytes]) -> None:
         self._debugger, self._received, self._sent = debugger, received, sent
         self._one = threading.Lock()
         self._answers: dict[int, queue.Queue[dict[str, Any]]] = {}

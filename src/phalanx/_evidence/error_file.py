@@ -46,6 +46,9 @@ DEBUG_SUFFIX = ".debug."
 POST_MORTEM_ENV = "PHALANX_POST_MORTEM"
 """The environment variable that has a worker stand where it has raised the exception that ends it: 1."""
 
+DEBUGPY_ENV = "PHALANX_DEBUGPY_LISTEN"
+"""The environment variable with the port of debugpy in a worker, and " wait" if that waits for an editor."""
+
 BREAKPOINT_TIMEOUT_ENV = "PHALANX_BREAKPOINT_TIMEOUT"
 """The environment variable with the seconds after which a worker at a breakpoint, to which nobody attaches, is hung."""
 

@@ -102,6 +102,8 @@ class RunConfig(ConsoleConfig):
     on_expiry: tuple[tuple[str, float], ...]
     breakpoint_timeout: float | None
     post_mortem: bool
+    debugpy: int | None
+    debugpy_wait: bool
     grace: float
     settle: float
     linger: float

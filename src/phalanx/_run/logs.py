@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from phalanx._run.config import RunConfig
+    from phalanx._run.debug_ports import DebugPorts
 
     T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class RunLogs(DefaultLogsSpecs):
     _with_terminal: Sequence[int] = ()  # local ranks
     moved = ""  # why the logs are not where they were to be
     keeps_few = False
+    debug_ports: DebugPorts | None = None
     _said = False
 
     def make_folder(self, run_id: str, ranks: int) -> str:
@@ -136,7 +138,8 @@ class RunLogs(DefaultLogsSpecs):
         self._said = True
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
         say(f"{how_many(len(envs), 'worker')}, {where}")
-        for note in filter(None, (self.moved, *self.notes)):
+        attach = self.debug_ports.write(self.run_log_dir or "", envs) if self.debug_ports else ""
+        for note in filter(None, (self.moved, *self.notes, attach)):
             say(note)
         folder = os.path.dirname(self.run_log_dir or "")
         if folder and not self.keeps_few and (kept := _count_in(folder)) > MANY:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from phalanx._group.restart_policy import RestartPolicy
     from phalanx._run.config import RunConfig
+    from phalanx._run.debug_ports import DebugPorts
     from phalanx._run.detach import Detached
     from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
@@ -102,6 +103,7 @@ class RunPlan:
         if is_alone and isinstance(config.pty, list):
             _check_ranks("--pty", config.pty, nprocs)
         self.stdin = Stdin(config.stdin, nprocs, machines=not is_alone, terminals=config.pty or ())
+        self.debug_ports = _debug_ports(config, self.python)
         self._placement, self._extra, placed = place(config)
         self.console = console_specs(config, drain=config.drain)
         if is_alone:  # of several, nobody knows yet how many workers the others have
@@ -113,6 +115,7 @@ class RunPlan:
         else:
             unheeded = self._check_streams(*streams)
         self.specs = make_logs(config, *streams, makes_folder=makes_folder)
+        self.specs.debug_ports = self.debug_ports
         self.events = self._events()
         self.health_address = None
         if PORT_ENV in os.environ:
@@ -265,15 +268,30 @@ class RunPlan:
             own[POST_MORTEM_ENV] = "1"
         if config.breakpoint_timeout is not None:
             own[BREAKPOINT_TIMEOUT_ENV] = str(config.breakpoint_timeout)
-        same = own | colours  # a terminal needs none
+
+        def shared(rank: int) -> dict[str, str]:
+            has_terminal = first + rank in (config.pty or ())  # which needs no colours to be forced
+            ports = {} if self.debug_ports is None else self.debug_ports.env(rank)
+            return own | ({} if has_terminal else colours) | ports
+
         return {
             rank: worker_env(
                 first + rank, world_size, role=config.role, run_id=self.run_id, local_rank=rank,
                 local_world_size=config.nproc_per_node, role_rank=first_in_role + rank,
                 max_restarts=self.policy.max_restarts, **place,
-            ) | (own if first + rank in (config.pty or ()) else same) | self._extra[rank] | config.env
+            ) | shared(rank) | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
         }  # fmt: skip
+
+
+def _debug_ports(config: RunConfig, python: str) -> DebugPorts | None:
+    if config.debugpy is None:
+        if config.debugpy_wait:
+            raise ValueError("--debugpy-wait needs --debugpy PORT")
+        return None
+    from phalanx._run.debug_ports import DebugPorts
+
+    return DebugPorts(config, python)
 
 
 def reserve_port() -> ReservedPort:

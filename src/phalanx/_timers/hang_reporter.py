@@ -258,7 +258,7 @@ class HangReporter:
             if os.path.exists(f"{path}{DEBUG_SUFFIX}{hang.pid}"):
                 command = f"phalanx debug {_run_argument(path)}--rank {rank}"
                 self._show(f"rank {rank} stopped at {hang.timer.location}: {command}")
-            else:  # of a group of the rank's own
+            elif os.path.exists(f"/proc/{hang.pid}"):  # of a group of the rank's own; else it has ended since
                 self._show(f"process {hang.pid}, below rank {rank}, stopped at {hang.timer.location}")
 
     def _refused(self, pid: int, _scope: str, _location: str) -> None:

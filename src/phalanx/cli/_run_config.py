@@ -317,6 +317,16 @@ class EndOptions(Declared, section=END):
     post_mortem = Flag(
         section=TIMERS, sentence="The first rank that raises an exception stands there, for phalanx debug."
     )
+    debugpy = Maybe(
+        int,
+        kind=Whole(0, 65535),
+        metavar="PORT",
+        written=WHOLE,
+        section=TIMERS,
+        sentence="debugpy listens in each rank, at PORT and those after it; 0: at free ports. "
+        "Every user of this machine can run code there.",
+    )
+    debugpy_wait = Flag(section=TIMERS, sentence="With --debugpy, each rank waits for an editor to attach.")
     grace = Time(
         "--shutdown-timeout",
         default="30",

@@ -25,7 +25,8 @@ from phalanx._base.unix_sockets import by_folder, peer
 from phalanx._engine.worker.debug_socket import Lines, encode
 from phalanx._evidence import error_file, recording
 from phalanx.cli._commands import SETTINGS, Command
-from phalanx.cli._options import Whole, live_run, run_argument
+from phalanx.cli._declare import reading
+from phalanx.cli._options import Whole, live_run, run_argument, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,13 +153,15 @@ def _number(value: object) -> int:
 @click.option("--rank", type=Whole(min=0), metavar="N", help="The rank to attach to.")
 @click.option("--all", "command", metavar="CMD",
               help="Send this command of pdb to all ranks that stand, and print their answers.")  # fmt: skip
+@click.option("--wait", default="10", callback=reading(time_of(zero=False)), metavar="TIME",
+              help="Time within which a rank that stands at no breakpoint has to stop. Default: 10.")  # fmt: skip
 @run_argument(state="running")
-def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: str | None) -> None:
-    """Attach to a rank of RUN that stands at a breakpoint.
+def debug(run: str | None, *, rank: int | None, command: str | None, wait: float, log_dir: str | None) -> None:
+    """Attach to a rank of RUN that stands at a breakpoint, or have one stop.
 
     \b
     phalanx debug                        the rank that stands; if several do, they are listed
-    phalanx debug --rank 3
+    phalanx debug --rank 3               rank 3; on Python 3.14 and later also where it is now
     phalanx debug --all "p loss"         one command, and the answers of all that stand
     echo "p loss" | phalanx debug        commands of a file or a pipe
 
@@ -167,13 +170,16 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
     commands. Ctrl-C interrupts a command; a second one leaves. After c you see the rank again when it next stops, and
     Ctrl-C leaves it. q ends the rank. RUN is as for phalanx stack, or the path of a socket that a rank has named. The
     ranks of another machine are reached there. The exit code is 1 if no rank stands.
+
+    With --rank, a rank that stands nowhere stops where it is (sys.remote_exec), as soon as its main thread is at a line
+    of Python or in a sleep: not in a long call of C code. If that takes longer than --wait, it does not stop at all.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     if rank is not None and command is not None:
         raise click.UsageError("--rank and --all exclude each other")
     with contextlib.ExitStack() as held:
         if run is not None and _is_socket(run):
             stops, notes = _reached([(run, None)], os.geteuid(), held)
-            name = run
+            name, found = run, None
         else:
             found = live_run(log_dir, run)
             sockets = [(path, its) for path, its in _sockets(found) if rank in (None, its)]
@@ -186,6 +192,10 @@ def debug(run: str | None, *, rank: int | None, command: str | None, log_dir: st
             raise click.ClickException("; ".join(notes))
         for note in notes:
             click.echo(f"phalanx: {note}", err=True)
+        if not stops and rank is not None and found is not None:
+            from phalanx.cli._remote_stop import stop_rank
+
+            stops, _ = _reached([(stop_rank(found, rank, wait), rank)], found.owner, held)
         if not stops:
             which = f"rank {rank}" if rank is not None else "no rank"
             raise click.ClickException(

@@ -200,6 +200,8 @@ class _WorkersFailed(SystemExit):
 
 def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     services, machines = plan.services(until_end), plan.meeting.machines
+    if plan.debug_ports is not None:
+        plan.debug_ports.reserve(until_end)
     if machines is not None:
         from phalanx._run.job_node import JobNode, conclude_node
 

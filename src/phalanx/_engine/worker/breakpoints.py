@@ -6,6 +6,7 @@ connection. A worker loads this module when it stops for the first time, in what
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -23,6 +24,7 @@ _known = "readline" in sys.modules
 if not _known:  # nobody types here; and as it is loaded, it may wait for a terminal
     sys.modules["readline"] = None  # type: ignore[assignment]  # so that its import fails
 try:
+    import bdb
     import pdb  # noqa: T100 - what this module is about
 finally:
     if not _known:
@@ -30,7 +32,7 @@ finally:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -125,13 +127,13 @@ def _start_anew() -> None:
     vars(_thread).clear()
 
 
-def _open() -> Server | None:
+def _open(*, beside_terminal: bool = False) -> Server | None:
     """Return the server of this process; None: the debugger reads stdin, which is said unless that is a terminal."""
     global _server  # noqa: PLW0603 - as above
     if _server is not None and _server.is_open:
         return _server
     _server = None
-    if os.isatty(0):
+    if os.isatty(0) and not beside_terminal:
         return None
     path = os.environ.get(ERROR_FILE_ENV)
     why = f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket"
@@ -238,6 +240,11 @@ class Debugger(pdb.Pdb):
         self._goes = "end"
         super().set_quit()
 
+    @property
+    def stands(self) -> bool:
+        """Whether the program makes a step, after which it stands again."""
+        return self._goes == "step"
+
     def do_interact(self, arg: str) -> bool | None:
         """Start an interactive interpreter: at a terminal alone, not at a socket."""
         if self.server is None:
@@ -290,12 +297,61 @@ def _place(frame: FrameType | None, trace: Any = None) -> str:
     return f"{path if below.startswith(os.pardir) else below}:{line}"
 
 
+def _debugger(server: Server | None) -> Debugger:
+    """Return the debugger of this thread: its last one, from Python 3.13 on, if that can be had."""
+    debugger: Debugger | None = getattr(_thread, "debugger", None)
+    is_new = debugger is None or sys.version_info < (3, 13) or debugger.server is not server
+    if is_new or (server is not None and server.standing is not None):
+        debugger = _thread.debugger = Debugger(server)
+    assert debugger is not None
+    return debugger
+
+
+@contextlib.contextmanager
+def resting() -> Iterator[None]:
+    """A context in which another debugger holds this thread: the timers of its group rest."""
+    _stop.begin("", None)
+    try:
+        yield
+    finally:
+        _stop.end()
+
+
+def listen() -> str:
+    """Open the socket of this process. Returns its path; "": there is none, and a line on stderr says why."""
+    server = _open(beside_terminal=True)
+    return "" if server is None else server.path
+
+
+def stop_now(frame: FrameType) -> None:
+    """Stop at ``frame``, after `listen`: also within its call of C code, in which no trace function is called.
+
+    Python 3.14 and later have what this takes. After ``q``, the program raises BdbQuit once it runs on.
+    """
+    debugger: Any = _debugger(_server)  # of a Python that has more
+    debugger.heading = ""
+    debugger.set_trace(frame)
+    debugger.stopframe = frame  # else it would stop in the next call
+    debugger.stop_trace()
+    try:
+        debugger.trace_dispatch(frame, "opcode", None)
+    except bdb.BdbQuit:  # which would go nowhere from here
+        frame.f_trace = _quit
+        sys.settrace(_quit)
+        return
+    if debugger.breaks or debugger.stands:
+        debugger.start_trace()  # nothing may follow: it would be traced
+
+
+def _quit(*_event: Any) -> None:
+    """A trace function that ends the program."""
+    sys.settrace(None)
+    raise bdb.BdbQuit
+
+
 def stop(frame: FrameType, header: str | None = None, commands: list[str] | None = None) -> None:
     """Stop at ``frame``, as `pdb.set_trace` does."""
-    server = _open()
-    debugger = getattr(_thread, "debugger", None)
-    if debugger is None or sys.version_info < (3, 13) or (server is not None and server.standing is not None):
-        debugger = _thread.debugger = Debugger(server)
+    debugger = _debugger(_open())
     debugger.heading = header or ""
     if header:
         debugger.message(header)

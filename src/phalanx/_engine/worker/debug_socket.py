@@ -196,7 +196,7 @@ class Server:
             self._thread = 0 if before is None else threading.get_ident()
             self.standing = before
         if before is None:
-            self._send({"runs": how})
+            self._send({"runs": how}, self._client)
 
     def write(self, text: str) -> None:
         """Print for the client. What it does not read in time, and what is printed for nobody, is lost."""
@@ -204,7 +204,7 @@ class Server:
         self._printed += len(text)
         whole, newline, rest = kept.rpartition("\n")
         if newline:
-            self._send({"out": self._partial + whole + newline})
+            self._send({"out": self._partial + whole + newline}, self._client)
             self._partial = ""
         self._partial += rest
 
@@ -212,7 +212,7 @@ class Server:
         """Return the next line, with its end. The prompt is what was printed last, or ``prompt``."""
         left_out = self._printed - MOST_OUTPUT
         if left_out > 0:
-            self._send({"out": f"{self._partial}\n[{left_out} more characters are left out]\n"})
+            self._send({"out": f"{self._partial}\n[{left_out} more characters are left out]\n"}, self._client)
             self._partial = ""
         prompt = self._partial or prompt
         with self._change:
@@ -220,10 +220,13 @@ class Server:
             self._is_interrupted = False
         while True:
             self._partial = ""
-            self._send({"prompt": prompt})
+            with self._change:
+                is_new = bool(self._waiting) and self._waiting[0][0] == "attach"  # greeted first: it has one prompt
+                client = None if is_new else self._client
+            self._send({"prompt": prompt}, client)
             kind, value = self._next()
             while kind == "complete":
-                self._send({"matches": self._matches(value)})
+                self._send({"matches": self._matches(value)}, self._client)
                 kind, value = self._next()
             if kind == "line":
                 return str(value) + "\n"
@@ -246,8 +249,8 @@ class Server:
         except Exception:  # noqa: BLE001 - of the user's objects, whose attributes are listed
             return []
 
-    def _send(self, message: dict[str, Any]) -> None:
-        client = self._client
+    @staticmethod
+    def _send(message: dict[str, Any], client: _Connection | None) -> None:
         if client is None:
             return
         try:

@@ -248,9 +248,7 @@ def _record(error: BaseException) -> None:
         else:
             std_streams.write_stderr(stack)
     if waits:
-        from phalanx._engine.worker import breakpoints
-
-        breakpoints.post_mortem(error)
+        _debugger().post_mortem(error)
         _send_leaving(1)
 
 
@@ -262,9 +260,14 @@ def _install_breakpoint() -> None:
 
 def _breakpoint(*args: Any, **options: Any) -> None:
     """Stop in pdb: `sys.breakpointhook`, with the arguments of `pdb.set_trace`."""
+    _debugger().stop(sys._getframe(1), *args, **options)  # noqa: SLF001 - it is where the program stops
+
+
+def _debugger() -> Any:
+    """Import the module that stops this process in pdb. `remote_stop` calls it, too."""
     from phalanx._engine.worker import breakpoints
 
-    breakpoints.stop(sys._getframe(1), *args, **options)  # noqa: SLF001 - it is where the program stops
+    return breakpoints
 
 
 def _write_last(text: str) -> None:

@@ -54,7 +54,7 @@ def _take_out() -> dict[str, Any]:
 with _Ours():
     from phalanx._base import linux
     from phalanx._evidence.describe import describe
-    from phalanx._evidence.error_file import ERROR_FILE_ENV, POST_MORTEM_ENV
+    from phalanx._evidence.error_file import DEBUGPY_ENV, ERROR_FILE_ENV, POST_MORTEM_ENV
     from phalanx._evidence.recording import exit_code, note_exit, record, refused
     from phalanx._evidence.sent import DESCRIPTORS_ENV, Report
     from phalanx._evidence.stack_signals import catch_fatal_signals, offer_stacks
@@ -120,9 +120,21 @@ def run(fd: int) -> None:
 
 
 def _install_breakpoint() -> None:
-    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise."""
+    """Have `breakpoint` stop as `phalanx debug` expects it, unless the user or a debugger has chosen otherwise.
+
+    Before that, have debugpy listen for an editor, if that is wanted.
+    """
+    if os.environ.get(DEBUGPY_ENV):
+        with _Ours():
+            from phalanx._engine.worker import debugpy_server
+
+        debugpy_server.listen()
     if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _breakpoint
+    if "pdb" in sys.modules:
+        _redirect(sys.modules["pdb"].Pdb)
+    else:
+        sys.meta_path.insert(0, _PdbFinder)
 
 
 def _breakpoint(*args: Any, **options: Any) -> None:
@@ -137,8 +149,49 @@ def _breakpoint(*args: Any, **options: Any) -> None:
     stop(sys._getframe(1), *args, **options)
 
 
+class _PdbFinder:
+    """Finds pdb, once: its `set_trace`, and that of subclasses like torch's, is to stop as `breakpoint` does."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG004 - of a finder
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != "pdb":
+            return None
+        sys.meta_path.remove(_PdbFinder)
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                load(module)
+                _redirect(module.Pdb)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # that of the loader of this module alone
+        return spec
+
+
+def _redirect(kind: Any) -> None:
+    """Have `set_trace` of a class of pdb stop as `breakpoint` does, where it would read a stdin that is no terminal."""
+    set_trace = kind.set_trace
+
+    def stop(self: Any, frame: Any = None, **options: Any) -> None:
+        frame = frame or sys._getframe(1)
+        if not hasattr(self, "server") and self.use_rawinput and not os.isatty(0):
+            try:
+                go = _debugger().stop
+            except (ImportError, OSError):  # as in `_breakpoint`
+                go = set_trace.__get__(self)
+        else:
+            go = set_trace.__get__(self)
+        go(frame, **options)  # nothing may follow: it would be traced
+
+    kind.set_trace = stop
+
+
 def _debugger() -> Any:
-    """Import the module that stops this process in pdb, once."""
+    """Import the module that stops this process in pdb, once. `remote_stop` calls it, too."""
     global _loaded  # noqa: PLW0603 - it is not in `sys.modules`
     if _loaded is None:
         with _Ours():
