@@ -38,6 +38,8 @@ NOT_RUN = {
     "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
     "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
         "waits for an editor; tests/cli/test_debugpy.py runs its like",
+    "phalanx run --detach --nproc-per-node 8 train.py": "leaves a run behind; tests/cli/test_detach.py runs its like",
+    "phalanx top": "needs a run that lasts; tests/cli/test_top.py runs it",
     "phalanx status": "needs a run that lasts; tests/cli/test_status.py runs it",
     "py-spy dump --pid 32397 --locals": "needs a process that lasts; tests/stacks runs py-spy",
     "py-spy record --pid 32397 --duration 30 --output rank0.svg": "as above",
