@@ -39,6 +39,7 @@ NOT_RUN = {
     "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
         "waits for an editor; tests/cli/test_debugpy.py runs its like",
     "phalanx run --detach --nproc-per-node 8 train.py": "leaves a run behind; tests/cli/test_detach.py runs its like",
+    "phalanx report": "needs a run that has ended; the transcript `report` is of it",
     "phalanx top": "needs a run that lasts; tests/cli/test_top.py runs it",
     "phalanx status": "needs a run that lasts; tests/cli/test_status.py runs it",
     "py-spy dump --pid 32397 --locals": "needs a process that lasts; tests/stacks runs py-spy",
