@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_status import phalanx
+from tests.cli.test_status import phalanx, until_answered
 from tests.support.command import RUN, Done, Place, Shell, logs
 from tests.support.etcd import free_port
 from tests.support.helpers import TIMEOUT, Gate, Ready, descendants, wait_gone
@@ -184,6 +184,31 @@ def test_a_signal_to_the_command_stops_the_run(place: Place, number: signal.Sign
         command.send(number)
         assert command.end().status == code
         assert not wait_gone(pids)
+
+
+def test_a_signal_that_comes_when_the_ranks_are_up_is_late(place: Place, ready: Ready, gate: Gate) -> None:
+    """The command has not read yet that they are."""
+    with place.start("--detach", place.write(waiting(ready, gate))) as command:
+        command.read_until("logs in ")
+        command.send(signal.SIGSTOP)
+        ready.wait()
+        until_answered(place, "line of 0")
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCONT):
+            command.send(number)
+        done = command.end()
+    assert done.status == 0
+    gate.open()
+    wait_end(launcher_of(console(place)))
+    assert ": succeeded after " in phalanx(place, "report").out
+
+
+def test_a_rank_does_not_detach_what_it_starts(place: Place, gate: Gate) -> None:
+    place.env["PHALANX_DETACH"] = "1"
+    script = place.write(f"import os; print('PHALANX_DETACH' in os.environ, flush=True)\n{gate.python()}")
+    done = place.program("sh", "-c", '"$@" 9>&1 | cat', "sh", *RUN, "--log-dir", place.logs, script)
+    gate.open()  # the pipe has come to its end before: nobody holds what the shell had opened
+    wait_end(launcher_of(done.err))
+    assert logs(place).out == "[0] False\n"
 
 
 def test_a_command_that_is_killed_before_stops_the_run(place: Place) -> None:

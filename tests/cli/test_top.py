@@ -119,10 +119,10 @@ def test_a_rank_is_debugged_and_the_screen_comes_back(place: Place) -> None:
         with top(place) as screen:
             screen.read("breakpoint")
             screen.press("d", "choose a rank first, by the arrows")
-            shown = screen.press(DOWN + "d", "any key: back to phalanx top")
-            assert "rank 0 of " in shown
-            assert "does not stand at a breakpoint" in shown
-            screen.press("x" + DOWN, KEYS)
+            shown = screen.press(DOWN + "d", "Enter: back to phalanx top")
+            assert "rank 0 stands at no breakpoint" in shown
+            screen.press("\n", KEYS)
+            os.write(screen.ours, DOWN.encode())
             shown = screen.press("d", "(Pdb) ")
             assert LEAVES in shown
             assert "42" in screen.press("p loss + 1\n", "(Pdb) ")

@@ -35,6 +35,7 @@ CONSOLE = "console.log"
 """Of the launcher's stdout and stderr, in the run's folder."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_VARIABLES = ("PHALANX_DETACH", "PET_DETACH")
 _MARK = b"\0"  # ends what the launcher sends: the path of its console, and, once its ranks are up, nothing
 _MARKS = 2
 _CHUNK = 1 << 16
@@ -54,6 +55,8 @@ class Detached:
     def leave_terminal(self, specs: RunLogs, run_id: str, ranks: int) -> None:
         """Have stdout and stderr lead to `CONSOLE` from now on. Raises RunError, OSError."""
         self._specs = specs
+        for name in _VARIABLES:  # else a run in a rank would detach itself, and be left behind by that rank
+            os.environ.pop(name, None)
         path = os.path.join(specs.make_folder(run_id, ranks), CONSOLE)
         console = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         for fd in (1, 2):
@@ -107,58 +110,96 @@ def detach(config: RunConfig) -> Detached:
     launcher = os.fork()
     if launcher:
         os.close(told)
-        sys.exit(_wait(launcher, ready))
+        sys.exit(_Waiting(launcher, ready).wait())
     os.close(ready)
     os.setsid()
-    linux.die_with_parent(command, signal.SIGTERM)
+    # Who ignores SIGTERM has us ignore it as well.
+    ends_by = signal.SIGKILL if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN else signal.SIGTERM
+    linux.die_with_parent(command, ends_by)
+    _close_inherited()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     return Detached(told)
 
 
+def _close_inherited() -> None:
+    """Close what a shell has opened besides, such as a lock or a pipe whose reader waits for its end."""
+    with suppress(OSError):  # there is no /proc
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # that of the listing
+                if fd > 2 and os.get_inheritable(fd):  # noqa: PLR2004 - the number of stderr
+                    os.close(fd)
+
+
 # --- the command
 
 
-def _wait(launcher: int, ready: int) -> int:
-    """Copy the launcher's console to stderr until its ranks are up, or it has ended. Returns the exit code."""
-    for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: os.kill(launcher, number))  # it is not reaped
-    poll, told, path, has_ended = select.poll(), b"", "", False
-    poll.register(ready, select.POLLIN)
-    console: BinaryIO | None = None
-    with ExitStack() as held:
-        while told.count(_MARK) < _MARKS:
+class _Waiting:
+    """The command, from the fork of the launcher until its ranks are up, or it has ended."""
+
+    def __init__(self, launcher: int, ready: int) -> None:
+        self._launcher, self._ready = launcher, ready
+        self._told = b""
+        self._has_passed_on = False
+
+    @property
+    def _path(self) -> str:
+        """The path of its console; "": it has none yet."""
+        path, mark, _ = self._told.partition(_MARK)
+        return os.fsdecode(path) if mark else ""
+
+    def wait(self) -> int:
+        """Copy the launcher's console to stderr meanwhile. Returns the exit code."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel reaps the launcher
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        with ExitStack() as held:
+            console = self._copy_until_up(held)
+            if self._told.count(_MARK) == _MARKS:
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
+                if not self._has_passed_on:
+                    return 0
+            end = os.waitid(os.P_PID, self._launcher, os.WEXITED | os.WNOWAIT)  # a signal may still be passed on to it
+            assert end is not None
+            _copy(console)
+        with suppress(OSError):
+            folder = os.path.dirname(self._path)
+            if self._path and os.listdir(folder) == [CONSOLE]:  # no worker was started: it is no run's
+                os.unlink(self._path)
+                os.rmdir(folder)
+        if end.si_code == os.CLD_EXITED:
+            return end.si_status
+        say(f"the launcher has ended by {signal_name(end.si_status)} before all ranks were up")
+        return 128 + end.si_status
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        if not (self._path and select.select([self._ready], [], [], 0)[0]):  # it is neither up nor has it ended
+            self._has_passed_on = True
+            os.kill(self._launcher, number)  # it is not reaped
+
+    def _copy_until_up(self, held: ExitStack) -> BinaryIO | None:
+        """Copy its console until it says that its ranks are up, or ends. Returns that, to be copied to the end."""
+        poll, console = select.poll(), None
+        poll.register(self._ready, select.POLLIN)
+        while self._told.count(_MARK) < _MARKS:
             for fd, _ in poll.poll():
                 data = os.read(fd, _CHUNK)
-                told += data if fd == ready else b""
-                has_ended = has_ended or not data
-            if has_ended:
-                break
-            if console is None and _MARK in told:
-                path = os.fsdecode(told.partition(_MARK)[0])
-                console = held.enter_context(open(path, "rb", buffering=0))
+                if not data:
+                    return console
+                self._told += data if fd == self._ready else b""
+            if console is None and self._path:
+                console = open(self._path, "rb", buffering=0)  # noqa: SIM115 - until the end
+                held.callback(console.close)
                 with suppress(OSError):  # no watch is left: its lines come at the end
                     notify = linux.inotify()
                     held.callback(os.close, notify)
-                    linux.inotify_add(notify, path)
+                    linux.inotify_add(notify, self._path)
                     poll.register(notify, select.POLLIN)
             _copy(console)
-        if told.count(_MARK) == _MARKS:
-            return 0
-        end = os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOWAIT)  # a signal may still be passed on to it
-        assert end is not None
-        _copy(console)
-    with suppress(OSError):
-        folder = os.path.dirname(path)
-        if path and os.listdir(folder) == [CONSOLE]:  # no worker was started: it is no run's
-            os.unlink(path)
-            os.rmdir(folder)
-    if end.si_code == os.CLD_EXITED:
-        return end.si_status
-    say(f"the launcher has ended by {signal_name(end.si_status)} before all ranks were up")
-    return 128 + end.si_status
+        return console
 
 
 def _copy(console: BinaryIO | None) -> None:

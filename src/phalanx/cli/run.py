@@ -162,10 +162,11 @@ def run(
                 show(plan)
             else:
                 until_end.callback(_say_unread, plan)
+                asked = _asked(ctx, plan)
                 if detached is not None:
                     plan.detached = detached
                     detached.leave_terminal(plan.specs, plan.run_id, config.nproc_per_node)
-                sys.exit(_run(plan, until_end, _asked(ctx, plan)))
+                sys.exit(_run(plan, until_end, asked))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except RunError as error:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _LEAST = 0.1  # seconds between two questions
 _SOON = 0.3  # seconds until the next question, if none was answered
+_MOST_TYPED = 4096  # bytes of a line, see termios(3)
 _BRIEF = 1.0  # seconds without an answer that are not worth a line: a launcher begins, or ends
 _KEYS = "q quit | sort: c CPU m mem r rank s step | f filter k signal l log t stack d pdb"
 _SORTS: dict[str, tuple[str, Callable[[status.Row], Any]]] = {
@@ -404,14 +405,12 @@ class _Screen:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             argv = [sys.executable, "-P", "-m", "phalanx", "debug", found.path, "--rank", str(row.rank)]
-            code = subprocess.call(argv)
+            if subprocess.call(argv):  # it has printed why
+                click.echo("phalanx: Enter: back to phalanx top", err=True)
+                os.read(self._keys, _MOST_TYPED)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if code:  # it has printed why
-            click.echo("phalanx: any key: back to phalanx top", err=True)
-            tty.setcbreak(self._keys, termios.TCSANOW)
-            os.read(self._keys, 1)
         self._enter()
 
     # --- what is drawn
