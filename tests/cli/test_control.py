@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -43,17 +42,6 @@ def wait_for_states(pids: list[int], states: str) -> None:
         time.sleep(0.01)
 
 
-def wait_for_socket(place: Place) -> None:
-    """Wait until the launcher answers: its workers may be up before."""
-    until = time.monotonic() + TIMEOUT
-    while True:
-        with contextlib.suppress(LookupError, RuntimeError):
-            phalanx.attach(log_dir=str(place.logs)).status()
-            return
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def live(place: Place, ready: Ready) -> Iterator[Callable[..., tuple[Launcher, list[int]]]]:
     """Starts a run of two workers, or of another program. Returns it, and the pids of the workers."""
@@ -62,9 +50,7 @@ def live(place: Place, ready: Ready) -> Iterator[Callable[..., tuple[Launcher, l
     def start(*options: object, program: str = WORKER) -> tuple[Launcher, list[int]]:
         script = place.write(program.format(ready=ready.python()))
         launchers.append(place.start("--nproc-per-node", 2, *options, script))
-        pids = ready.pids(2)
-        wait_for_socket(place)
-        return launchers[-1], pids
+        return launchers[-1], ready.pids(2)
 
     yield start
     for launcher in launchers:

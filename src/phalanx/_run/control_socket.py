@@ -50,6 +50,8 @@ SOON = 3.0
 """Seconds of these after which a launcher counts as stopped that has not accepted the connection."""
 
 _MODE = 0o600
+_BEGINS_WITHIN = 2.0  # seconds after its start in which a run has its socket
+_BRIEF = 10  # milliseconds until the next attempt to connect
 _JOIN = 1.0  # seconds that the end waits for the thread: for its disk, nobody waits
 _CHUNK = 1 << 20
 
@@ -278,7 +280,7 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SOON)
-            unix_sockets.by_folder(os.path.join(folder, NAME), connection.connect)
+            _connect(connection, os.path.join(folder, NAME), run.started)
             pid, uid = unix_sockets.peer(connection)
             if pid != run.pid or uid not in (owner, os.geteuid(), files.ROOT):
                 raise NotAnsweredError(f"another process than its launcher answers at {NAME}")
@@ -303,6 +305,20 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
     if not data.strip():
         raise NotAnsweredError("its launcher has not answered: it ends, or too many ask at once")
     return data
+
+
+def _connect(connection: socket.socket, path: str, started: float) -> None:
+    """Connect to a run's socket, which a run that has just ``started`` (seconds since the epoch) has soon."""
+    import select
+    import time
+
+    from phalanx._base import unix_sockets
+
+    while 0 <= time.time() - started < _BEGINS_WITHIN:
+        with suppress(FileNotFoundError, ConnectionRefusedError):  # it does not listen yet
+            return unix_sockets.by_folder(path, connection.connect)
+        select.poll().poll(_BRIEF)
+    return unix_sockets.by_folder(path, connection.connect)
 
 
 def ask_for(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> dict[str, Any]:
