@@ -202,11 +202,10 @@ def _redirect(kind: Any) -> None:
 def _reads_nothing(debugger: Any) -> bool:
     if hasattr(debugger, "server") or not debugger.use_rawinput:
         return False
-    if getattr(debugger, "stdin", None) is not sys.__stdin__ or sys.stdin is not sys.__stdin__:
-        return False
     try:
-        return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
-    except OSError:
+        null = os.stat(os.devnull).st_rdev
+        return debugger.stdin is sys.stdin and os.fstat(sys.stdin.fileno()).st_rdev == null
+    except (AttributeError, OSError, ValueError):  # it is none of a file, or there is none
         return False
 
 
