@@ -142,6 +142,34 @@ def test_a_client_that_is_killed_leaves_the_rank_running(new: Place, ready: Read
 
 
 @needs_new
+def test_a_client_that_goes_too_soon_ends_no_rank(new: Place, ready: Ready, gate: Gate) -> None:
+    script = new.write(f"""
+        import os, signal, sys, time
+        class Finder:
+            def find_spec(name, *_):
+                if name == "pdb":
+                    os.write(1, b"asked\\n")
+                    {gate.python()}
+        {ready.python().replace(chr(10), chr(10) + " " * 8)}
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        sys.meta_path.insert(0, Finder)
+        while not os.access("on", os.F_OK):
+            time.sleep(0.001)
+        print("ended")
+        """)
+    with new.start(script) as run:
+        ready.wait()
+        with Client(new, "--rank", "0") as client:
+            run.read_until("asked", "stdout")
+            client.process.kill()
+            client.process.wait(LIMIT)
+        go_on(new)
+        gate.open()
+        done = run.end()
+        assert (done.status, done.out) == (0, "[0] ended\n")
+
+
+@needs_new
 def test_a_client_ends_with_the_rank_that_it_waits_for(new: Place, ready: Ready, gate: Gate) -> None:
     script = new.write(f"{ready.python()}\n{gate.python()}\n")
     with new.start(script) as run:
