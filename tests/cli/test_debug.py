@@ -326,13 +326,19 @@ def test_quit_ends_the_rank(place: Place) -> None:
 @pytest.mark.parametrize("preload", [(), ("--preload", "pdb")])
 def test_pdb_itself_stops_the_rank(place: Place, preload: tuple[str, ...]) -> None:
     script = place.write("""
-        import pdb, sys
+        import importlib.util, io, pickle, sys
+        importlib.util.find_spec("pdb")
+        import pdb
+        pickle.dumps(pdb.__spec__)
         x = 41
         pdb.set_trace()
+        importlib.reload(pdb)
         class Own(pdb.Pdb):
             pass
         Own().set_trace()
         pdb.Pdb(stdin=open("commands"), stdout=sys.stdout).set_trace()
+        sys.stdin = io.StringIO("c\\n")
+        pdb.set_trace()
         print("went on")
         """)
     place.write("c\n", "commands")
@@ -342,6 +348,13 @@ def test_pdb_itself_stops_the_rank(place: Place, preload: tuple[str, ...]) -> No
         assert "p x\n41\n" in done.out
         assert "\n42\n" in done.out
         assert run.end().out.endswith("went on\n")
+
+
+def test_a_pdb_of_the_program_is_left_alone(place: Place) -> None:
+    place.write("def parse(): return 'protein'", "pdb.py")
+    done = place.run(place.write("import pdb\nprint(pdb.parse())\nbreakpoint()"))
+    assert (done.status, done.out) == (0, "[0] protein\n")
+    assert "breakpoint() does not stop: a pdb.py or bdb.py hides that of Python" in done.err
 
 
 @pytest.mark.torch

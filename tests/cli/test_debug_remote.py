@@ -97,6 +97,20 @@ def test_quit_ends_a_rank_that_was_stopped(new: Place, ready: Ready) -> None:
 
 
 @needs_new
+def test_a_rank_that_handles_the_quit_is_left(new: Place, ready: Ready) -> None:
+    body = """
+            try:
+                time.sleep(0.001)
+            except Exception:
+                pass"""
+    with started(new, ready, body) as run:
+        done = debug(new, "q", "--rank", "0")
+        assert (done.status, "rank 0 has not ended within 5 s" in done.err) == (0, True)
+        go_on(new)
+        assert run.end().status == 0
+
+
+@needs_new
 def test_a_rank_in_c_code_stops_for_nobody_later(new: Place, ready: Ready, gate: Gate) -> None:
     script = new.write(f"{ready.python()}\n{gate.python()}\nprint('ended')\n")
     with new.start(script) as run:
@@ -117,12 +131,42 @@ def test_a_client_that_is_killed_leaves_the_rank_running(new: Place, ready: Read
         with Client(new, "--rank", "0", "--wait", "1000") as client:
             while f"@phalanx-debug-{pid}\n" not in Path("/proc/net/unix").read_text():
                 os.sched_yield()
-            assert "another phalanx debug is about to stop it" in debug(new, "", "--rank", "0").err
+            err = debug(new, "", "--rank", "0").err
+            assert "another phalanx debug" in err
+            assert err.endswith(" is about to stop it\n")
             client.process.kill()
             client.process.wait(LIMIT)
         gate.open()
         assert run.end().out == "[0] ended\n"
         assert not sockets(new)
+
+
+@needs_new
+def test_a_client_that_goes_too_soon_ends_no_rank(new: Place, ready: Ready, gate: Gate) -> None:
+    script = new.write(f"""
+        import os, signal, sys, time
+        class Finder:
+            def find_spec(name, *_):
+                if name == "pdb":
+                    os.write(1, b"asked\\n")
+                    {gate.python()}
+        {ready.python().replace(chr(10), chr(10) + " " * 8)}
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        sys.meta_path.insert(0, Finder)
+        while not os.access("on", os.F_OK):
+            time.sleep(0.001)
+        print("ended")
+        """)
+    with new.start(script) as run:
+        ready.wait()
+        with Client(new, "--rank", "0") as client:
+            run.read_until("asked", "stdout")
+            client.process.kill()
+            client.process.wait(LIMIT)
+        go_on(new)
+        gate.open()
+        done = run.end()
+        assert (done.status, done.out) == (0, "[0] ended\n")
 
 
 @needs_new

@@ -14,11 +14,12 @@ import subprocess
 
 import click
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, files, procfs
 from phalanx._base.process import Process
 from phalanx._base.tty import printable
 from phalanx._base.unix_sockets import peer
 from phalanx._engine import worker
+from phalanx._run.control_socket import user_name
 from phalanx._stacks.request import NotAskedError, StackRequest, Target, working_process
 
 TYPE_CHECKING = False
@@ -46,6 +47,7 @@ _CALLS_WITHIN = 20.0  # seconds that an interpreter may take
 _ANSWERS_WITHIN = 5.0  # seconds in which a rank that has connected answers
 _INTERRUPTS_AFTER = 1.0  # seconds after which a signal interrupts a sleep
 _ASKS_EVERY = 0.05  # seconds between two requests to a rank that runs code of Phalanx
+_MOST_CONNECTIONS = 128  # of others, too, which are closed at once: the name can be guessed
 _LONGEST = 1 << 13  # bytes of an answer
 _STOPPED = "Tt"  # states of proc_pid_status(5)
 
@@ -83,19 +85,29 @@ class _RemoteStop:
         held.enter_context(Process(rank.pid, start=rank.pid_started))
         self._pid = working_process(rank.pid)
         self._process = held.enter_context(Process(self._pid))
-        if os.stat(f"/proc/{self._pid}").st_uid != os.geteuid():  # whose interpreter we are going to run
+        # Opened first: it is this file that we are going to run, whatever the process becomes.
+        self._file = os.open(f"/proc/{self._pid}/exe", os.O_PATH | os.O_CLOEXEC)
+        held.callback(os.close, self._file)
+        status, uid = procfs.status(self._pid), os.geteuid()
+        if set(status.get("Uid", "").split()) != {str(uid)}:
             raise _RefusedError("it is another user's process")
-        self._program = os.readlink(f"/proc/{self._pid}/exe")
+        self._program = os.readlink(f"/proc/self/fd/{self._file}")
+        owner = os.fstat(self._file).st_uid
+        if uid == files.ROOT != owner:
+            raise _RefusedError(
+                f"its program {self._program} belongs to user {user_name(owner)}, and root does not run it"
+            )
         if not os.path.basename(self._program).startswith("python"):
             raise _RefusedError(f"its program is {self._program}, and no Python")
-        if procfs.status(self._pid).get("State", "Z")[0] in _STOPPED:
+        if status.get("State", "Z")[0] in _STOPPED:
             raise _RefusedError("it is paused or stopped (phalanx resume)")
         self._listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        name = f"\0phalanx-debug-{self._pid}"
         try:
-            self._listener.bind(f"\0phalanx-debug-{self._pid}")
+            self._listener.bind(name)
         except OSError:
-            raise _RefusedError("another phalanx debug is about to stop it") from None
-        self._listener.listen()
+            raise _RefusedError(f"another phalanx debug{_whose(name)} is about to stop it") from None
+        self._listener.listen(_MOST_CONNECTIONS)
 
     def wait(self, seconds: float) -> str:
         """See `stop_rank`."""
@@ -131,8 +143,8 @@ class _RemoteStop:
         try:
             done = subprocess.run(
                 [self._program, "-I", "-S", "-c", _CODE, str(self._pid), _SCRIPT],
-                executable=f"/proc/{self._pid}/exe", stdin=subprocess.DEVNULL, capture_output=True, check=False,
-                timeout=_CALLS_WITHIN,
+                executable=f"/proc/self/fd/{self._file}", pass_fds=[self._file], stdin=subprocess.DEVNULL,
+                capture_output=True, check=False, timeout=_CALLS_WITHIN,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise _RefusedError(f"{self._program} has not called sys.remote_exec in {_CALLS_WITHIN:g} s") from None
@@ -153,10 +165,23 @@ class _RemoteStop:
         """Return what a process answers; "": that was another one, or it has not answered."""
         link, _ = self._listener.accept()
         with link:
-            if peer(link)[0] != self._pid:
+            if peer(link) != (self._pid, os.geteuid()):
                 return ""
             link.settimeout(_ANSWERS_WITHIN)
             data = b""
             while len(data) < _LONGEST and (more := link.recv(_LONGEST)):
                 data += more
-            return os.fsdecode(data)
+            answer = os.fsdecode(data)
+            if answer.startswith("at "):  # it stops if we still wait for that
+                link.sendall(b"\n", socket.MSG_NOSIGNAL)
+            return answer
+
+
+def _whose(name: str) -> str:
+    """Who listens at an abstract name, in words: that may be any user."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.setblocking(False)
+        link.connect(name)
+        pid, uid = peer(link)
+        return f" (pid {pid}, of user {user_name(uid)})"
+    return ""

@@ -129,6 +129,10 @@ class _Stop:
         poll.register(self.link, select.POLLRDHUP)
         return bool(poll.poll(0))
 
+    def has_news(self, seconds: float) -> bool:
+        """Whether it sends something, or is gone, within so many ``seconds``."""
+        return bool(self._messages or select.select([self.link], [], [], seconds)[0])
+
     def end(self) -> str:
         """How the rank has ended, in words; "": it has not."""
         with contextlib.suppress(ProcessLookupError):
@@ -416,7 +420,7 @@ class _Session:
             click.echo(_shown(str(message["out"])), nl=False)
         elif "runs" in message:
             self._runs = message["runs"] != "step"
-            return message["runs"] != "on" or self._waits()
+            return self._ends() if message["runs"] == "end" else message["runs"] == "step" or self._waits()
         elif "prompt" in message:
             self._runs = False
             return self._answers(str(message["prompt"]))
@@ -430,6 +434,13 @@ class _Session:
             raise _LeftError
         self._interrupts += 1
         self._stop.send(interrupt=True)
+
+    def _ends(self) -> bool:
+        """Whether a rank that was told to end does: it may sleep, or handle BdbQuit."""
+        if self._stop.has_news(_ANSWERS_WITHIN):
+            return True
+        self.say(f"has not ended within {_ANSWERS_WITHIN:g} s; when it stands again: {self.back}")
+        return False
 
     def _waits(self) -> bool:
         """Whether somebody is there for the next stop of a rank that goes on."""

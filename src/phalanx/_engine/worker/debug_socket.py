@@ -204,7 +204,7 @@ class Server:
         self._printed += len(text)
         whole, newline, rest = kept.rpartition("\n")
         if newline:
-            self._send({"out": self._partial + whole + newline}, self._client)
+            self._send({"out": self._partial + whole + newline}, self._reader())
             self._partial = ""
         self._partial += rest
 
@@ -220,10 +220,7 @@ class Server:
             self._is_interrupted = False
         while True:
             self._partial = ""
-            with self._change:
-                is_new = bool(self._waiting) and self._waiting[0][0] == "attach"  # greeted first: it has one prompt
-                client = None if is_new else self._client
-            self._send({"prompt": prompt}, client)
+            self._send({"prompt": prompt}, self._reader())
             kind, value = self._next()
             while kind == "complete":
                 self._send({"matches": self._matches(value)}, self._client)
@@ -232,6 +229,15 @@ class Server:
                 return str(value) + "\n"
             if self.standing is not None:
                 self.standing.greet()
+
+    def _reader(self) -> _Connection | None:
+        """The client, unless it is to be greeted first: it has one line where the program stands, and one prompt.
+
+        One that attaches while a command runs has the rest of its output.
+        """
+        with self._change:
+            is_new = not self._thread and bool(self._waiting) and self._waiting[0][0] == "attach"
+            return None if is_new else self._client
 
     def _next(self) -> tuple[str, Any]:
         with self._change:

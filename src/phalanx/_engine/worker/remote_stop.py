@@ -2,7 +2,7 @@
 
 The command listens at a Unix socket of an abstract name (unix(7)) with the worker's pid in it, which the kernel removes
 when the command ends. The answer is a line: "at", and the socket at which the worker is debugged; "busy", to be asked
-again; or "no", and why. If nobody listens any more, the program goes on.
+again; or "no", and why. The program stops if the command, which may have given up, then sends a byte.
 
 The program's main thread runs this between two of its instructions, or in a call of C code that a signal has
 interrupted. So it imports only what cannot be half imported then, and stops in no code of Phalanx, which may hold a
@@ -79,12 +79,14 @@ def _stop(frame: FrameType | None) -> None:
         return
     answer, stop = _answer(frame)
     try:
-        link.sendall(os.fsencode(answer))
+        link.sendall(os.fsencode(answer), _socket.MSG_NOSIGNAL)
+        link.shutdown(_socket.SHUT_WR)
+        waits = link.recv(1)
     except OSError:  # it has gone
         return
     finally:
         link.close()
-    if answer.startswith("at "):
+    if waits and answer.startswith("at "):
         stop(frame)  # nothing may follow: it would be traced
 
 

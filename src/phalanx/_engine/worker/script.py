@@ -131,10 +131,11 @@ def _install_breakpoint() -> None:
         debugpy_server.listen()
     if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _breakpoint
-    if "pdb" in sys.modules:
-        _redirect(sys.modules["pdb"].Pdb)
-    else:
-        sys.meta_path.insert(0, _PdbFinder)
+    module = sys.modules.get("pdb")
+    if _is_standard(getattr(module, "__spec__", None)):
+        _redirect(module.Pdb)  # type: ignore[union-attr]  # it is there
+    if _frozen_importlib_external.PathFinder in sys.meta_path:
+        sys.meta_path.insert(sys.meta_path.index(_frozen_importlib_external.PathFinder), _PdbFinder)
 
 
 def _breakpoint(*args: Any, **options: Any) -> None:
@@ -146,48 +147,66 @@ def _breakpoint(*args: Any, **options: Any) -> None:
         import pdb  # noqa: T100 - what `breakpoint` means
 
         stop = pdb.Pdb().set_trace
+    except AttributeError as error:
+        _write("phalanx: breakpoint() does not stop: a pdb.py or bdb.py hides that of Python: {}\n".format(error))
+        return
     stop(sys._getframe(1), *args, **options)
 
 
 class _PdbFinder:
-    """Finds pdb, once: its `set_trace`, and that of subclasses like torch's, is to stop as `breakpoint` does."""
+    """Finds Python's own pdb: its `set_trace`, and that of subclasses like torch's, is to stop as `breakpoint` does."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG004 - of a finder
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         """See `importlib.abc.MetaPathFinder`."""
-        if name != "pdb":
+        spec = _frozen_importlib_external.PathFinder.find_spec(name, path, target) if name == "pdb" else None
+        if spec is None or not _is_standard(spec):
             return None
-        sys.meta_path.remove(_PdbFinder)
-        import importlib.util
-
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                load(module)
-                _redirect(module.Pdb)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # that of the loader of this module alone
+        spec.loader = _PdbLoader(name, str(spec.origin))
         return spec
 
 
+class _PdbLoader(_frozen_importlib_external.SourceFileLoader):
+    def exec_module(self, module: Any) -> None:
+        """See `importlib.abc.Loader`. The module shows the usual loader, which can be pickled."""
+        super().exec_module(module)
+        module.__loader__ = module.__spec__.loader = _frozen_importlib_external.SourceFileLoader(self.name, self.path)
+        _redirect(module.Pdb)
+
+
+def _is_standard(spec: Any) -> bool:
+    origin = os.path.join(os.path.dirname(getattr(os, "__file__", "")), "pdb.py")
+    return getattr(spec, "origin", None) == origin and type(spec.loader) is _frozen_importlib_external.SourceFileLoader
+
+
 def _redirect(kind: Any) -> None:
-    """Have `set_trace` of a class of pdb stop as `breakpoint` does, where it would read a stdin that is no terminal."""
+    """Have `set_trace` of a class of pdb stop as `breakpoint` does, where it would read the null device.
+
+    Not with commands, which may have the program go on, nor in `set_trace_async`, which does the rest itself.
+    """
     set_trace = kind.set_trace
 
     def stop(self: Any, frame: Any = None, **options: Any) -> None:
-        frame = frame or sys._getframe(1)
-        if not hasattr(self, "server") and self.use_rawinput and not os.isatty(0):
+        caller = sys._getframe(1)
+        go = set_trace.__get__(self)
+        if _reads_nothing(self) and not options.get("commands") and caller.f_code.co_name != "set_trace_async":
             try:
                 go = _debugger().stop
             except (ImportError, OSError):  # as in `_breakpoint`
-                go = set_trace.__get__(self)
-        else:
-            go = set_trace.__get__(self)
-        go(frame, **options)  # nothing may follow: it would be traced
+                pass
+        go(frame or caller, **options)  # nothing may follow: it would be traced
 
     kind.set_trace = stop
+
+
+def _reads_nothing(debugger: Any) -> bool:
+    if hasattr(debugger, "server") or not debugger.use_rawinput:
+        return False
+    try:
+        null = os.stat(os.devnull).st_rdev
+        return debugger.stdin is sys.stdin and os.fstat(sys.stdin.fileno()).st_rdev == null
+    except (AttributeError, OSError, ValueError):  # it is none of a file, or there is none
+        return False
 
 
 def _debugger() -> Any:
