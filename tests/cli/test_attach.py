@@ -201,6 +201,8 @@ def test_a_rank_that_fails_is_reported_with_its_last_lines(place: Place) -> None
     done = place.run("--pty", "0", place.write("raise ValueError('wrong')"))
     assert done.status == 1
     assert "ValueError: wrong" in done.err
+    done = place.run("--pty", "0", "--no-python", "sh", "-c", "echo no data; exit 3")
+    assert "exited with code 3; its output ends with: no data\n  last lines of its output:\n    no data\n" in done.err
 
 
 @pytest.mark.parametrize(
@@ -341,15 +343,14 @@ def test_modes_are_there_however_much_was_drawn(place: Place) -> None:
         printf '\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l'
         for n in $(seq 9000); do printf '\033[H full screen %s' $n; done
         printf '\033[?2004lup'; cat"""
-    with running(place, "--pty", "0", "--no-python", "sh", "-c", script):
-        with Attached(place) as attached:
-            attached.until("up")
-            with Attached(place, "--watch") as again:
-                again.until("Ctrl-C\r\n")
-                shown = again.until("up")
-            modes = "\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l"
-            assert shown.startswith(f"{modes}\033[H full screen ")
-            assert "screen 9000" in shown
+    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
+        attached.until("up")
+        with Attached(place, "--watch") as again:
+            again.until("Ctrl-C\r\n")
+            shown = again.until("up")
+        modes = "\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l"
+        assert shown.startswith(f"{modes}\033[H full screen ")
+        assert "screen 9000" in shown
 
 
 def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
