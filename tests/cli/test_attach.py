@@ -201,6 +201,8 @@ def test_a_rank_that_fails_is_reported_with_its_last_lines(place: Place) -> None
     done = place.run("--pty", "0", place.write("raise ValueError('wrong')"))
     assert done.status == 1
     assert "ValueError: wrong" in done.err
+    done = place.run("--pty", "0", "--no-python", "sh", "-c", "echo no data; exit 3")
+    assert "exited with code 3; its output ends with: no data\n  last lines of its output:\n    no data\n" in done.err
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,61 @@ def test_modes_that_a_program_has_set_are_reset(place: Place) -> None:
         attached.type(LEAVE)
         shown = attached.end(0)
         assert all(f"\033[?{mode}" in shown for mode in ("1049l", "2004l", "25h"))
+
+
+def test_keys_colours_and_characters_are_restored(place: Place) -> None:
+    script = r"printf '\033[>4;2m\033[>1u\033[5 q\033[31m\033(0up'; cat"
+    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
+        attached.until("up")
+        attached.type(LEAVE)
+        shown = attached.end(0)
+        assert shown.startswith("\033[<1u\033[0 q\033[>4m")
+        assert shown.index("\033[0m\033(B\x0f") < shown.index("phalanx: rank 0 goes on")
+
+
+@pytest.mark.parametrize("key", ["\033[93;5:1u", "\033[93;133u", "\033[27;69;93~"])
+def test_the_key_that_leaves_has_several_forms(place: Place, key: str) -> None:
+    with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
+        attached.until("typed")
+        attached.type(key)
+        assert "goes on" in attached.end(0)
+
+
+def test_the_terminal_is_asked_nothing_again(place: Place) -> None:
+    questions = (
+        "[6n", "[?6n", "[c", "[>c", "[=0c", "[?2026$p", "[?u", "[14t", "[21t", "[>q", "]11;?\a", "]4;1;?\033\\\\",
+        "P$qm\033\\\\", "P+q544e\033\\\\",
+    )  # fmt: skip
+    script = "stty raw -echo; printf '" + "".join(f"<\\033{each}>" for each in questions) + "\005\033[22;0tup'; cat"
+    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
+        attached.until("up")
+        with Attached(place, "--watch") as again:
+            assert again.until("up").endswith("<>" * len(questions) + "\033[22;0t")
+
+
+def test_modes_are_there_however_much_was_drawn(place: Place) -> None:
+    script = r"""
+        printf '\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l'
+        for n in $(seq 9000); do printf '\033[H full screen %s' $n; done
+        printf '\033[?2004lup'; cat"""
+    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
+        attached.until("up")
+        with Attached(place, "--watch") as again:
+            again.until("Ctrl-C\r\n")
+            shown = again.until("up")
+        modes = "\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l"
+        assert shown.startswith(f"{modes}\033[H full screen ")
+        assert "screen 9000" in shown
+
+
+def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
+    with running(place, "--pty", "0", "--no-python", "yes"), Attached(place) as attached:
+        attached.until("y\r\ny")
+        until(lambda: attached.is_raw)
+        until(lambda: not select.select([], [attached.theirs], [], 0)[1])  # nobody reads what it writes
+        attached.process.send_signal(signal.SIGTERM)
+        assert attached.process.wait(LIMIT) == 128 + signal.SIGTERM
+        assert not attached.is_raw
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -455,6 +512,24 @@ def test_a_program_that_closes_its_terminal_lives_on(place: Place, ready: Ready,
     assert place.log(0) == "once more"
 
 
+def test_a_program_may_close_its_terminal_for_a_moment(place: Place, gate: Gate) -> None:
+    script = f"""
+        read x; exec 0<&- 1>&- 2>&-; head -c 1 <{gate.address} >/dev/null
+        exec 0<>/dev/tty 1>&0 2>&0; echo once more; read x; exit $x"""
+    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
+        attached.until("typed")
+        with linked(place) as link:
+            link.sendall(frame(b"A"))
+            attached.type("on\r")
+            received = b""
+            while frame(b"H") not in received:
+                received += link.recv(4096)
+        gate.open()
+        attached.until("once more")
+        attached.type("7\r")
+        attached.end(7)
+
+
 # --- those who do not behave
 
 
@@ -552,7 +627,7 @@ def test_many_watch_and_one_too_many_is_refused(place: Place) -> None:
         assert "is not attached to: 32 are attached to it already" in attach(place).err
         attached.type("all\r")
         for link in links:
-            read_until(link.fileno(), "all\r\nall")
+            read_until(link.fileno(), "all")  # the echo and the answer may be two frames
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -165,6 +165,24 @@ def test_a_rank_stands_for_the_next_who_attaches(place: Place) -> None:
         assert run.end().status == 0
 
 
+def test_a_rank_with_its_own_terminal_stands_as_others(place: Place) -> None:
+    script = place.write("""
+        import os
+        x = 41
+        if not os.fork():
+            breakpoint()
+            os._exit(0)
+        os.wait()
+        breakpoint()
+        print("went on")
+        """)
+    with place.start("--pty", "0", script) as run:
+        for _ in range(2):
+            stopped(run)
+            assert debug(place, "p x; c", "--rank", "0").out.endswith("(Pdb) p x\n41\n(Pdb) c\n")
+        assert "went on" in run.end().out
+
+
 def test_the_next_client_can_end_a_command_of_the_last(place: Place) -> None:
     with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
         stopped(run)

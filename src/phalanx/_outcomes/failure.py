@@ -170,7 +170,7 @@ class ProcessFailure(Value):
             stdout_file=stdout_file,
             stderr_file=stderr_file,
             error_file_data=dict(_NO_DATA) if data is None else data,
-            message=message or _exit_message(exitcode, pid, stderr_tail),
+            message=message or _exit_message(exitcode, pid, stderr_tail, stderr_name(stdout_file, stderr_file)),
             timestamp=timestamp,
             traceback=traceback,
             unreadable=problem if problem != "missing" else "",
@@ -214,12 +214,17 @@ class ProcessFailure(Value):
     __eq__ = Value.__eq__
 
 
-def _exit_message(exitcode: int, pid: int, stderr_tail: str) -> str:
+def stderr_name(stdout_file: str, stderr_file: str) -> str:
+    """What a stderr is called that may be in the file of stdout, as it is at a terminal."""
+    return "its output" if stderr_file and stderr_file == stdout_file else "stderr"
+
+
+def _exit_message(exitcode: int, pid: int, stderr_tail: str, name: str) -> str:
     words = _exit_in_words(exitcode, pid)
     if exitcode < 0:
         return words
     last = next((line for line in reversed(plain(stderr_tail).splitlines()) if line.strip()), "")
-    return f"{words}; stderr ends with: {one_line(last)}" if last else f"{words}; no error was recorded"
+    return f"{words}; {name} ends with: {one_line(last)}" if last else f"{words}; no error was recorded"
 
 
 def _exit_in_words(exitcode: int, pid: int) -> str:

@@ -10,7 +10,7 @@ import re
 
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import plain
-from phalanx._outcomes.failure import NOT_AVAILABLE, NOT_EXITED, WHILE_LEAVING, first_failure
+from phalanx._outcomes.failure import NOT_AVAILABLE, NOT_EXITED, WHILE_LEAVING, first_failure, stderr_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
         if failure.stderr_tail:
             tail = _text_lines(failure.stderr_tail)
             shown = tail[-TAIL_LINES:]
-            lines.append(("field", "  last lines of stderr:"))
+            lines.append(("field", f"  last lines of {stderr_name(failure.stdout_file, failure.stderr_file)}:"))
             lines += [("text", f"    {_shorten(line)}") for line in shown]
     return lines
 

@@ -23,7 +23,7 @@ from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
 from phalanx._base.unix_sockets import by_folder, peer
-from phalanx._engine.keeper.terminal import SIZE, SOCKET, Frames, frame
+from phalanx._engine.keeper.terminal import SIZE, SOCKET, Frames, Modes, frame
 from phalanx._outcomes.failure import signal_name
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import Whole, live_run, run_argument
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from phalanx._runs.catalog import RunDir
     from phalanx._runs.record import Rank
 
-_LEAVE = re.compile(rb"\x1d|\033\[93;5u|\033\[27;5;93~")  # Ctrl-], also as terminals send it that tell all keys apart
+_LEAVE = re.compile(rb"\x1d|\033\[93(?::\d*)*;(?:5|69|133|197)(?::1)?u|\033\[27;(?:5|69|133|197);93~")
+"""Ctrl-], also as terminals send it that tell all keys apart: with Caps Lock (64) and Num Lock (128)."""
+_HELD = re.compile(rb"\033\[[0-9:]+;[0-9]+:[23][u~]")  # a key is held, or released
 _INTERRUPT = b"\x03"
 _SECOND_WITHIN = 0.5  # seconds in which a second Ctrl-] has the first one typed
 _CHUNK = 32 << 10
@@ -44,16 +46,13 @@ _MOST_TYPED = 64 << 10  # bytes that the rank has not taken; until then, more is
 _STALLS_AFTER = 2.0  # seconds in which the rank takes nothing, after which what is typed is dropped
 _ENDS_WITHIN = 1.0  # seconds between the last byte of a rank and its end, at the most; and the other way round
 _BEGINS_WITHIN = 2.0  # seconds after its start in which an attempt has its terminals
+_WRITES_WITHIN = 1.0  # seconds in which a terminal accepts what restores its modes
 _STATE_WITHIN = 2.0  # seconds in which its launcher knows how it has ended
 _OFTEN = 100  # milliseconds between two questions for that
 
-_SET_MODE = re.compile(rb"\033\[\?([0-9;]{1,64})([hl])")
-_LOW = {1, 9, 47, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 1047, 1049, 2004}
-_HIGH = {7, 25}
-"""Modes of a terminal (DECSET) that programs change, by how they are otherwise."""
-
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-_MARGINS = b"\0337\033[r\0338\033>\033[0m"  # no scroll region, cursor as it is; plain keys, colours
+_MARGINS = b"\0337\033[r\0338"  # no scroll region, cursor as it is
+_PLAIN = b"\033[0m\033(B\x0f\r\n"  # colours, characters
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -237,6 +236,7 @@ class _Session:
         self._until: float | None = None  # when the wait for the end is over
         self._why = ""
         self._has_ended = pidfd < 0
+        self._is_closed = False  # no process has the terminal open
         self._role: int | None = None
         self._send(b"A", _size() if types else b"")
         if self._has_ended:
@@ -258,7 +258,7 @@ class _Session:
                     self._on_link()
                 elif number == self._pidfd:
                     self._has_ended, self._pidfd = True, -1
-                    self._until = now + _ENDS_WITHIN
+                    self._until = now + (0.0 if self._is_closed else _ENDS_WITHIN)
                 elif number == 0:
                     self._on_typed()
                 elif self.screen is not None:
@@ -325,11 +325,13 @@ class _Session:
             self._wait_for_end(_LOST)
         for kind, rest in self._frames.feed(data):
             if kind == b"O":
+                if self._is_closed:  # a process has opened it again
+                    self._is_closed, self._until = False, None
                 self._write(rest)
             elif kind == b"R":
                 self._on_role(int(rest))
             elif kind == b"H":
-                self._wait_for_end(_CLOSED)
+                self._is_closed, self._until = True, clock.now() + (0.0 if self._has_ended else _ENDS_WITHIN)
             elif kind == b"E":
                 self._wait_for_end(f"is not attached to: {rest.decode()}" if rest else _LOST)
 
@@ -355,7 +357,7 @@ class _Session:
 
     def _write(self, data: bytes) -> None:
         if self.screen is not None:
-            self.screen.follow(data)
+            self.screen.modes.follow(data)
         files.write_all(1, data)
 
     # --- the person
@@ -370,6 +372,8 @@ class _Session:
         if not data or (not self._types and _INTERRUPT in data):
             self._why = _LEFT
             return
+        if self._second_until:
+            data = _HELD.sub(b"", data)
         while data and not self._why:
             found = _LEAVE.match(data) if self._second_until else _LEAVE.search(data)
             if self._second_until:
@@ -384,7 +388,7 @@ class _Session:
                 return
             else:
                 self._type(data[: found.start()])
-                data = data[found.end() :]
+                data = _HELD.sub(b"", data[found.end() :])
                 self._second_until = clock.now() + _SECOND_WITHIN
 
     def _type(self, data: bytes) -> None:
@@ -408,6 +412,7 @@ class _Screen:
     """The terminal of this process: raw as long as the context is open, then as it was before.
 
     Attributes:
+        modes: Those that the rank's program has changed: it may not be there to restore them.
         wakes: A descriptor that can be read after a signal.
     """
 
@@ -415,9 +420,8 @@ class _Screen:
         import termios
 
         self._session = session
-        self._modes = termios.tcgetattr(0)
-        self._changed: set[int] = set()  # the modes that the rank's program has changed
-        self._tail = b""
+        self.modes = Modes()
+        self._own = termios.tcgetattr(0)
         self._pending: set[int] = set()
         self.wakes = -1
 
@@ -456,18 +460,11 @@ class _Screen:
             pending.add(signal.SIGCONT)
         if signal.SIGCONT in pending:
             self._set_raw()
+            if signal.SIGTSTP in pending:
+                files.write_all(1, self.modes.changed)
             self._session.resize(redraws=True)
         elif signal.SIGWINCH in pending:
             self._session.resize()
-
-    def follow(self, data: bytes) -> None:
-        """Keep which modes a program has changed: it may not be there to restore them."""
-        data = self._tail + data
-        for numbers, final in _SET_MODE.findall(data):
-            for number in map(int, filter(None, numbers.split(b";"))):
-                if number in _LOW | _HIGH:
-                    (self._changed.add if (final == b"h") == (number in _LOW) else self._changed.discard)(number)
-        self._tail = data[data.rfind(b"\033") :][:80] if b"\033" in data[-80:] else b""
 
     def _set_raw(self) -> None:
         import termios
@@ -488,9 +485,17 @@ class _Screen:
         with contextlib.suppress(OSError, termios.error):  # it was hung up
             if os.tcgetpgrp(0) != os.getpgrp():  # another program has it now
                 return
-            termios.tcsetattr(0, termios.TCSANOW, self._modes)
-            ends = [b"\033[?%d%c" % (number, b"lh"[number in _HIGH]) for number in sorted(self._changed)]
-            files.write_all(1, b"".join(ends) + (_MARGINS if ends else b"") + b"\r\n")
+            termios.tcsetattr(0, termios.TCSANOW, self._own)
+            ends = self.modes.restored
+            _write_soon((ends + _MARGINS if ends else b"") + _PLAIN)
+
+
+def _write_soon(data: bytes) -> None:
+    """Write to stdout what it accepts within a second: a terminal may be held by Ctrl-S."""
+    poll, until = select.poll(), clock.now() + _WRITES_WITHIN
+    poll.register(1, select.POLLOUT)
+    while data and poll.poll(max(0.0, until - clock.now()) * 1000):
+        data = data[os.write(1, data[:1]) :]
 
 
 def _exit(number: int, _frame: object) -> NoReturn:

@@ -39,6 +39,13 @@ def _has_writer(spec: protocol.Spec) -> bool:
     return bool(spec.bounds[0]) or spec.terminal
 
 
+def _descriptors(spec: protocol.Spec) -> int:
+    """How many descriptors of a worker are open."""
+    if spec.terminal:
+        return start_process.DESCRIPTORS_TERMINAL
+    return start_process.DESCRIPTORS_ROTATING if _has_writer(spec) else 1
+
+
 class Start:
     """One order to start, see `protocol.start` for the arguments. ``fds`` came beside it.
 
@@ -111,8 +118,7 @@ class Start:
         self._doing = -1, "raising the limit on open files"
         try:
             ignored = start_process.ignored_signals()
-            needed = (start_process.DESCRIPTORS_ROTATING if _has_writer(spec) else 1 for spec in self._specs)
-            limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
+            limit = start_process.DescriptorLimit(sum(map(_descriptors, self._specs)) + _SPARE_DESCRIPTORS)
             self._import_fork()
             self._check_room(limit.most)
             for number, spec in enumerate(self._specs):
@@ -142,11 +148,12 @@ class Start:
 
     def _check_room(self, most: int) -> None:
         """Raise OSError where the log writer could not hold the files of all workers: it would lose their output."""
-        rotating = [spec.rank for spec in self._specs if _has_writer(spec)]
-        room = max(0, most - _OWN_DESCRIPTORS) // start_process.DESCRIPTORS_ROTATING
-        if len(rotating) > room:
-            self._doing = rotating[room], "opening its log files"
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        room = most - _OWN_DESCRIPTORS
+        for spec in filter(_has_writer, self._specs):
+            room -= _descriptors(spec)
+            if room < 0:
+                self._doing = spec.rank, "opening its log files"
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def _start_by_fork(
         self,

@@ -29,6 +29,9 @@ DESCRIPTORS_ROTATING = 1 + 2 * 2
 """How many descriptors of a worker with rotated log files are open, in the keeper and in its log writer: its pidfd, and
 for each stream a file and the end of a pipe."""
 
+DESCRIPTORS_TERMINAL = 3
+"""The same of one with a terminal, in its log writer, which has the most: its file, the terminal, and a socket."""
+
 _UNBOUNDED: Bounds = (1 << 62, 0, False)
 _ROWS, _COLUMNS = 24, 80  # of a terminal, until somebody attaches
 _IUTF8 = 0x4000  # of termios(3): a letter of several bytes is erased as one

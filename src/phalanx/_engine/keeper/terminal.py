@@ -22,6 +22,7 @@ nothing for `READS_WITHIN` seconds by then loses its connection, and so does one
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import struct
@@ -60,6 +61,21 @@ _PAUSE = 1.0  # seconds in which nobody is accepted, after descriptors have run 
 _MODE = 0o600
 _ROOT = 0
 
+_QUESTION = re.compile(
+    rb"\x05|\033Z|\033\[(?:\??[0-9;]*n|[>=]?[0-9;]*c|\??[0-9;]*\$p|\?u|>[0-9;]*q|[01]?x|[12]\$w|\?[0-9;]*S"
+    rb"|(?:1[1-9]|2[01])(?:;[0-9;]*)?t)|\033\][^\a\033]{0,99};\?[^\a\033]{0,99}(?:\a|\033\\)"
+    rb"|\033P[$+]q[^\033]{0,999}\033\\"
+)
+"""What a terminal answers: it would type that for a second time."""
+
+_LOW = {1, 9, 47, 1000, 1001, 1002, 1003, 1004, 1005, 1006, 1015, 1016, 1047, 1049, 2004}
+_HIGH = {7, 25}
+"""Modes of a terminal (DECSET) that programs change, by how they are otherwise."""
+
+_CHANGE = re.compile(rb"\033(?:\[([<=>?]?)([0-9;]{0,64})( ?[hlmnqu])|([=>c]))")
+_PART = re.compile(rb"\033(?:\[[<=>?]?[0-9;]{0,64} ?)?\Z")
+_MOST_PUSHED = 16
+
 
 def frame(kind: bytes, data: bytes = b"") -> bytes:
     r"""Return a frame as it is sent.
@@ -92,6 +108,68 @@ class Frames:
                 return
             data, self._rest = self._rest[_HEAD.size : end], self._rest[end:]
             yield kind, data
+
+
+class Modes:
+    r"""Follows how a program changes the modes of its terminal, in what it writes.
+
+    >>> modes = Modes()
+    >>> modes.follow(b"\033[?1049h\033[?25l\033[>4;2m text \033[?25h")
+    >>> modes.changed
+    b'\x1b[?1049h\x1b[>4;2m'
+    >>> modes.restored
+    b'\x1b[>4m\x1b[?1049l'
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[bytes, tuple[bytes, bytes]] = {}  # what has changed each, and what restores it
+        self._pushed: list[bytes] = []  # kitty's reports of keys, of which each screen has a stack
+        self._part = b""
+
+    @property
+    def changed(self) -> bytes:
+        """What changes a terminal's modes as the program has done."""
+        return b"".join([*(change for change, _ in self._changed.values()), *self._pushed])
+
+    @property
+    def restored(self) -> bytes:
+        """What restores them; ``b""``: none is changed."""
+        pops = b"\033[<%du" % len(self._pushed) if self._pushed else b""
+        return b"".join([pops, *(restores for _, restores in reversed(self._changed.values())), pops])
+
+    def follow(self, data: bytes) -> None:
+        """Read what the program writes next."""
+        data = self._part + data
+        for match in _CHANGE.finditer(data):
+            self._note(match[0], match[1] or b"", match[2] or b"", match[3] or match[4])
+        part = _PART.search(data, max(0, len(data) - 80))
+        self._part = part[0] if part else b""
+
+    def _note(self, all_of_it: bytes, mark: bytes, numbers: bytes, final: bytes) -> None:
+        values = [int(number) for number in numbers.split(b";") if number]
+        if mark == b"?" and final in b"hl":
+            for number in values:
+                if number in _LOW | _HIGH:
+                    change, restores = (b"\033[?%d%c" % (number, letter) for letter in (final, b"hl"[final == b"h"]))
+                    self._set(b"?%d" % number, change, restores, (final == b"h") == (number in _LOW))
+        elif mark == b">" and final in b"mn" and values[:1] == [4]:  # modifyOtherKeys of xterm
+            self._set(b"m", all_of_it, b"\033[>4m", final == b"m" and any(values[1:]))
+        elif not mark and final == b" q":
+            self._set(final, all_of_it, b"\033[0 q", any(values))
+        elif final == b"u" and mark == b"<":
+            del self._pushed[-(values[0] if values else 1) :]
+        elif final == b"u" and mark and mark in b"=>" and len(self._pushed) < _MOST_PUSHED:
+            self._pushed.append(all_of_it)
+        elif all_of_it == b"\033c":
+            self._changed.clear()
+            self._pushed.clear()
+        elif all_of_it in (b"\033=", b"\033>"):
+            self._set(b"=", all_of_it, b"\033>", all_of_it == b"\033=")
+
+    def _set(self, key: bytes, change: bytes, restores: bytes, is_changed: bool) -> None:  # noqa: FBT001 - as above
+        self._changed.pop(key, None)
+        if is_changed:
+            self._changed[key] = change, restores
 
 
 class _Client:
@@ -132,6 +210,7 @@ class Terminal:
         self._loop, self._master, self._fill = loop, master, fill
         self._path = os.path.join(os.path.dirname(log), SOCKET)
         self._recent = bytearray()
+        self._modes = Modes()  # before that
         self._typed = b""  # and not taken by the program yet
         self._rests = self._is_over = False
         self._clients: dict[int, _Client] = {}
@@ -158,7 +237,7 @@ class Terminal:
             self._choose()
         self._recent += data
         if len(self._recent) > 2 * REPLAY:
-            del self._recent[:-REPLAY]
+            self._cut()
         for client in [client for client in self._clients.values() if client.is_attached]:
             self._send_output(client, data)
 
@@ -317,10 +396,18 @@ class Terminal:
             raise ValueError(kind)
 
     def _screen(self) -> bytes:
-        """What was written last, from the beginning of a line on if there is more than that."""
-        recent = bytes(self._recent[-REPLAY:])
-        cut = recent.find(b"\n") + 1 if len(self._recent) > REPLAY else 0
-        return recent[cut:]
+        """What was written last, without its questions, behind the modes that were changed before."""
+        self._cut()
+        return self._modes.changed + _QUESTION.sub(b"", self._recent)
+
+    def _cut(self) -> None:
+        """Keep what was written last: from the beginning of a line on, or of a sequence, if there is more than that."""
+        start = len(self._recent) - REPLAY
+        if start > 0:
+            line = self._recent.find(b"\n", start, start + REPLAY // 2) + 1
+            start = line or max(start, self._recent.find(b"\033", start))
+            self._modes.follow(bytes(self._recent[:start]))
+            del self._recent[:start]
 
     def _choose(self) -> bool:
         """Have the first of those type who want to, if nobody does. Returns whether that has changed."""

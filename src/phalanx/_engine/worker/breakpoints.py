@@ -127,13 +127,25 @@ def _start_anew() -> None:
     vars(_thread).clear()
 
 
+def _is_own_terminal() -> bool:
+    """Whether stdin is the terminal of our session: each worker has a session of its own."""
+    try:
+        os.tcgetpgrp(0)
+    except OSError:
+        return False
+    return True
+
+
 def _open(*, beside_terminal: bool = False) -> Server | None:
-    """Return the server of this process; None: the debugger reads stdin, which is said unless that is a terminal."""
+    """Return the server of this process; None: the debugger reads stdin, which is said unless that is a terminal.
+
+    A terminal that is the rank's own (``--pty``) has nobody at it, perhaps.
+    """
     global _server  # noqa: PLW0603 - as above
     if _server is not None and _server.is_open:
         return _server
     _server = None
-    if os.isatty(0) and not beside_terminal:
+    if os.isatty(0) and not beside_terminal and not _is_own_terminal():
         return None
     path = os.environ.get(ERROR_FILE_ENV)
     why = f"this process has no {ERROR_FILE_ENV}, so there is no folder for a socket"
