@@ -99,6 +99,7 @@ UNNAMED = {
     "config.py: name": {"NO_COLOR", "FORCE_COLOR", "PYTHON_COLORS"},
     "torchrun_shim.py: variable": set[str](),  # those of options, by torchrun's names
     "_declare.py: name": set[str](),  # those of options
+    "detach.py: name": set[str](),  # that of its option, which its run has no use for any more
     "_job_file.py: name": set[str](),  # secrets that a run's job file leaves out: of the workers, and documented below
     "placement.py: name": {
         *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
