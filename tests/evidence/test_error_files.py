@@ -1580,7 +1580,7 @@ def test_the_well_known_names() -> None:
 
 def test_the_import_is_cheap(tmp_path: Path) -> None:
     code = (
-        "import subprocess, sys; before = set(sys.modules); import phalanx.errors\n"
+        "import re, subprocess, sys; before = set(sys.modules); import phalanx.errors\n"
         "print(*sorted(name for name in set(sys.modules) - before if not name.startswith('phalanx')))\n"
     )
     with start(code, tmp_path / "error.json") as process:
