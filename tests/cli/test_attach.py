@@ -233,8 +233,8 @@ def test_a_shell_is_typed_into_and_left(place: Place) -> None:
         attached.type("stty size\r")
         attached.until("30 100")
         termios.tcsetwinsize(attached.ours, (40, 120))
-        attached.type("trap 'echo sized $(stty size)' WINCH; cat\r")
-        attached.until("cat\r\n")
+        attached.type("trap 'echo sized $(stty size)' WINCH; sh -c 'echo $((6 * 7)); exec cat'\r")
+        attached.until("42\r\n")  # it has the foreground
         attached.type("\x03")
         attached.until("^C")
         attached.type("stty size\r")

@@ -63,7 +63,8 @@ class Detached:
             os.dup2(console, fd)
         os.close(console)
         if sys.stderr is None:  # it was closed
-            sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115 - until the end
+            text = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 - until the end
+            sys.stderr = text
         os.write(self._command, os.fsencode(path) + _MARK)
 
     def report_up(self, team: RunTeam) -> None:
