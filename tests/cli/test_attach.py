@@ -237,6 +237,7 @@ def test_a_shell_is_typed_into_and_left(place: Place) -> None:
         attached.until("42\r\n")  # it has the foreground
         attached.type("\x03")
         attached.until("^C")
+        attached.until("$ ")  # until then, it might still be cat who reads
         attached.type("stty size\r")
         attached.until("40 120")
         attached.type(LEAVE)
