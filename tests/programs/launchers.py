@@ -87,7 +87,8 @@ def main() -> None:
     show("restarts", fails_twice, "no", max_restarts=2, event_log_handler="console")
     show("too few", fails_twice, "no", max_restarts=1, event_log_handler="console")
     show("program", "/bin/sh", "-c", "exit $RANK", event_log_handler="console")
-    show("python", sys.executable, "-u", "/not/there.py")
+    # One rank: of two that fail by themselves within milliseconds, the second may be stopped before it has.
+    show("python", sys.executable, "-u", "/not/there.py", nproc_per_node=1)
     show("exits", fails, nproc_per_node=1)
     print("list", sorted(launch_agent(config(), product, [4]).items()))
     for changes in ({"min_nodes": 2}, {"nproc_per_node": 0}, {"max_nodes": 0}, {"rdzv_backend": "nothing"},
