@@ -14,10 +14,10 @@ export PYTHON TORCH
 
 SESSIONS = @$(or $(PYTHON),python3) tools/bootstrap.py
 
-.PHONY: help demo quick test matrix lint format docs transcripts stress soak bench package constraints hooks clean
+.PHONY: help demo quick test matrix lint format docs transcripts stress soak bench bench-smoke package constraints hooks clean
 
 help: ## say what there is
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile
 
 demo: ## train on the handwritten digits with 4 ranks
 	$(SESSIONS) demo
@@ -52,8 +52,11 @@ stress: ## 1,000 groups that are shot at, and 100 jobs of three hosts; what was 
 soak: ## the suite ten times, every second time under load
 	$(SESSIONS) --rounds $(ROUNDS) tests long torch pythons -- $(ARGS)
 
-bench: ## the benchmarks: Phalanx, its peer and the floor
+bench: ## the benchmarks: Phalanx, its peers and the floor
 	$(SESSIONS) bench -- $(ARGS)
+
+bench-smoke: ## whether the benchmarks work, and find nothing lost, torn or left behind: a minute
+	$(SESSIONS) bench -- --smoke $(ARGS)
 
 constraints: ## pin the newest versions of all that tests, lint and the site use
 	$(SESSIONS) constraints

@@ -1,6 +1,7 @@
 """``python -m benchmarks [CASE...]``: run the cases, print medians (least..most), ratios and verdicts.
 
-``python -m benchmarks clients`` is another program: the table of ``benchmarks.clients``.
+Other programs, by the first word: ``compare`` (two results of this one), ``profile`` (a case), ``plots`` (a result as
+pictures and as a page), ``clients`` (real programs and their faults).
 
 The exit code is 1 when a target was missed or Phalanx failed to deliver, 2 for a bad argument, 0 otherwise; a peer
 that is absent or fails is said to be, and is nobody's fault.
@@ -9,17 +10,30 @@ that is absent or fails is said to be, and is nobody's fault.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks import machine, peer, report
-from benchmarks.case import FLOOR, PEER, PHALANX
+from benchmarks import launchers, machine, peers, report
+from benchmarks.case import FLOOR, PHALANX
 from benchmarks.cases import NAMES, load
-from benchmarks.clients import table
 from benchmarks.runner import ROOT, run_case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PROGRAMS = {
+    "clients": "benchmarks.clients.table",
+    "compare": "benchmarks.compare",
+    "plots": "benchmarks.plots",
+    "profile": "benchmarks.profiles",
+}
+
+PEERS = tuple(dict.fromkeys(peer for name in NAMES for peer in load(name).peers()))
 
 
 def _positive(text: str) -> int:
@@ -32,11 +46,18 @@ def _positive(text: str) -> int:
 _positive.__name__ = "positive whole number"  # argparse names the type in its error
 
 
+def _sizes(text: str) -> list[int]:
+    return [_positive(word) for word in text.split(",")]
+
+
+_sizes.__name__ = "list of sizes, like 8,64"
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Phalanx, its peer and the floor, measured in turn.",
-        epilog="`python -m benchmarks clients --help`: real programs and their faults, beside torchrun.",
+        description="Phalanx, its peers and the floor, measured in turn.",
+        epilog=f"Other programs: {', '.join(f'`python -m benchmarks {name} --help`' for name in PROGRAMS)}.",
     )
     parser.add_argument(
         "cases", nargs="*", metavar="CASE", help=f"which cases to run: {', '.join(NAMES)} (default: all)"
@@ -45,14 +66,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=_positive, metavar="N", help="measured rounds (default: as each case asks for)"
     )
+    parser.add_argument(
+        "--sizes", type=_sizes, metavar="N,N", help="of the cases that have sizes, only these (default: all of each)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure seen to FILE, too")
-    parser.add_argument("--no-peer", action="store_true", help="leave the peer (torch) out")
+    parser.add_argument(
+        "--peers", metavar="NAME,NAME", help=f"which peers take part: none, or of {', '.join(PEERS)} (default: all)"
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="whether it all works: the cases that have sizes, at 8, one round, no peers; only what is lost, torn, "
+        "wrong or left behind is judged, and no time",
+    )
     parser.add_argument(
         "--python", default=sys.executable, metavar="PATH", help="interpreter for Phalanx and the floor"
     )
     options = parser.parse_args(argv)
     if unknown := [name for name in options.cases if name not in NAMES]:
         parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(NAMES)})")
+    if options.smoke:
+        options.cases = options.cases or [name for name in NAMES if load(name).sizes]
+        options.rounds, options.sizes, options.peers = (
+            options.rounds or 1,
+            options.sizes or [8],
+            options.peers or "none",
+        )
+    options.peers = PEERS if options.peers is None else [name for name in options.peers.split(",") if name != "none"]
+    if unknown := [name for name in options.peers if name not in PEERS]:
+        parser.error(f"argument --peers: no such peer: {', '.join(unknown)} (there are {', '.join(PEERS)})")
     if not shutil.which(options.python):
         parser.error(f"argument --python: {options.python} is no program")
     if options.json and not options.json.parent.is_dir():
@@ -63,37 +105,52 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _list(names: list[str]) -> None:
     for case in map(load, names):
         targets = "; ".join(case.targets_text()) or "none"
-        print(f"{case.name}: {case.measures}\n    targets: {targets}")
+        sizes = f"\n    sizes: {', '.join(map(str, case.sizes))}" if case.sizes else ""
+        others = f"\n    peers: {', '.join(case.peers()) or 'none'}"
+        print(f"{case.name}: {case.measures}{sizes}{others}\n    targets: {targets}")
+
+
+def find(names: Iterable[str], python: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the interpreter of each contender that can take part, and why which of them cannot."""
+    interpreters, absent = {PHALANX: python, FLOOR: python}, {}
+    for name in names:
+        if why := launchers.missing(name):
+            absent[name] = why
+        else:
+            interpreters[name] = peers.python(name)
+    return interpreters, absent
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["clients"]:
-        return table.main(words[1:])
+    if words[:1] and words[0] in PROGRAMS:
+        return int(importlib.import_module(PROGRAMS[words[0]]).main(words[1:]))
     options = _parse(words)
     names = options.cases or list(NAMES)
     if options.list:
         _list(names)
         return 0
-    interpreters = {PHALANX: options.python, FLOOR: options.python}
-    if not options.no_peer:
-        try:
-            interpreters[PEER] = peer.find_or_make()
-        except peer.PeerError as error:
-            print(f"NO PEER: {error}")
-    # As pip leaves an installed package, the peer's too: nobody's figures include the compiling of their modules.
+    wanted = {peer for name in names for peer in load(name).peers()}
+    interpreters, absent = find([peer for peer in options.peers if peer in wanted], options.python)
+    for name, why in absent.items():
+        print(f"NO {name}: {why}")
+    # As pip leaves an installed package, the peers' too: nobody's figures include the compiling of their modules.
     compiled = [options.python, "-m", "compileall", "-q", str(ROOT / "src"), str(ROOT / "benchmarks")]
     subprocess.run(compiled, check=True)
     facts = machine.describe(interpreters)
     print("; ".join(f"{name}: {fact}" for name, fact in facts.items()))
-    results = []
-    for name in names:
-        results.append(run_case(load(name), interpreters, options.rounds))
-        print(f"\n{report.table(results[-1])}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(report.as_json(facts, results), indent=1) + "\n")
-    return int(any(result.missed() for result in results))
+    cases = []
+    for case in map(load, names):
+        sizes = [size for size in case.sizes if not options.sizes or size in options.sizes] if case.sizes else [0]
+        results = [run_case(case, interpreters, options.rounds, size) for size in sizes]
+        results = [result.only_counts() for result in results] if options.smoke else results
+        if results:
+            cases.append(results)
+            print(f"\n{report.table(results)}", flush=True)
+            if options.json:  # after each: a run that is ended has what it saw
+                options.json.write_text(json.dumps(report.as_json(facts, absent, cases), indent=1) + "\n")
+    return int(any(result.missed() for results in cases for result in results))
 
 
 if __name__ == "__main__":

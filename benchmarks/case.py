@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Figures: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
     """Contender -> figure -> the values seen."""
 
-PHALANX, PEER, FLOOR = CONTENDERS = ("phalanx", "peer", "floor")
+PHALANX, TORCH, FLOOR = "phalanx", "torch", "floor"
 
 _COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
@@ -46,7 +46,8 @@ class Verdict(NamedTuple):
 class Target(NamedTuple):
     """A bound on one of Phalanx's figures: absolute, or a multiple of the same figure of the contender ``of``.
 
-    The median is judged, or with ``worst`` the largest value seen (the smallest, for ``>=``).
+    The median is judged, or with ``worst`` the largest value seen (the smallest, for ``>=``). Of a case with sizes, it
+    holds for one of them, or with 0 for each.
 
     >>> double = Target("elapsed", "<=", 2, of=FLOOR)
     >>> double.text("ms"), double.value({"phalanx": {"elapsed": [3.0]}, "floor": {"elapsed": [1.0]}})
@@ -61,6 +62,7 @@ class Target(NamedTuple):
     limit: float
     of: str = ""
     worst: bool = False
+    size: int = 0
 
     def text(self, unit: str) -> str:
         """Return the target as a person would write it."""
@@ -80,6 +82,11 @@ class Target(NamedTuple):
         value = extreme(ours) if self.worst else median(ours)
         return value / median(theirs) if theirs else value
 
+    @property
+    def is_count(self) -> bool:
+        """Whether it is of something that must not be there at all, however slow the machine is."""
+        return self.worst and self.relation == "<=" and self.limit == 0
+
     def met(self, value: float) -> bool:
         """Tell whether a value meets the target."""
         return bool(_COMPARE[self.relation](value, self.limit))
@@ -88,9 +95,11 @@ class Target(NamedTuple):
 class Case(NamedTuple):
     """One thing measured.
 
-    ``units`` names every figure that a contender may return, in the order of printing, with its unit.
+    ``units`` names every figure that a contender may return, in the order of printing, with its unit; of one in MB/s
+    more is better, of all others less.
     ``contenders`` maps a contender's name to the function that measures it; each call has an interpreter to itself.
-    ``rounds`` are the measured rounds (the peer, which may be slow, takes part in the first ``peer_rounds`` of them);
+    With ``sizes`` the function is given one of them, and each is measured.
+    ``rounds`` are the measured rounds (the peers, which may be slow, take part in the first ``peer_rounds`` of them);
     a round whose result is thrown away goes before them where ``warm_up`` says so.
     ``limit`` bounds one run of one contender, in seconds.
     ``interpreter`` names the contender whose interpreter all of them use, where that has what they need.
@@ -100,21 +109,28 @@ class Case(NamedTuple):
     measures: str
     units: Mapping[str, str]
     targets: tuple[Target, ...]
-    contenders: Mapping[str, Callable[[], Sample]]
+    contenders: Mapping[str, Callable[..., Sample]]
     rounds: int = 5
     peer_rounds: int = 3
     warm_up: bool = True
     limit: float = 120.0
     interpreter: str = ""
+    sizes: tuple[int, ...] = ()
+
+    def peers(self) -> list[str]:
+        """Return the contenders that are neither Phalanx nor the floor."""
+        return [name for name in self.contenders if name not in (PHALANX, FLOOR)]
 
     def targets_text(self) -> list[str]:
         """Return the targets as a person would write them."""
         return [target.text(self.units[target.figure]) for target in self.targets]
 
-    def judge(self, seen: Figures) -> list[Verdict]:
-        """Judge every target by what was seen."""
+    def judge(self, seen: Figures, size: int = 0) -> list[Verdict]:
+        """Judge every target by what was seen, of a case with sizes at one of them."""
         verdicts = []
         for target, text in zip(self.targets, self.targets_text(), strict=True):
+            if target.size not in (0, size):
+                continue
             value = target.value(seen)
             met = None if value is None else target.met(value)
             verdicts.append(Verdict(text, value, target.unit(self.units[target.figure]), met))

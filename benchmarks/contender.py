@@ -1,4 +1,4 @@
-"""The fresh interpreter of one run: ``python -m benchmarks.contender CASE CONTENDER`` prints its figures as JSON.
+"""The fresh interpreter of one run: ``python -m benchmarks.contender CASE CONTENDER [SIZE]`` prints figures as JSON.
 
 Imports little: what is imported here is in the memory measured, and function workers import it once more.
 """
@@ -6,11 +6,11 @@ Imports little: what is imported here is in the memory measured, and function wo
 import sys
 
 
-def main(case: str, contender: str) -> None:
+def main(case: str, contender: str, *sizes: str) -> None:
     """Measure, and print the sample as the last line of standard output."""
     from benchmarks.cases import load  # a spawned worker imports this module, and needs none of it
 
-    sample = load(case).contenders[contender]()
+    sample = load(case).contenders[contender](*map(int, sizes))
 
     import json  # after measuring
 

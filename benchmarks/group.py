@@ -11,12 +11,12 @@ import tempfile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.case import PEER, PHALANX
+from benchmarks.case import PHALANX, TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIBRARY = {PHALANX: "phalanx.multiprocessing", PEER: "torch.distributed.elastic.multiprocessing"}
+LIBRARY = {PHALANX: "phalanx.multiprocessing", TORCH: "torch.distributed.elastic.multiprocessing"}
 
 
 def start(

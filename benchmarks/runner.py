@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import procfs
-from benchmarks.case import CONTENDERS, PEER, PHALANX, Case, Sample, Verdict
+from benchmarks.case import FLOOR, PHALANX, Case, Sample, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from benchmarks.case import Figures
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,62 +30,77 @@ class RunError(Exception):
 
 
 class Result(NamedTuple):
-    """What a case came to.
+    """What a case came to, at one of its sizes (0: it has none).
 
-    ``figures``: contender -> figure -> every value seen in the measured rounds.
+    ``seen``: contender -> figure -> the values of each measured round.
     ``notes`` and ``errors``: contender -> text.
     """
 
     case: Case
     rounds: int
-    figures: dict[str, dict[str, list[float]]]
+    seen: dict[str, dict[str, list[list[float]]]]
     notes: dict[str, tuple[str, ...]]
     errors: dict[str, str]
+    size: int = 0
+
+    @property
+    def figures(self) -> Figures:
+        """Contender -> figure -> every value seen in the measured rounds."""
+        return {
+            contender: {figure: [value for values in rounds for value in values] for figure, rounds in figures.items()}
+            for contender, figures in self.seen.items()
+        }
 
     def verdicts(self) -> list[Verdict]:
-        """Judge every target of the case."""
-        return self.case.judge(self.figures)
+        """Judge every target of the case at this size."""
+        return self.case.judge(self.figures, self.size)
 
     def missed(self) -> bool:
         """Tell whether a target was missed, or Phalanx failed to deliver."""
         return PHALANX in self.errors or any(verdict.met is False for verdict in self.verdicts())
 
+    def only_counts(self) -> Result:
+        """Return the same with those targets alone that are counts: no time is judged."""
+        targets = tuple(target for target in self.case.targets if target.is_count)
+        return self._replace(case=self.case._replace(targets=targets))
 
-def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = None) -> Result:
-    """Run a case, in as many rounds as it asks for or as are given here.
+
+def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = None, size: int = 0) -> Result:
+    """Run a case, in as many rounds as it asks for or as are given here; one with sizes at one of them.
 
     ``interpreters`` maps the contenders that take part to their Python. One that fails once is left out from then on.
     """
     rounds = rounds or case.rounds
-    turns = {PEER: min(rounds, case.peer_rounds)}
-    result = Result(case, rounds, {}, {}, {})
+    result = Result(case, rounds, {}, {}, {}, size)
+    what = f"{case.name} of {size}" if size else case.name
     for turn in range(-1 if case.warm_up else 0, rounds):
-        for contender in CONTENDERS:
+        for contender in case.contenders:
+            turns = rounds if contender in (PHALANX, FLOOR) else min(rounds, case.peer_rounds)
             whose = case.interpreter or contender
-            absent = not {contender, whose} <= interpreters.keys() or contender not in case.contenders
-            if absent or contender in result.errors or turn >= turns.get(contender, rounds):
+            absent = not {contender, whose} <= interpreters.keys()
+            if absent or contender in result.errors or turn >= turns:
                 continue
-            sys.stderr.write(f"{case.name}: {f'round {turn + 1}/{rounds}' if turn >= 0 else 'warm-up'}: {contender}\n")
+            sys.stderr.write(f"{what}: {f'round {turn + 1}/{rounds}' if turn >= 0 else 'warm-up'}: {contender}\n")
             try:
-                sample = run_contender(case, contender, interpreters[whose])
+                sample = run_contender(case, contender, interpreters[whose], size)
             except RunError as error:
                 result.errors[contender] = str(error)
                 continue
             if turn >= 0:
                 result.notes[contender] = sample.notes
                 for figure, values in sample.figures.items():
-                    result.figures.setdefault(contender, {}).setdefault(figure, []).extend(values)
+                    result.seen.setdefault(contender, {}).setdefault(figure, []).append(values)
     return result
 
 
-def run_contender(case: Case, contender: str, python: str) -> Sample:
+def run_contender(case: Case, contender: str, python: str, size: int = 0) -> Sample:
     """Run one contender once, within ``case.limit`` seconds; raise ``RunError`` when it fails.
 
     Whatever it leaves behind is killed, and noted. Its output goes to files and not to pipes: a worker that outlives it
     would hold a pipe open.
     """
     mark = uuid.uuid4().hex
-    command = [python, "-m", "benchmarks.contender", case.name, contender]
+    command = command_of(case, contender, python, size)
     with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         try:
@@ -109,6 +126,11 @@ def run_contender(case: Case, contender: str, python: str) -> Sample:
         found = json.loads(out.read_text(errors="replace").splitlines()[-1])
     notes = (*found["notes"], f"left {left} processes behind") if left else tuple(found["notes"])
     return Sample(found["figures"], notes)
+
+
+def command_of(case: Case, contender: str, python: str, size: int = 0) -> list[str]:
+    """Return the command that measures one contender once, see `benchmarks.contender`."""
+    return [python, "-m", "benchmarks.contender", case.name, contender, *([str(size)] if size else [])]
 
 
 def environment(mark: str, folder: str) -> dict[str, str]:

@@ -15,13 +15,13 @@ from itertools import repeat
 from time import monotonic_ns, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.case import PEER, PHALANX
+from benchmarks.case import PHALANX, TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn
 
-LIBRARY = {PHALANX: "phalanx.timer", PEER: "torch.distributed.elastic.timer"}
+LIBRARY = {PHALANX: "phalanx.timer", TORCH: "torch.distributed.elastic.timer"}
 
 GROUP, FILE, LOCAL = KINDS = ("group", "file", "local")
 """Who watches: the group itself, as under ``phalanx run``, or the server of a pair, which stands alone."""

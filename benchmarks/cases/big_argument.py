@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import procfs
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 from benchmarks.ready import Listener, with_array
 
@@ -94,7 +94,7 @@ def _phalanx() -> Sample:
 
 
 def _peer() -> Sample:
-    return Sample(dict(_figures("spawn", partial(_start, PEER), 1)))
+    return Sample(dict(_figures("spawn", partial(_start, TORCH), 1)))
 
 
 def _floor() -> Sample:
@@ -116,10 +116,10 @@ CASE = Case(
             Target(f"{method}: {WORKERS} to 1", "<=", 1.5),
         )
     ),
-    contenders={PHALANX: _phalanx, PEER: _peer, FLOOR: _floor},
+    contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},
     rounds=3,
     peer_rounds=1,
     warm_up=False,
     limit=300.0,
-    interpreter=PEER,
+    interpreter=TORCH,
 )

@@ -11,7 +11,7 @@ from benchmarks import two_launchers
 from benchmarks.agents.bare import Hub
 from benchmarks.agents.crowd import PROCESSES, Crowd
 from benchmarks.agents.say import CALLED, FAILED, GONE, RANK, TOLD
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.etcd import Etcd, free_port
 
 NODES = 64
@@ -22,7 +22,7 @@ STRIDE = 7
 """The nodes that fail are so far apart, the leader's among them."""
 
 CAP = 60.0
-TIMES = {PHALANX: 3, PEER: 2}
+TIMES = {PHALANX: 3, TORCH: 2}
 """How often two launchers are run, for each of `FATES`."""
 
 LOOKS, PARTS = 0.1, 3
@@ -94,7 +94,7 @@ def _phalanx() -> Sample:
 
 
 def _peer() -> Sample:
-    return Sample(*_launchers(PEER))
+    return Sample(*_launchers(TORCH))
 
 
 def _floor() -> Sample:
@@ -112,9 +112,9 @@ CASE = Case(
     units=dict.fromkeys(("told", "told, last", "regrouped", *(f"launchers, {fate}" for fate in FATES)), "ms"),
     targets=(
         Target("told", "<", 20),
-        *(Target(f"launchers, {fate}", "<=", 0.2, of=PEER) for fate in FATES),
+        *(Target(f"launchers, {fate}", "<=", 0.2, of=TORCH) for fate in FATES),
     ),
-    contenders={PHALANX: _phalanx, PEER: _peer, FLOOR: _floor},
+    contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

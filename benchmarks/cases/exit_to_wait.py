@@ -12,14 +12,14 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import repeat, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORKERS = 8
-SETTLE = {PHALANX: 0.03, PEER: 0.0, FLOOR: 0.0}
+SETTLE = {PHALANX: 0.03, TORCH: 0.0, FLOOR: 0.0}
 """Seconds that a contender, as it comes, lets the other workers go on after the first failure."""
 
 # The peers say "ready" in a FIFO and wait for SIGTERM; rank 0 hears them all, lets the launcher settle in its wait,
@@ -79,5 +79,5 @@ CASE = Case(
     measures=f"{WORKERS} workers, one exits with 1: from its exit to the return of wait(), less the settle window",
     units={"beyond settle": "ms"},
     targets=(Target("beyond settle", "<", 15),),
-    contenders={name: partial(_measure, name) for name in (PHALANX, PEER, FLOOR)},
+    contenders={name: partial(_measure, name) for name in (PHALANX, TORCH, FLOOR)},
 )

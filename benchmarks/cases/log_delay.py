@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks import chatter
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ CASE = Case(
     targets=(Target("median", "<", 2), Target("p99", "<", 10), Target("missing", "<=", 0, worst=True)),
     contenders={
         PHALANX: partial(_measure, partial(_group, PHALANX)),
-        PEER: partial(_measure, partial(_group, PEER)),
+        TORCH: partial(_measure, partial(_group, TORCH)),
         FLOOR: partial(_measure, _bare),
     },
     rounds=3,

@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from benchmarks import chatter
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def _measure(contender: str) -> Sample:
 
 
 def _peer() -> Sample:
-    sample = _measure(PEER)
-    speed, wrong = _compared(PEER, line_buffered=False)
+    sample = _measure(TORCH)
+    speed, wrong = _compared(TORCH, line_buffered=False)
     note = f"into a pipe by blocks, not by lines: {speed:.0f} MB/s; {'; '.join(wrong) or 'nothing wrong'}"
     return sample._replace(notes=(*sample.notes, note))
 
@@ -158,11 +158,11 @@ CASE = Case(
     measures=f"{WORKERS} workers write {LINES} lines of 99 bytes and a newline each, teed: until all is shown",
     units={DEVNULL: "MB/s", PIPE: "MB/s", WRITTEN: "MB/s", "wrong": "findings"},
     targets=(
-        *(Target(speed, ">=", 20, of=PEER) for speed in SPEEDS),
+        *(Target(speed, ">=", 20, of=TORCH) for speed in SPEEDS),
         *(Target(speed, ">=", 0.5, of=FLOOR) for speed in SPEEDS),
         Target("wrong", "<=", 0, worst=True),
     ),
-    contenders={PHALANX: partial(_measure, PHALANX), PEER: _peer, FLOOR: _floor},
+    contenders={PHALANX: partial(_measure, PHALANX), TORCH: _peer, FLOOR: _floor},
     peer_rounds=1,
     warm_up=False,
     limit=300.0,

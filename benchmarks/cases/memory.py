@@ -7,7 +7,7 @@ import subprocess
 from functools import partial
 
 from benchmarks import procfs
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 
 WORKERS = 8
@@ -45,7 +45,7 @@ CASE = Case(
     measures=f"peak resident memory with {WORKERS} workers; helpers are the processes between launcher and workers",
     units={"launcher": "MB", "helper": "MB", "helpers": "processes"},
     targets=(Target("launcher", "<", 40, worst=True), Target("helper", "<", 15, worst=True)),
-    contenders={PHALANX: partial(_measure, PHALANX), PEER: partial(_measure, PEER), FLOOR: _floor},
+    contenders={PHALANX: partial(_measure, PHALANX), TORCH: partial(_measure, TORCH), FLOOR: _floor},
     rounds=3,
     warm_up=False,
 )

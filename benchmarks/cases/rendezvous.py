@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from benchmarks.agents.bare import Hub
 from benchmarks.agents.crowd import PROCESSES, Crowd
 from benchmarks.agents.say import CALLED, GONE, IN, RANK
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.etcd import free_port
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _peer() -> Sample:
         for name, measure in jobs.items():
             for number in range(times):
                 # Processes of their own: what goes on between the nodes of one job would disturb the next.
-                with Crowd(PEER, endpoint, nodes) as crowd:
+                with Crowd(TORCH, endpoint, nodes) as crowd:
                     try:
                         took = measure(crowd, f"{name}-{nodes}-{number}")
                     except (TimeoutError, RuntimeError) as error:
@@ -157,11 +157,11 @@ CASE = Case(
         **{f"{name}, {nodes}": "each" for name in ("asked", "heard", "leader asked") for nodes in SIZES},
     },
     targets=(
-        *(Target(f"last, {nodes}", "<=", 0.1, of=PEER) for nodes in SIZES[:3]),
+        *(Target(f"last, {nodes}", "<=", 0.1, of=TORCH) for nodes in SIZES[:3]),
         Target("last, 256", "<", 1000),
         *(Target(f"asked, {nodes}", "<=", 4, worst=True) for nodes in SIZES),
     ),
-    contenders={PHALANX: _phalanx, PEER: _peer, FLOOR: _floor},
+    contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

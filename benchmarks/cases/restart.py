@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +102,7 @@ def _floor() -> Sample:
     return Sample({"cold": moments(Path(folder, "moments").read_text())})
 
 
-CONTENDERS: dict[str, Callable[[], Sample]] = {PHALANX: _phalanx, PEER: _peer, FLOOR: _floor}
+CONTENDERS: dict[str, Callable[[], Sample]] = {PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor}
 
 CASE = Case(
     name="restart",
@@ -116,10 +116,10 @@ CASE = Case(
         "imports": "ms",
         "imports, settle 0": "ms",
     },
-    targets=(Target("cold", "<=", 1.0, of=PEER), Target("imports", "<=", 0.05, of=PEER)),
+    targets=(Target("cold", "<=", 1.0, of=TORCH), Target("imports", "<=", 0.05, of=TORCH)),
     contenders=CONTENDERS,
     rounds=3,
     warm_up=False,
     limit=300.0,
-    interpreter=PEER,
+    interpreter=TORCH,
 )

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from functools import partial
 
-from benchmarks.case import PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
 from benchmarks.runner import ROOT
 
-LIBRARY = {PHALANX: "phalanx.spawn", PEER: "torch.multiprocessing"}
+LIBRARY = {PHALANX: "phalanx.spawn", TORCH: "torch.multiprocessing"}
 WAYS = {
     PHALANX: ("module", "reference", "value", "warm module", "warm reference", "warm value"),
-    PEER: ("module", "reference"),
+    TORCH: ("module", "reference"),
 }
 SIZES = (8, 64)
 
@@ -38,9 +38,9 @@ CASE = Case(
     measures="8 and 64 empty functions through spawn(), from the call to its end: of a module; of a main module that "
     "imports nothing, by reference and by value; as fresh interpreters, and as forks of a warm process",
     units=dict.fromkeys((_name(way, size) for way in WAYS[PHALANX] for size in SIZES), "ms"),
-    targets=tuple(Target(_name("reference", size), "<=", 1 / 20, of=PEER) for size in SIZES),
+    targets=tuple(Target(_name("reference", size), "<=", 1 / 20, of=TORCH) for size in SIZES),
     # The peer goes once: each of its processes imports torch.
-    contenders={PHALANX: partial(_measure, PHALANX, 4), PEER: partial(_measure, PEER, 1)},
+    contenders={PHALANX: partial(_measure, PHALANX, 4), TORCH: partial(_measure, TORCH, 1)},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

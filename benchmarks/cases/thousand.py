@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from benchmarks import procfs
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 
 WORKERS = 1000
@@ -86,7 +86,7 @@ CASE = Case(
         "helper memory": "kB each",
     },
     targets=(Target("listed", ">=", WORKERS, worst=True), Target("left", "<=", 0, worst=True)),
-    contenders={name: partial(_measure, name) for name in (PHALANX, PEER, FLOOR)},
+    contenders={name: partial(_measure, name) for name in (PHALANX, TORCH, FLOOR)},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

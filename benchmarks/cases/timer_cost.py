@@ -11,7 +11,7 @@ from time import monotonic_ns, perf_counter_ns
 from typing import TYPE_CHECKING
 
 from benchmarks import timers
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 from benchmarks.timers import FILE, GROUP, LOCAL
 
@@ -89,7 +89,7 @@ CASE = Case(
     ),
     contenders={
         PHALANX: partial(_measure, PHALANX, timers.KINDS, 60.0),
-        PEER: partial(_measure, PEER, (FILE, LOCAL), 1.0),
+        TORCH: partial(_measure, TORCH, (FILE, LOCAL), 1.0),
         FLOOR: _floor,
     },
     rounds=3,

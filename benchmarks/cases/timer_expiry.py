@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import chatter, timers
-from benchmarks.case import PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 from benchmarks.timers import FILE, KINDS, LOCAL
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
-TIMES = {PHALANX: 50, PEER: 5}
-INTERVAL = {PHALANX: 60.0, PEER: 1.0}
+TIMES = {PHALANX: 50, TORCH: 5}
+INTERVAL = {PHALANX: 60.0, TORCH: 1.0}
 """``max_interval`` of the servers. With 60 s a worker of the peer's would live for up to a minute more."""
 
 AFTER = 0.2
@@ -142,12 +142,12 @@ def _measure(contender: str, kinds: Sequence[str]) -> Sample:
 CASE = Case(
     name="timer_expiry",
     measures=f"a worker that sleeps in a block of {AFTER:g} s, {TIMES[PHALANX]} times for each way of watching, with"
-    f" max_interval={INTERVAL[PHALANX]:g} (the peer: {TIMES[PEER]} times, with {INTERVAL[PEER]:g}, its default for a"
+    f" max_interval={INTERVAL[PHALANX]:g} (the peer: {TIMES[TORCH]} times, with {INTERVAL[TORCH]:g}, its default for a"
     f" queue being 60): from the deadline until SIGKILL has been sent, and until the worker is dead;"
     f" far: a block of {FAR:g} s, {FAR_TIMES} times",
     units={f"{kind}, {name}": "ms" for kind in KINDS for name in ("sent", "dead", "far, sent")},
     targets=tuple(Target(f"{kind}, {name}", "<", 2) for kind in KINDS for name in ("sent", "far, sent")),
-    contenders={PHALANX: partial(_measure, PHALANX, KINDS), PEER: partial(_measure, PEER, (FILE, LOCAL))},
+    contenders={PHALANX: partial(_measure, PHALANX, KINDS), TORCH: partial(_measure, TORCH, (FILE, LOCAL))},
     rounds=1,
     warm_up=False,
     limit=300.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import chatter, timers
-from benchmarks.case import PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import start
 
 WORKERS = 20
@@ -31,7 +31,7 @@ CASE = Case(
     " many pairs raised an error in the worker",
     units={"wall": "s", "errors": "pairs"},
     targets=(Target("errors", "<=", 0, worst=True),),
-    contenders={PHALANX: partial(_measure, PHALANX, 60.0), PEER: partial(_measure, PEER, 1.0)},
+    contenders={PHALANX: partial(_measure, PHALANX, 60.0), TORCH: partial(_measure, TORCH, 1.0)},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

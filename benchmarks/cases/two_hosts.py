@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.case import PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
 from benchmarks.etcd import free_port
 from benchmarks.two_launchers import hear
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent.parent / "reduce.py"
 UP, CAP = 120.0, 60.0
 """Seconds within which both ranks have reduced; and within which both launchers have ended after a death."""
 
-LAUNCHER = {PHALANX: ("phalanx", "run"), PEER: ("torch.distributed.run",)}
+LAUNCHER = {PHALANX: ("phalanx", "run"), TORCH: ("torch.distributed.run",)}
 
 
 def _static(contender: str) -> list[list[str]]:
@@ -82,7 +82,7 @@ def _phalanx() -> Sample:
 
 
 def _peer() -> Sample:
-    return _sample(PEER)
+    return _sample(TORCH)
 
 
 FIGURES = [f"{name}, {what}" for name in ("static", "c10d") for what in ("first all_reduce", "report")]
@@ -94,10 +94,10 @@ CASE = Case(
     " reduced, and from SIGKILL to one rank until both launchers have reported and ended;"
     f" {len(os.sched_getaffinity(0))} cores",
     units=dict.fromkeys(FIGURES, "ms"),
-    targets=tuple(Target(figure, "<=", 1.0, of=PEER) for figure in FIGURES),
-    contenders={PHALANX: _phalanx, PEER: _peer},
+    targets=tuple(Target(figure, "<=", 1.0, of=TORCH) for figure in FIGURES),
+    contenders={PHALANX: _phalanx, TORCH: _peer},
     rounds=3,
     warm_up=False,
     limit=300.0,
-    interpreter=PEER,
+    interpreter=TORCH,
 )

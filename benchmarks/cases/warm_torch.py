@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.group import elapsed_ms, start
 from benchmarks.ready import Listener, with_module
 
@@ -45,7 +45,7 @@ def _phalanx() -> Sample:
 
 
 def _peer() -> Sample:
-    return Sample({"first start": [_until_ready(PEER)]})
+    return Sample({"first start": [_until_ready(TORCH)]})
 
 
 def _floor() -> Sample:
@@ -59,8 +59,8 @@ CASE = Case(
     f"warm; the floor is one python -c 'import torch'; {len(os.sched_getaffinity(0))} cores",
     units={"first start": "ms", "second start": "ms", "spawn": "ms"},
     targets=(Target("first start", "<=", 1.25, of=FLOOR), Target("second start", "<", 100, worst=True)),
-    contenders={PHALANX: _phalanx, PEER: _peer, FLOOR: _floor},
+    contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},
     peer_rounds=1,
     limit=300.0,
-    interpreter=PEER,
+    interpreter=TORCH,
 )

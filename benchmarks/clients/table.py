@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import peer
+from benchmarks import peers
+from benchmarks.case import TORCH
 from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, Came, Client, run
 from benchmarks.runner import environment
 
@@ -68,7 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--case", action="append", choices=list(CASES), help="may be given again (default: all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
-    parser.add_argument("--python", default=peer.named(), metavar="PATH", help="interpreter that has torch")
+    parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
     options = parser.parse_args(argv)

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import chatter, etcd, procfs, report, runner, timers, two_launchers
-from benchmarks.__main__ import main
-from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
+from benchmarks import chatter, compare, etcd, procfs, report, runner, timers, two_launchers
+from benchmarks.__main__ import PEERS, main
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.cases import (
     NAMES,
     big_argument,
     broadcast,
     hang_report,
+    lines,
     load,
     log_delay,
     log_throughput,
     rendezvous,
     restart,
-    run_true,
     slow_console,
     timer_cost,
     timer_expiry,
@@ -35,7 +35,7 @@ from benchmarks.cases import (
     timer_load,
     warm_torch,
 )
-from benchmarks.peer import VARIABLE, PeerError, find_or_make
+from benchmarks.peers import VARIABLE, PeerError, find_or_make
 from benchmarks.runner import ROOT, Result, RunError, run_contender
 from tests.engine.test_lost_helpers import until
 
@@ -44,38 +44,40 @@ from tests.engine.test_lost_helpers import until
 def test_cases_are_whole(name: str) -> None:
     case = load(name)
     assert case.name == name
-    assert set(case.contenders) <= {PHALANX, PEER, FLOOR}
+    assert set(case.contenders) <= {PHALANX, *PEERS, FLOOR}
+    assert {target.size for target in case.targets} <= {0, *case.sizes}
     assert {target.figure for target in case.targets} <= set(case.units)
     assert len(case.targets_text()) == len(case.targets) > 0
 
 
 def test_list_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[::2]] == list(NAMES)
+    heads = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in heads] == list(NAMES)
 
 
 def test_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["no_such_case"])
-    assert "no such case: no_such_case (there are true64" in capsys.readouterr().err
+    assert "no such case: no_such_case (there are launch" in capsys.readouterr().err
 
 
 @pytest.mark.long
 def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks", "memory", "--rounds", "1", "--no-peer", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "memory", "--rounds", "1", "--peers", "none", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in {0, 1}, done.stderr  # 1: a target was missed, which is not judged here
     assert "memory: peak resident memory" in done.stdout
     found: dict[str, Any] = json.loads(out.read_text())
-    assert {"cores", "kernel", "load", f"python of {PHALANX}"} <= set(found["machine"])
-    memory = found["cases"]["memory"]
+    assert {"cores", "kernel", "load", "commit", "python", "peers"} == set(found["machine"])
+    (memory,) = found["cases"]["memory"]["runs"]
     assert memory["errors"] == {}
     assert memory["rounds"] == 1
     assert set(memory["figures"]) == {PHALANX, FLOOR}
     for figures in memory["figures"].values():
         assert set(figures) == {"launcher", "helper", "helpers"}
-        assert figures["launcher"][0] > 0
+        assert figures["launcher"][0][0] > 0
     assert all(verdict["met"] in {True, False} for verdict in memory["targets"])
 
 
@@ -89,17 +91,17 @@ def test_contender_that_hangs_is_ended_with_all_it_started(monkeypatch: pytest.M
     monkeypatch.setattr(uuid, "uuid4", lambda: mark)
     monkeypatch.setattr(procfs, "LEAVE", 0.2)
     with pytest.raises(RunError, match=r"not done after 1 s"):
-        run_contender(load("idle256")._replace(limit=1.0), FLOOR, sys.executable)
+        run_contender(load("stand")._replace(limit=1.0), FLOOR, sys.executable, 8)
     until(lambda: procfs.marked(mark.hex) == set())  # killed they are, but their end takes a processor
 
 
 def test_absent_peer_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/no/such/python")
     with pytest.raises(PeerError, match="/no/such/python"):
-        find_or_make()
+        find_or_make(TORCH)
 
 
-@pytest.mark.parametrize("module", [vocabulary, report, restart])
+@pytest.mark.parametrize("module", [vocabulary, report, restart, lines, compare])
 def test_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0
@@ -113,7 +115,6 @@ SMALL: list[tuple[ModuleType, dict[str, Any], set[str], set[str]]] = [
     (slow_console, {"LINES": 10}, {"files not whole", "files spoken of", "lines unaccounted for"}, {"writing"}),
     (warm_torch, {"MODULE": "json", "WORKERS": 2}, set(), {"first start", "second start"}),
     (restart, {"MODULE": "json", "WORKERS": 2, "RESTARTS": 2}, set(), {"cold"}),
-    (run_true, {"TIMES": {PHALANX: 1, FLOOR: 1}}, set(), set(run_true.CASE.units)),
     (big_argument, {"SIZE": 8_000_000, "REPEATS": 1}, set(), set(big_argument.CASE.units)),
     (
         timer_expiry,
@@ -194,14 +195,14 @@ def test_broadcast_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_case_may_want_the_interpreter_of_another_contender(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
-    def note(_case: Case, contender: str, python: str) -> Sample:
+    def note(_case: Case, contender: str, python: str, _size: int) -> Sample:
         used.append((contender, python))
         return Sample({"elapsed": [1.0]})
 
     monkeypatch.setattr(runner, "run_contender", note)
     contenders = dict.fromkeys((PHALANX, FLOOR), lambda: Sample({}))
-    case = Case("case", "something", {"elapsed": "ms"}, (), contenders, warm_up=False, interpreter=PEER)
-    runner.run_case(case, {PHALANX: "ours", FLOOR: "ours", PEER: "theirs"}, 1)
+    case = Case("case", "something", {"elapsed": "ms"}, (), contenders, warm_up=False, interpreter=TORCH)
+    runner.run_case(case, {PHALANX: "ours", FLOOR: "ours", TORCH: "theirs"}, 1)
     assert used == [(PHALANX, "theirs"), (FLOOR, "theirs")]
     result = runner.run_case(case, {PHALANX: "ours", FLOOR: "ours"}, 1)
     assert len(used) == 2
@@ -230,20 +231,87 @@ def test_what_a_launcher_said_of_the_rest_is_understood() -> None:
     assert slow_console.said(stderr) == {"0": 12304, "1": 7}
 
 
-def test_report_of_a_miss_and_of_a_failure() -> None:
-    def nothing() -> Sample:
-        return Sample({})
+def nothing(_size: int = 0) -> Sample:
+    return Sample({})
 
+
+def test_report_of_a_miss_and_of_a_failure() -> None:
     target = Target("elapsed", "<=", 2, of=FLOOR)
-    case = Case("case", "something", {"elapsed": "ms"}, (target,), {PHALANX: nothing})
-    figures = {PHALANX: {"elapsed": [3.0, 2.5, 4.0]}, FLOOR: {"elapsed": [1.0]}}
-    missed = Result(case, 3, figures, {}, {PEER: "exit code 1: no torch"})
+    contenders = dict.fromkeys((PHALANX, TORCH, FLOOR), nothing)
+    case = Case("case", "something", {"elapsed": "ms"}, (target,), contenders)
+    seen = {PHALANX: {"elapsed": [[3.0], [2.5, 4.0]]}, FLOOR: {"elapsed": [[1.0]]}}
+    missed = Result(case, 3, seen, {}, {TORCH: "exit code 1: no torch"})
     assert missed.missed()
-    assert report.table(missed).splitlines() == [
+    assert report.table([missed]).splitlines() == [
         "case: something (3 rounds)",
-        "           unit  phalanx     peer  floor  phalanx/peer  phalanx/floor",
-        "  elapsed  ms    3 (2.5..4)  -     1      -             3.00",
+        "           unit  phalanx     torch   floor  x best peer  x floor",
+        "  elapsed  ms    3 (2.5..4)  FAILED  1      -            3.00",
         "  target: phalanx elapsed <= 2 x floor: MISSED (3 x floor)",
-        "  peer: FAILED: exit code 1: no torch",
+        "  torch: FAILED: exit code 1: no torch",
     ]
-    assert not Result(case, 3, {FLOOR: figures[FLOOR]}, {}, {}).missed()
+    assert not Result(case, 3, {FLOOR: seen[FLOOR]}, {}, {}).missed()
+
+
+def test_sizes_have_a_best_peer_and_an_exponent() -> None:
+    targets = (Target("elapsed", "<=", 2, of="one", size=64), Target("lost", "<=", 0, worst=True))
+    contenders = dict.fromkeys((PHALANX, "one", "other"), nothing)
+    units = {"elapsed": "ms", "lost": "lines", "speed": "MB/s"}
+    case = Case("case", "something", units, targets, contenders, sizes=(8, 64))
+    results = [
+        Result(
+            case,
+            1,
+            {
+                PHALANX: {"elapsed": [[size / 2]], "lost": [[0]], "speed": [[10]]},
+                "one": {"elapsed": [[size]], "lost": [[0]], "speed": [[20]]},
+                "other": {"elapsed": [[2 * size]], "lost": [[3]], "speed": [[40]]},
+            },
+            {},
+            {},
+            size,
+        )
+        for size in (8, 64)
+    ]
+    rows = [line.split() for line in report.table(results).splitlines()]
+    assert rows[2] == ["elapsed", "8", "ms", "4", "8", "16", "0.50", "one", "-"]
+    assert rows[7] == ["speed", "64", "MB/s", "10", "20", "40", "0.25", "other", "-"]
+    assert "grows with N to the power of: elapsed: phalanx 1.00, one 1.00, other 1.00" in report.markdown(results)
+    assert [len(result.verdicts()) for result in results] == [1, 2]
+    assert not any(result.missed() for result in results)
+    slow = results[1]._replace(seen={**results[1].seen, PHALANX: {"elapsed": [[1000]], "lost": [[0]]}})
+    assert slow.missed()
+    assert not slow.only_counts().missed()
+    assert slow._replace(seen={PHALANX: {"lost": [[0, 1]]}}).only_counts().missed()
+
+
+def result(factor: float, floor: float = 1.0, rounds: int = 7) -> dict[str, Any]:
+    ours = [[floor * factor * (100 + turn)] for turn in range(rounds)]
+    runs = [{"size": 8, "figures": {PHALANX: {"elapsed": ours}, FLOOR: {"elapsed": [[floor * 10]]}}}]
+    return {"version": 2, "cases": {"case": {"units": {"elapsed": "ms"}, "runs": runs}}}
+
+
+def compared(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> int:
+    for name, found in (("before", before), ("after", after)):
+        (tmp_path / name).write_text(json.dumps(found))
+    return main(["compare", str(tmp_path / "before"), str(tmp_path / "after")])
+
+
+def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(tmp_path, result(1), result(1.15)) == 1
+    assert capsys.readouterr().out.startswith("WORSE: case of 8, elapsed: 103 to 118 ms (x 1.15, p = 0.00")
+    assert compared(tmp_path, result(1.15), result(1)) == 0
+    assert capsys.readouterr().out.startswith("better: case of 8, elapsed")
+    assert compared(tmp_path, result(1), result(1, floor=2.0)) == 0
+    assert compared(tmp_path, result(1), result(1.05)) == 0
+    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 2
+    assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
+    assert "fewer than 5 rounds" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_smoke_finds_nothing_lost_or_left() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout
+    assert done.stdout.count(": met (0 ") >= 7

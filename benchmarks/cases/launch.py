@@ -1,0 +1,51 @@
+"""What a launcher costs as a whole: N programs that do nothing, from the command line to the exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
+from benchmarks.group import repeat
+from benchmarks.launchers import LAUNCHERS, Job
+
+COMMAND = ["/bin/true"]
+
+
+def _measure(name: str, copies: int) -> Sample:
+    peaks: list[float] = []
+
+    def run() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            command = LAUNCHERS[name].command(Job(COMMAND, copies, Path(folder)))
+            began = perf_counter()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
+            took = (perf_counter() - began) * 1e3
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{command[:4]} ended with {process.returncode}")
+        # Of the launcher, or of what it waited for, whichever had more (getrusage(2), in kB).
+        peaks.append(usage.ru_maxrss * 1024 / 1e6)
+        return took
+
+    times = 1 if name == TORCH or copies > 64 else 5
+    return Sample({"elapsed": repeat(times, run) if times > 1 else [run()], "memory": peaks[-times:]})
+
+
+CASE = Case(
+    name="launch",
+    measures=f"N x {COMMAND[0]} by a command, from its start to its exit; memory is that of its largest process",
+    units={"elapsed": "ms", "memory": "MB"},
+    targets=(Target("elapsed", "<=", 0.083, of=TORCH, size=1), Target("memory", "<", 40, worst=True, size=1)),
+    contenders={name: partial(_measure, name) for name, launcher in LAUNCHERS.items() if launcher.runs},
+    sizes=(1, 8, 64, 256, 1024),
+    rounds=5,
+    peer_rounds=3,
+    warm_up=False,
+    interpreter=PHALANX,
+)

@@ -1,0 +1,183 @@
+"""The commands that run N copies of a program on one machine, each with what a user would give it for the same job.
+
+Owns the peers' command lines and their configuration files; what is measured of them is in `cases`. A command that
+ends when its copies have ended is a runner; the others (supervisord, circus, s6) supervise until they are stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks import peers
+from benchmarks.case import FLOOR, PHALANX, TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Job(NamedTuple):
+    """``copies`` of the program ``argv``, in a folder of the launcher's own. ``grace``: seconds between the two kills.
+
+    ``teed``: whether the copies' output is to be on the launcher's, line by line, marked by the copy.
+    """
+
+    argv: list[str]
+    copies: int
+    folder: Path
+    grace: int = 2
+    teed: bool = False
+
+
+class Launcher(NamedTuple):
+    """A way to run a job.
+
+    Attributes:
+        command: The command line for a job; it may write its configuration into the job's folder.
+        runs: Whether it ends when the copies have ended, so that a program can be run by it.
+        falls: Whether one failed copy ends the others.
+        tees: Whether it marks lines by the copy that wrote them.
+        note: What the mapping is, for the page.
+    """
+
+    command: Callable[[Job], list[str]]
+    runs: bool = True
+    falls: bool = True
+    tees: bool = True
+    note: str = ""
+
+
+def _phalanx(job: Job) -> list[str]:
+    tee = ["--tee", "3"] if job.teed else []
+    return [
+        *(sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(job.copies), "--no-python"),
+        *("--grace", str(job.grace), "--log-dir", str(job.folder / "logs"), *tee, *job.argv),
+    ]
+
+
+def _torchrun(job: Job) -> list[str]:
+    tee = ["--tee", "3"] if job.teed else []
+    return [
+        *(peers.python(TORCH), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.copies)),
+        *("--no-python", "--log-dir", str(job.folder / "logs"), *tee, *job.argv),
+    ]
+
+
+def _parallel(job: Job) -> list[str]:
+    shown = ["--line-buffer", "--tag"] if job.teed else ["--ungroup"]
+    return [
+        *("parallel", "--will-cite", "-N0", "-j", str(job.copies), "--halt", "now,fail=1", *shown),
+        *("--termseq", f"TERM,{job.grace * 1000},KILL,25", "-q", *job.argv, ":::", *map(str, range(job.copies))),
+    ]
+
+
+def _mpirun(job: Job) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    shown = ["--tag-output"] if job.teed else []
+    return ["mpirun", *root, "--oversubscribe", "--bind-to", "none", *shown, "-n", str(job.copies), *job.argv]
+
+
+def _honcho(job: Job) -> list[str]:
+    procfile = job.folder / "Procfile"
+    procfile.write_text("".join(f"w{copy}: exec {shlex.join(job.argv)}\n" for copy in range(job.copies)))
+    return [peers.program("honcho", "honcho"), "start", "--no-colour", "-f", str(procfile)]
+
+
+def _supervisord(job: Job) -> list[str]:
+    config = job.folder / "supervisord.conf"
+    command = shlex.join(job.argv).replace("%", "%%")
+    config.write_text(
+        textwrap.dedent(f"""\
+            [supervisord]
+            nodaemon=true
+            logfile=/dev/null
+            logfile_maxbytes=0
+            minfds=4096
+            pidfile={job.folder}/supervisord.pid
+            [program:w]
+            command={command}
+            process_name=%(program_name)s_%(process_num)d
+            numprocs={job.copies}
+            autorestart=false
+            startsecs=0
+            stopwaitsecs={job.grace}
+            stopasgroup=true
+            killasgroup=true
+            stdout_logfile=/dev/null
+            stderr_logfile=/dev/null
+            """)
+    )
+    return [peers.program("supervisord", "supervisord"), "-c", str(config)]
+
+
+def _circus(job: Job) -> list[str]:
+    config = job.folder / "circus.ini"
+    config.write_text(
+        textwrap.dedent(f"""\
+            [circus]
+            endpoint = ipc://{job.folder}/endpoint
+            pubsub_endpoint = ipc://{job.folder}/pubsub
+            [watcher:w]
+            cmd = {shlex.join(job.argv)}
+            numprocesses = {job.copies}
+            respawn = false
+            graceful_timeout = {job.grace}
+            stop_children = true
+            """)
+    )
+    return [peers.program("circus", "circusd"), str(config)]
+
+
+def _s6(job: Job) -> list[str]:
+    scan = job.folder / "scan"
+    for copy in range(job.copies):
+        service = scan / f"w{copy}"
+        service.mkdir(parents=True)
+        (service / "run").write_text(f"#!/bin/sh\nexec {shlex.join(job.argv)}\n")
+        (service / "run").chmod(0o755)
+        (service / "timeout-kill").write_text(f"{job.grace * 1000}\n")
+        (service / "finish").write_text("#!/bin/sh\nexit 125\n")  # not started again
+        (service / "finish").chmod(0o755)
+    return ["s6-svscan", "-c", "2000", "-t", "0", str(scan)]
+
+
+_FLOOR = """
+import subprocess, sys, signal
+copies = [subprocess.Popen(sys.argv[2:]) for _ in range(int(sys.argv[1]))]
+signal.signal(signal.SIGTERM, lambda *_: [copy.terminate() for copy in copies])
+sys.exit(max(copy.wait() != 0 for copy in copies))
+"""
+
+
+def _floor(job: Job) -> list[str]:
+    return [sys.executable, "-c", _FLOOR, str(job.copies), *job.argv]
+
+
+LAUNCHERS = {
+    PHALANX: Launcher(_phalanx, note="`phalanx run --no-python`"),
+    TORCH: Launcher(_torchrun, note="`torchrun --standalone --no-python`"),
+    "parallel": Launcher(_parallel, note="GNU parallel, `-j N --halt now,fail=1`"),
+    "mpirun": Launcher(_mpirun, note="OpenMPI's, `--oversubscribe --bind-to none`"),
+    "honcho": Launcher(_honcho, note="a Procfile of N lines"),
+    "supervisord": Launcher(_supervisord, runs=False, falls=False, tees=False, note="`numprocs=N`, no restarts"),
+    "circus": Launcher(_circus, runs=False, falls=False, tees=False, note="`numprocesses = N`, no respawn"),
+    "s6": Launcher(_s6, runs=False, falls=False, tees=False, note="s6-svscan, a service a copy"),
+    FLOOR: Launcher(_floor, falls=False, tees=False, note="a Python that starts them and waits for each"),
+}
+
+
+def missing(name: str) -> str:
+    """Return why a launcher cannot take part here; nothing if it can. Makes its environment if it has one."""
+    programs = {"parallel": "parallel", "mpirun": "mpirun", "s6": "s6-svscan"}
+    if name in programs:
+        found = shutil.which(programs[name])
+        return "" if found else f"there is no {programs[name]} on the PATH (Debian: {_PACKAGES[name]})"
+    return peers.missing(name)
+
+
+_PACKAGES = {"parallel": "parallel", "mpirun": "openmpi-bin", "s6": "s6"}
