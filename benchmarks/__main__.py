@@ -1,7 +1,7 @@
 """``python -m benchmarks [CASE...]``: run the cases, print medians (least..most), ratios and verdicts.
 
-Other programs, by the first word: ``compare`` (two results of this one), ``profile`` (a case), ``plots`` (a result as
-pictures and as a page), ``clients`` (real programs and their faults).
+Other programs, by the first word: ``compare`` (two results of this one), ``profile`` (a case), ``page`` (a result as
+pictures and text in the documentation), ``clients`` (real programs and their faults).
 
 The exit code is 1 when a target was missed or Phalanx failed to deliver, 2 for a bad argument, 0 otherwise; a peer
 that is absent or fails is said to be, and is nobody's fault.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROGRAMS = {
     "clients": "benchmarks.clients.table",
     "compare": "benchmarks.compare",
-    "plots": "benchmarks.plots",
+    "page": "benchmarks.page",
     "profile": "benchmarks.profiles",
 }
 

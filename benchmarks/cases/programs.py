@@ -29,7 +29,7 @@ def _floor(size: int) -> Sample:
 
 CASE = Case(
     name="programs",
-    measures=f"N x {COMMAND} by `start_processes`, from the call to the result; the floor: N x Popen, and wait for each",
+    measures=f"N x {COMMAND} by `start_processes`, from the call to the result; the floor: N x Popen, wait for each",
     units={"elapsed": "ms"},
     targets=(Target("elapsed", "<=", 1.5, of=FLOOR, size=64),),
     contenders={PHALANX: partial(_measure, PHALANX), TORCH: partial(_measure, TORCH), FLOOR: _floor},

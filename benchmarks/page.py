@@ -1,0 +1,180 @@
+"""``python -m benchmarks page RESULT``: a result as pictures and text, put into the page on benchmarks and the README.
+
+What stands between two marks of those files is written anew; the rest is a person's. A picture is cost against size,
+both logarithmic: a line a contender, Phalanx's thick, the floor's dashed, with the exponent of its growth. It is one
+file for light and for dark pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import report
+from benchmarks.case import FLOOR, PHALANX
+from benchmarks.cases import NAMES, load
+from benchmarks.runner import ROOT, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BEGIN, END = "<!-- measured: {} -->", "<!-- end of what was measured -->"
+
+PICTURES = {
+    "launch": ("elapsed",),
+    "programs": ("elapsed",),
+    "functions": ("elapsed",),
+    "stand": ("up", "cpu", "memory", "ended"),
+    "failure": ("ended",),
+    "lines": ("speed",),
+}
+"""The figures that the page has a picture of."""
+
+ROWS = (
+    ("launch", "elapsed", 64, "64 programs that do nothing, by a command"),
+    ("functions", "elapsed", 64, "64 empty functions, each in a new interpreter"),
+    ("failure", "ended", 64, "one of 64 fails, until all are gone and the launcher has ended"),
+    ("lines", "speed", 8, "8 programs write, each line marked and whole"),
+    ("kills", "killed, left", 64, "processes of 64 that survive `kill -9` of the launcher"),
+)
+"""The rows of the README: the case, its figure, the size, and what they are called there."""
+
+# Colours that nobody else uses, for which a picture has one of its page's.
+_TEXT, _GRID, _OURS = "#010101", "#020202", "#030303"
+_STYLE = """<style>
+svg { --text: #1f2328; --grid: #d1d9e0; --ours: #0b62d6 }
+@media (prefers-color-scheme: dark) { svg { --text: #e6edf3; --grid: #3d444d; --ours: #58a6ff } }
+</style>"""
+_NAMES = {_TEXT: "var(--text)", _GRID: "var(--grid)", _OURS: "var(--ours)"}
+
+
+def results_of(found: dict[str, Any]) -> Iterator[list[Result]]:
+    """Yield the results of each case in what `report.as_json` has returned."""
+    for name in NAMES:
+        if name in found["cases"]:
+            case = load(name)
+            yield [
+                Result(
+                    case,
+                    run["rounds"],
+                    run["figures"],
+                    {contender: tuple(notes) for contender, notes in run["notes"].items()},
+                    run["errors"],
+                    run["size"],
+                )
+                for run in found["cases"][name]["runs"]
+            ]
+
+
+def _points(results: Sequence[Result], figure: str, contender: str) -> dict[int, float]:
+    """Return size -> median of a figure, where it is more than nothing."""
+    seen = {result.size: result.figures.get(contender, {}).get(figure) for result in results}
+    return {size: median(values) for size, values in seen.items() if values and median(values) > 0}
+
+
+def draw(results: Sequence[Result], figure: str) -> str:
+    """Return one picture, as SVG."""
+    import io
+
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "phalanx"  # the same file for the same figures
+    case, grown = results[0].case, report.growth(results).get(figure, {})
+    canvas, axes = plt.subplots(figsize=(7, 4.2))
+    for contender in sorted(case.contenders, key=lambda name: (name != PHALANX, name == FLOOR)):
+        if not (points := _points(results, figure, contender)):
+            continue
+        style: dict[str, Any] = {"linewidth": 1.2, "marker": "."}
+        if contender == PHALANX:
+            style = {"linewidth": 3, "marker": "o", "color": _OURS, "zorder": 5}
+        elif contender == FLOOR:
+            style = {"linewidth": 1.5, "linestyle": "--", "color": _TEXT}
+        label = f"{contender}  (N^{grown[contender]:.2f})" if contender in grown else contender
+        axes.plot(list(points), list(points.values()), label=label, **style)
+    axes.set(xscale="log", yscale="log", xlabel="N", ylabel=case.units[figure], title=f"{case.name}: {figure}")
+    axes.set_xticks([result.size for result in results], [str(result.size) for result in results])
+    axes.minorticks_off()
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_facecolor("none")
+    for part in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        part.set_color(_TEXT)
+    axes.tick_params(colors=_TEXT)
+    for spine in axes.spines.values():
+        spine.set_color(_GRID)
+    axes.legend(frameon=False, labelcolor=_TEXT, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    file = io.StringIO()
+    canvas.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    plt.close(canvas)
+    drawn = re.sub(r"(<svg\b[^>]*>)", rf"\1\n{_STYLE}", file.getvalue(), count=1)
+    return re.sub("|".join(_NAMES), lambda found: _NAMES[found[0]], drawn)
+
+
+def _picture_of(results: Sequence[Result], figure: str, folder: Path) -> Path:
+    path = folder / f"{results[0].case.name}-{figure.replace(' ', '-')}.svg"
+    path.write_text(draw(results, figure))
+    return path
+
+
+def section(found: dict[str, Any], pictures: Path, page: Path) -> str:
+    """Return all of a result for the page: the machine, each case's table, its pictures, and who took no part."""
+    lines = ["; ".join(f"{name}: {fact}" for name, fact in found["machine"].items()) + ".", ""]
+    lines += [f"- {name} took no part: {why}" for name, why in found["absent"].items()]
+    for results in results_of(found):
+        name = results[0].case.name
+        lines += ["", report.markdown(results)]
+        for figure in PICTURES.get(name, ()):
+            if len(_points(results, figure, PHALANX)) > 1:
+                path = os.path.relpath(_picture_of(results, figure, pictures), page.parent)
+                lines.append(f"![{name}: {figure} against N, both logarithmic, a line a contender]({path})")
+    return "\n".join(lines)
+
+
+def rows(found: dict[str, Any]) -> str:
+    """Return the table of the README: Phalanx, the best of the peers, and the floor."""
+    lines = ["| | Phalanx | torch | the best peer | the floor |", "| --- | --- | --- | --- | --- |"]
+    by_name = {results[0].case.name: results for results in results_of(found)}
+    for name, figure, size, what in ROWS:
+        result = next((one for one in by_name.get(name, []) if one.size == size), None)
+        if result is None:
+            continue
+        figures, unit = result.figures, result.case.units[figure]
+        best = report.best_peer(result, figure)
+
+        def cell(contender: str | None, figures: Any = figures, figure: str = figure, unit: str = unit) -> str:
+            values = figures.get(contender, {}).get(figure)
+            return f"{report.number(median(values))} {unit}" if values else "-"
+
+        cells = [cell(PHALANX), cell("torch"), f"{cell(best)} ({best})" if best else "-", cell(FLOOR)]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put(path: Path, name: str, text: str) -> None:
+    """Write a text between the marks of this name. Raises ValueError: the file has none."""
+    before, begin, rest = path.read_text().partition(BEGIN.format(name))
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: expected {BEGIN.format(name)} and {END}")
+    path.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+
+
+def main(argv: list[str]) -> int:
+    """Write pictures, page and README."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks page", description="Put a result into the documentation."
+    )
+    parser.add_argument("result", type=Path, metavar="RESULT", help="what `python -m benchmarks --json` has written")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    options = parser.parse_args(argv)
+    found = json.loads(options.result.read_text())
+    pictures = options.page.parent / "benchmarks"
+    pictures.mkdir(exist_ok=True)
+    put(options.page, "cases", section(found, pictures, options.page))
+    put(options.readme, "rows", rows(found))
+    return 0
