@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
+import shutil
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,9 @@ from benchmarks.runner import ROOT, Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+FOLDER, RESULT = "benchmarks", "result.json"
+"""Beside the page: where its pictures are, and the result that it shows."""
 
 BEGIN, END = "<!-- measured: {} -->", "<!-- end of what was measured -->"
 
@@ -82,10 +85,12 @@ def draw(results: Sequence[Result], figure: str) -> str:
     import io
 
     import matplotlib.pyplot as plt
+    from matplotlib.colors import TABLEAU_COLORS
 
     plt.rcParams["svg.hashsalt"] = "phalanx"  # the same file for the same figures
     case, grown = results[0].case, report.growth(results).get(figure, {})
     canvas, axes = plt.subplots(figsize=(7, 4.2))
+    axes.set_prop_cycle(color=[color for name, color in TABLEAU_COLORS.items() if name != "tab:blue"])  # ours is blue
     for contender in sorted(case.contenders, key=lambda name: (name != PHALANX, name == FLOOR)):
         if not (points := _points(results, figure, contender)):
             continue
@@ -114,23 +119,28 @@ def draw(results: Sequence[Result], figure: str) -> str:
     return re.sub("|".join(_NAMES), lambda found: _NAMES[found[0]], drawn)
 
 
-def _picture_of(results: Sequence[Result], figure: str, folder: Path) -> Path:
-    path = folder / f"{results[0].case.name}-{figure.replace(' ', '-')}.svg"
-    path.write_text(draw(results, figure))
-    return path
+def pictures(found: dict[str, Any]) -> Iterator[tuple[str, list[Result], str]]:
+    """Yield each picture that a result can be drawn as: the name of its file, the results of its case, its figure."""
+    for results in results_of(found):
+        name = results[0].case.name
+        for figure in PICTURES.get(name, ()):
+            if len(_points(results, figure, PHALANX)) > 1:
+                yield f"{name}-{figure.replace(' ', '-')}.svg", results, figure
 
 
-def section(found: dict[str, Any], pictures: Path, page: Path) -> str:
+def section(found: dict[str, Any]) -> str:
     """Return all of a result for the page: the machine, each case's table, its pictures, and who took no part."""
     lines = ["; ".join(f"{name}: {fact}" for name, fact in found["machine"].items()) + ".", ""]
     lines += [f"- {name} took no part: {why}" for name, why in found["absent"].items()]
+    drawn = list(pictures(found))
     for results in results_of(found):
         name = results[0].case.name
         lines += ["", report.markdown(results)]
-        for figure in PICTURES.get(name, ()):
-            if len(_points(results, figure, PHALANX)) > 1:
-                path = os.path.relpath(_picture_of(results, figure, pictures), page.parent)
-                lines.append(f"![{name}: {figure} against N, both logarithmic, a line a contender]({path})")
+        lines += [
+            f"![{name}: {figure} against N, both logarithmic, a line a contender]({FOLDER}/{file})"
+            for file, of, figure in drawn
+            if of[0].case is results[0].case
+        ]
     return "\n".join(lines)
 
 
@@ -154,13 +164,19 @@ def rows(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put(path: Path, name: str, text: str) -> None:
-    """Write a text between the marks of this name. Raises ValueError: the file has none."""
-    before, begin, rest = path.read_text().partition(BEGIN.format(name))
-    _, end, after = rest.partition(END)
+def between_marks(path: Path, name: str) -> tuple[str, str, str]:
+    """Return what a file has before, between and after the marks of this name. Raises ValueError: it has none."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN.format(name))
+    between, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path}: expected {BEGIN.format(name)} and {END}")
-    path.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+    return before + begin, between.strip(), end + after
+
+
+def put(path: Path, name: str, text: str) -> None:
+    """Write a text between the marks of this name."""
+    before, _, after = between_marks(path, name)
+    path.write_text(f"{before}\n\n{text.strip()}\n\n{after}", encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
@@ -173,8 +189,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     options = parser.parse_args(argv)
     found = json.loads(options.result.read_text())
-    pictures = options.page.parent / "benchmarks"
-    pictures.mkdir(exist_ok=True)
-    put(options.page, "cases", section(found, pictures, options.page))
+    folder = options.page.parent / FOLDER
+    folder.mkdir(exist_ok=True)
+    for file, results, figure in pictures(found):
+        (folder / file).write_text(draw(results, figure), encoding="utf-8")
+    put(options.page, "cases", section(found))
     put(options.readme, "rows", rows(found))
+    shutil.copyfile(options.result, folder / RESULT)
     return 0

@@ -23,8 +23,13 @@ NOT_RUN = {
     "make quick": "runs tests, as this one is",
     "make test": "is what runs this",
     "make bench": "takes minutes, and figures of a busy machine mean nothing",
-    "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/project/test_benchmarks.py runs the cases briefly",
-    "python -m benchmarks --no-peer --json result.json": "as above",
+    "make bench ARGS='functions --peers torch,loky --sizes 8,64 --rounds 5'":
+        "as above; tests/project/test_benchmarks.py runs the cases briefly",
+    "make bench-smoke": "tests/project/test_benchmarks.py runs it",
+    "python -m benchmarks --peers none --json result.json": "as above",
+    "python -m benchmarks compare before.json after.json": "tests/project/test_benchmarks.py runs it",
+    "python -m benchmarks profile functions --size 64": "needs py-spy and strace, and takes a while",
+    "python -m benchmarks page result.json": "writes into this project's own pages, from figures that took an hour",
     "phalanx torchrun-shim -- accelerate launch --multi_gpu --num_processes 8 train.py":
         "needs accelerate; tests/cli/test_torchrun_shim_torch.py runs it",
     "phalanx torchrun-shim -- ./launch.sh": "tests/cli/test_torchrun_shim.py runs such a script",
