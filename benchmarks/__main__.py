@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import subprocess
 import sys
@@ -149,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
             cases.append(results)
             print(f"\n{report.table(results)}", flush=True)
             if options.json:  # after each: a run that is ended has what it saw
-                options.json.write_text(json.dumps(report.as_json(facts, absent, cases), indent=1) + "\n")
+                options.json.write_text(report.as_text(report.as_json(facts, absent, cases)))
     return int(any(result.missed() for results in cases for result in results))
 
 

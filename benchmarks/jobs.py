@@ -110,7 +110,7 @@ class Started:
 
     def let_go(self) -> None:
         """Open the way to all that wait at ``go``, or will come there."""
-        self._go = os.open(self.folder / "go", os.O_WRONLY)
+        self._go = os.open(self.folder / "go", os.O_RDWR)  # a copy that only opens it may have gone before the write
         os.write(self._go, b"\n")
 
     def left(self) -> set[int]:
@@ -128,10 +128,23 @@ class Started:
         """Return what lives of the job that is no copy: what the launcher costs. For copies that sleep."""
         return {pid for pid in self.left() if not procfs.command(pid).startswith("sleep ")}
 
+    def wait(self, limit: float) -> int:
+        """Wait until the launcher has ended, and return its exit code. Raises RuntimeError: it has not."""
+        handle = os.pidfd_open(self.process.pid)
+        try:
+            if not select.select([handle], [], [], limit)[0]:  # `Popen.wait` with a limit looks every 50 ms
+                raise RuntimeError(f"the launcher has not ended within {limit:g} s: {self.last_line()}")
+        finally:
+            os.close(handle)
+        return self.process.wait()
+
     def end(self, limit: float) -> tuple[float, int]:
         """Wait until nothing is left, at most so many seconds. Returns the milliseconds it took, and what is left."""
         began = time.monotonic()
-        handles = {os.pidfd_open(pid) for pid in self.left()}
+        handles = set()
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                handles.add(os.pidfd_open(pid))
         while handles and time.monotonic() - began < limit:
             poll = select.poll()
             for handle in handles:

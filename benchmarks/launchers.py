@@ -147,10 +147,23 @@ def _s6(job: Job) -> list[str]:
 
 
 _FLOOR = """
-import subprocess, sys, signal
-copies = [subprocess.Popen(sys.argv[2:]) for _ in range(int(sys.argv[1]))]
-signal.signal(signal.SIGTERM, lambda *_: [copy.terminate() for copy in copies])
-sys.exit(max(copy.wait() != 0 for copy in copies))
+import os, signal, subprocess, sys
+copies = {}
+def end(*_):
+    for copy in copies.values():
+        copy.terminate()
+signal.signal(signal.SIGTERM, end)
+for _ in range(int(sys.argv[1])):
+    copy = subprocess.Popen(sys.argv[2:])
+    copies[copy.pid] = copy
+failed = 0
+while copies:
+    pid, status = os.wait()
+    copies.pop(pid).returncode = status
+    if status and not failed:
+        failed = 1
+        end()
+sys.exit(failed)
 """
 
 
@@ -167,7 +180,7 @@ LAUNCHERS = {
     "supervisord": Launcher(_supervisord, runs=False, falls=False, tees=False, note="`numprocs=N`, no restarts"),
     "circus": Launcher(_circus, runs=False, falls=False, tees=False, note="`numprocesses = N`, no respawn"),
     "s6": Launcher(_s6, runs=False, falls=False, tees=False, note="s6-svscan, a service a copy"),
-    FLOOR: Launcher(_floor, falls=False, tees=False, note="a Python that starts them and waits for each"),
+    FLOOR: Launcher(_floor, tees=False, note="a Python that starts them, waits, and ends the rest if one fails"),
 }
 
 

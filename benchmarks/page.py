@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
-from benchmarks.case import FLOOR, PHALANX
-from benchmarks.cases import NAMES, load
+from benchmarks.case import FLOOR, PHALANX, Case, Sample
 from benchmarks.runner import ROOT, Result
 
 if TYPE_CHECKING:
@@ -47,6 +45,12 @@ ROWS = (
 )
 """The rows of the README: the case, its figure, the size, and what they are called there."""
 
+AHEAD, FAR = 1.1, 2.0
+"""From which ratio to the best peer it is ahead, and above which one the floor is far."""
+
+STAYS: dict[tuple[str, str], str] = {}
+"""Why a figure is behind, by case and figure."""
+
 # Colours that nobody else uses, for which a picture has one of its page's.
 _TEXT, _GRID, _OURS = "#010101", "#020202", "#030303"
 _STYLE = """<style>
@@ -56,22 +60,36 @@ svg { --text: #1f2328; --grid: #d1d9e0; --ours: #0b62d6 }
 _NAMES = {_TEXT: "var(--text)", _GRID: "var(--grid)", _OURS: "var(--ours)"}
 
 
+def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several results as one: of a case and size that are in two of them, what the last has."""
+    first, *later = found
+    for name, case in ((name, case) for one in later for name, case in one["cases"].items()):
+        runs = {run["size"]: run for run in [*first["cases"].get(name, {"runs": []})["runs"], *case["runs"]]}
+        first["cases"][name] = case | {"runs": [runs[size] for size in sorted(runs)]}
+    for results in results_of(first):
+        first["cases"][results[0].case.name]["growth"] = report.growth(results)
+    return first
+
+
 def results_of(found: dict[str, Any]) -> Iterator[list[Result]]:
-    """Yield the results of each case in what `report.as_json` has returned."""
-    for name in NAMES:
-        if name in found["cases"]:
-            case = load(name)
-            yield [
-                Result(
-                    case,
-                    run["rounds"],
-                    run["figures"],
-                    {contender: tuple(notes) for contender, notes in run["notes"].items()},
-                    run["errors"],
-                    run["size"],
-                )
-                for run in found["cases"][name]["runs"]
-            ]
+    """Yield the results of each case in what `report.as_json` has returned, without targets: ratios say more."""
+    for name, one in found["cases"].items():
+        case = Case(name, one["measures"], one["units"], (), dict.fromkeys(one["contenders"], _not_run))
+        yield [
+            Result(
+                case,
+                run["rounds"],
+                run["figures"],
+                {contender: tuple(notes) for contender, notes in run["notes"].items()},
+                run["errors"],
+                run["size"],
+            )
+            for run in one["runs"]
+        ]
+
+
+def _not_run(*_size: int) -> Sample:
+    raise NotImplementedError("a result of a run that was")
 
 
 def _points(results: Sequence[Result], figure: str, contender: str) -> dict[int, float]:
@@ -128,6 +146,37 @@ def pictures(found: dict[str, Any]) -> Iterator[tuple[str, list[Result], str]]:
                 yield f"{name}-{figure.replace(' ', '-')}.svg", results, figure
 
 
+def _worst(results: Sequence[Result], figure: str, others: Sequence[str]) -> tuple[float, str]:
+    """Return by how many times Phalanx is behind the best of the others, where it is most, and what to print of it."""
+    more_is_better = results[0].case.units[figure].endswith("/s")
+    worst, text = 0.0, "-"
+    for result in results:
+        medians = {name: median(values) for name in result.figures if (values := result.figures[name].get(figure))}
+        best = report.best(medians, others, more_is_better=more_is_better)
+        if best is None or not medians.get(PHALANX) or not medians[best]:
+            continue
+        ratio = medians[PHALANX] / medians[best]
+        ratio = 1 / ratio if more_is_better else ratio
+        if ratio > worst:
+            of = [f"N = {result.size}"] if result.size else []
+            worst, text = ratio, f"{ratio:.1f}" + (f" ({', '.join([*([best] if best != FLOOR else []), *of])})")
+    return worst, text.removesuffix(" ()")
+
+
+def behind(found: dict[str, Any]) -> str:
+    """Return the table of the figures in which a peer is ahead, or the floor by more than twice; with why it stays."""
+    lines = ["| case | figure | x best peer, at most | x floor, at most | why |", "| --- | --- | --- | --- | --- |"]
+    for results in results_of(found):
+        case = results[0].case
+        for figure in case.units:
+            peer, of_peer = _worst(results, figure, case.peers())
+            floor, of_floor = _worst(results, figure, [FLOOR])
+            if peer >= AHEAD or floor > FAR:
+                why = STAYS.get((case.name, figure), "")
+                lines.append(f"| `{case.name}` | {figure} | {of_peer} | {of_floor} | {why} |")
+    return "\n".join(lines)
+
+
 def section(found: dict[str, Any]) -> str:
     """Return all of a result for the page: the machine, each case's table, its pictures, and who took no part."""
     lines = ["; ".join(f"{name}: {fact}" for name, fact in found["machine"].items()) + ".", ""]
@@ -139,7 +188,7 @@ def section(found: dict[str, Any]) -> str:
         lines += [
             f"![{name}: {figure} against N, both logarithmic, a line a contender]({FOLDER}/{file})"
             for file, of, figure in drawn
-            if of[0].case is results[0].case
+            if of[0].case.name == name
         ]
     return "\n".join(lines)
 
@@ -184,16 +233,20 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks page", description="Put a result into the documentation."
     )
-    parser.add_argument("result", type=Path, metavar="RESULT", help="what `python -m benchmarks --json` has written")
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULT",
+        help="what `python -m benchmarks --json` has written; of a case and size in two of them, the last is shown",
+    )  # fmt: skip
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     options = parser.parse_args(argv)
-    found = json.loads(options.result.read_text())
+    found = merged([json.loads(path.read_text(encoding="utf-8")) for path in options.results])
     folder = options.page.parent / FOLDER
     folder.mkdir(exist_ok=True)
     for file, results, figure in pictures(found):
         (folder / file).write_text(draw(results, figure), encoding="utf-8")
+    put(options.page, "behind", behind(found))
     put(options.page, "cases", section(found))
     put(options.readme, "rows", rows(found))
-    shutil.copyfile(options.result, folder / RESULT)
+    (folder / RESULT).write_text(report.as_text(found), encoding="utf-8")
     return 0

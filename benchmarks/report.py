@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
@@ -54,18 +56,17 @@ def ratio(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
     return f"{median(ours) / median(theirs):.2f}"
 
 
+def best(medians: Mapping[str, float], among: Iterable[str], *, more_is_better: bool) -> str | None:
+    """Return whose median is the best of those that are named, if there is one."""
+    known = [name for name in among if name in medians]
+    return (max if more_is_better else min)(known, key=medians.__getitem__, default=None)
+
+
 def best_peer(result: Result, figure: str) -> str | None:
     """Return the name of the peer whose median of a figure is the best, if any was measured."""
-    figures = result.figures
-    medians = {
-        name: median(values)
-        for name in result.case.peers()
-        if (values := figures.get(name, {}).get(figure)) is not None
-    }
-    if not medians:
-        return None
+    medians = {name: median(values) for name in result.figures if (values := result.figures[name].get(figure))}
     more_is_better = result.case.units[figure].endswith("/s")
-    return (max if more_is_better else min)(medians, key=medians.__getitem__)
+    return best(medians, result.case.peers(), more_is_better=more_is_better)
 
 
 def _rows(results: Sequence[Result], contenders: Sequence[str]) -> list[list[str]]:
@@ -155,6 +156,12 @@ def growth(results: Sequence[Result]) -> dict[str, dict[str, float]]:
     return found
 
 
+def as_text(found: Mapping[str, Any]) -> str:
+    """Return what `as_json` has returned as text: a line for the figures of each contender."""
+    text = json.dumps(found, indent=1)
+    return re.sub(r"\[[\d\s.,e+-]*\]", lambda values: re.sub(r"\s+", " ", values[0]), text) + "\n"
+
+
 def as_json(machine: Mapping[str, str], absent: Mapping[str, str], cases: Sequence[Sequence[Result]]) -> dict[str, Any]:
     """Return everything, every value of each round included, in terms that JSON knows.
 
@@ -172,6 +179,7 @@ def _case_as_json(case: Case, results: Sequence[Result]) -> dict[str, Any]:
     return {
         "measures": case.measures,
         "units": dict(case.units),
+        "contenders": list(case.contenders),
         "growth": growth(results),
         "runs": [
             {

@@ -17,7 +17,7 @@ def _measure(name: str, copies: int) -> Sample:
         job.wait_ready()
         time.sleep(SETTLE)
         job.let_go()
-        code = job.process.wait(LIMIT)
+        code = job.wait(LIMIT)
         ended = time.time()
         left = len(job.left())
         moment = float((job.folder / "moment").read_text())

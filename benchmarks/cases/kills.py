@@ -10,7 +10,7 @@ from benchmarks.case import PHALANX, Case, Sample, Target
 from benchmarks.jobs import IGNORES, SLEEPS, Started
 from benchmarks.launchers import LAUNCHERS
 
-SETTLE, LIMIT = 0.5, 10.0
+SETTLE, LIMIT = 0.5, 6.0
 """Each launcher that can be told so kills 2 s after its SIGTERM; those that cannot have time for 5 s."""
 
 

@@ -58,7 +58,7 @@ def _measure(name: str, copies: int) -> Sample:
         job.wait_ready()
         began = time.monotonic()
         job.let_go()
-        job.process.wait(LIMIT)
+        job.wait(LIMIT)
         took = time.monotonic() - began
         missing, torn = judge(job.shown.read_bytes(), copies, lines)
     speed = copies * lines * LINE / 1e6 / took

@@ -11,7 +11,7 @@ from benchmarks.case import PHALANX, Case, Sample, Target
 from benchmarks.jobs import SLEEPS, Started
 from benchmarks.launchers import LAUNCHERS
 
-SETTLE, WINDOW, LIMIT = 1.0, 5.0, 20.0
+SETTLE, WINDOW, LIMIT = 1.0, 4.0, 20.0
 
 
 def _measure(name: str, copies: int) -> Sample:
@@ -49,7 +49,7 @@ CASE = Case(
     contenders={name: partial(_measure, name) for name in LAUNCHERS},
     sizes=(8, 64, 256),
     rounds=3,
-    peer_rounds=2,
+    peer_rounds=1,
     warm_up=False,
     interpreter=PHALANX,
 )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import chatter, compare, etcd, procfs, report, runner, timers, two_launchers
+from benchmarks import chatter, compare, etcd, page, procfs, report, runner, timers, two_launchers
 from benchmarks.__main__ import PEERS, main
 from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.cases import (
@@ -306,6 +306,17 @@ def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 2
     assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
     assert "fewer than 5 rounds" in capsys.readouterr().err
+
+
+def test_the_documentation_shows_the_result() -> None:
+    folder = ROOT / "docs" / page.FOLDER
+    found = json.loads((folder / page.RESULT).read_text())
+    assert page.between_marks(ROOT / "docs" / "benchmarks.md", "behind")[1] == page.behind(found).strip()
+    assert page.between_marks(ROOT / "docs" / "benchmarks.md", "cases")[1] == page.section(found).strip()
+    assert page.between_marks(ROOT / "README.md", "rows")[1] == page.rows(found).strip()
+    drawn = {name for name, _, _ in page.pictures(found)}
+    assert drawn == {path.name for path in folder.glob("*.svg")}
+    assert len(drawn) >= 8
 
 
 @pytest.mark.long
