@@ -7,20 +7,23 @@ import sys
 from typing import TYPE_CHECKING
 
 from benchmarks.agents.say import IN, say
+from benchmarks.case import FLOOR, PHALANX, TORCH
 
 if TYPE_CHECKING:
     from benchmarks.agents.say import Agents
 
 
 def _agents(kind: str, endpoint: str, workers: int) -> Agents:
-    if kind == "phalanx":
+    if kind == PHALANX:
         from benchmarks.agents import ours
 
         return ours.OurAgents(endpoint, workers)
-    if kind == "peer":
+    if kind == TORCH:
         from benchmarks.agents import theirs
 
         return theirs.TheirAgents(endpoint)
+    if kind != FLOOR:
+        raise ValueError(f"expected {PHALANX}, {TORCH} or {FLOOR}, found {kind!r}")
     from benchmarks.agents import bare
 
     return bare.BareAgents(endpoint)

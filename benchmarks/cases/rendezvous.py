@@ -24,7 +24,7 @@ TIMES = {2: 5, 16: 5, 64: 3, 256: 2}
 """Number of nodes -> how many jobs of so many."""
 
 PEER_TIMES = {2: 3, 16: 3, 64: 1}
-"""Of the peer, whose 256 nodes take many minutes on two cores."""
+"""Of the peer, whose 256 nodes do not meet within 60 s on two cores."""
 CAP = 60.0
 """Seconds that the nodes of one job may take to come, and as long again until they know their ranks."""
 
