@@ -63,14 +63,18 @@ STAYS: dict[tuple[str, str], str] = {
     ("stand", "ended"): "the report, the record of the run, and the search for what the programs left behind",
     ("failure", "ended"): "the settle window of 30 ms, in which a cause may still come; then as `stand`, ended",
     ("kills", "killed, ended"): "the guard looks through /proc for all that any program had started",
-    ("restart", "cold"): "the settle window, and the folder and the record of the next attempt",
-    ("rendezvous", "together"): "256 agents on two cores decrypt, decide and answer; the floor counts to 256",
-    ("broadcast", "told"): "a transaction at the store, its watches, and a decision in each agent",
+    ("rendezvous", ""): "each agent is admitted by its secret, writes to the store, watches it and decides, all on two "
+    "cores; the floor counts them",
+    ("broadcast", ""): "a transaction at the store, its watches, and a decision in each agent",
     ("big_argument", "forkserver"): "the array is copied once into shared memory; a bare fork has the parent's",
     ("exit_to_wait", "beyond settle"): "the keeper reaps and reports, and a thread of the launcher wakes the caller",
     ("thousand", "close"): "each process is signalled, reaped and recorded, and what it left is looked for",
     ("thousand", "launcher memory"): "what is known of a worker: its state, its files, its name",
     ("import", "import"): "the library's public names",
+    (
+        "lines",
+        "speed",
+    ): "the end of a run (`stand`, ended) is a third of the time; parallel keeps no files of the lines",
     ("log_throughput", "devnull"): "each line is found, marked and checked for what a terminal would obey",
     ("log_delay", "median"): "one more process reads the file and writes the line",
     ("log_delay", "p99"): "as the median",
@@ -190,7 +194,10 @@ def _worst(results: Sequence[Result], figure: str, others: Sequence[str]) -> tup
         ratio = 1 / ratio if more_is_better else ratio
         if ratio > worst:
             of = [f"N = {result.size}"] if result.size else []
-            worst, text = ratio, f"{ratio:.1f}" + (f" ({', '.join([*([best] if best != FLOOR else []), *of])})")
+            worst, text = (
+                ratio,
+                f"{report.number(ratio)}" + (f" ({', '.join([*([best] if best != FLOOR else []), *of])})"),
+            )
     return worst, text.removesuffix(" ()")
 
 
@@ -210,6 +217,10 @@ def behind(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_LEFT_OUT = ("store_use",)
+"""It has no peer, and a hundred figures, of which the page on many machines shows what matters."""
+
+
 def section(found: dict[str, Any]) -> str:
     """Return all of a result for the page: the machine, each case's table, its pictures, and who took no part."""
     lines = ["; ".join(f"{name}: {fact}" for name, fact in found["machine"].items()) + ".", ""]
@@ -217,6 +228,8 @@ def section(found: dict[str, Any]) -> str:
     drawn = list(pictures(found))
     for results in results_of(found):
         name = results[0].case.name
+        if name in _LEFT_OUT:
+            continue
         lines += ["", report.markdown(results)]
         lines += [
             f"![{name}: {figure} against N, both logarithmic, a line a contender]({FOLDER}/{file})"
@@ -239,10 +252,12 @@ def rows(found: dict[str, Any]) -> str:
 
         def cell(contender: str | None, figures: Any = figures, figure: str = figure, unit: str = unit) -> str:
             values = figures.get(contender, {}).get(figure)
-            return f"{report.number(median(values))} {unit}" if values else "-"
+            value = report.number(median(values)) if values else "-"
+            return f"{value} {unit}" if values and unit != "processes" else value
 
         cells = [cell(PHALANX), cell("torch"), f"{cell(best)} ({best})" if best else "-", cell(FLOOR)]
         lines.append(f"| {what} | {' | '.join(cells)} |")
+    lines += ["", f"![N programs that do nothing, by each command: time against N](docs/{FOLDER}/launch-elapsed.svg)"]
     return "\n".join(lines)
 
 
