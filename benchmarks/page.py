@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from statistics import median
@@ -153,7 +154,9 @@ def draw(results: Sequence[Result], figure: str) -> str:
         elif contender == FLOOR:
             style = {"linewidth": 1.5, "linestyle": "--", "color": _TEXT}
         label = f"{contender}  (N^{grown[contender]:.2f})" if contender in grown else contender
-        axes.plot(list(points), list(points.values()), label=label, **style)
+        # A size at which it failed is a gap.
+        sizes = [result.size for result in results]
+        axes.plot(sizes, [points.get(size, math.nan) for size in sizes], label=label, **style)
     axes.set(xscale="log", yscale="log", xlabel="N", ylabel=case.units[figure], title=f"{case.name}: {figure}")
     axes.set_xticks([result.size for result in results], [str(result.size) for result in results])
     axes.minorticks_off()

@@ -278,10 +278,10 @@ def test_sizes_have_a_best_peer_and_an_exponent() -> None:
     assert "grows with N to the power of: elapsed: phalanx 1.00, one 1.00, other 1.00" in report.markdown(results)
     assert [len(result.verdicts()) for result in results] == [1, 2]
     assert not any(result.missed() for result in results)
-    slow = results[1]._replace(seen={**results[1].seen, PHALANX: {"elapsed": [[1000]], "lost": [[0]]}})
+    slow = Result(case, 1, {**results[1].seen, PHALANX: {"elapsed": [[1000]], "lost": [[0]]}}, {}, {}, 64)
     assert slow.missed()
     assert not slow.only_counts().missed()
-    assert slow._replace(seen={PHALANX: {"lost": [[0, 1]]}}).only_counts().missed()
+    assert Result(case, 1, {PHALANX: {"lost": [[0, 1]]}}, {}, {}, 64).only_counts().missed()
 
 
 def result(factor: float, floor: float = 1.0, rounds: int = 7) -> dict[str, Any]:
