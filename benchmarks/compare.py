@@ -13,14 +13,13 @@ With fewer than five rounds a result, no p-value is small enough, and that is sa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks import report
 from benchmarks.case import FLOOR, PHALANX
-from benchmarks.report import number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,13 +92,6 @@ def compare(before: dict[str, Any], after: dict[str, Any], *, p: float, at_least
                 yield Change(f"{of}, {figure}", unit, plain[0], plain[1], growth, value, counts)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    if found.get("version") != 2:
-        raise ValueError(f"{path}: expected a result of version 2, found {found.get('version')!r}")
-    return found
-
-
 def main(argv: list[str]) -> int:
     """Print what changed. Return 1 if something became worse, else 0."""
     parser = argparse.ArgumentParser(
@@ -116,7 +108,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     try:
-        results = _read(options.before), _read(options.after)
+        results = report.read(options.before), report.read(options.after)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     found = list(compare(*results, p=options.p, at_least=options.at_least))
@@ -125,7 +117,8 @@ def main(argv: list[str]) -> int:
         if change.counts:
             verdict = "WORSE" if change.is_worse else "better"
             by = f"x {change.growth:.2f}, p = {change.p:.4f}"
-            print(f"{verdict}: {change.name}: {number(change.before)} to {number(change.after)} {change.unit} ({by})")
+            values = f"{report.number(change.before)} to {report.number(change.after)} {change.unit}"
+            print(f"{verdict}: {change.name}: {values} ({by})")
     print(f"{len(changes)} figures compared, {sum(change.counts for change in changes)} changed")
     if unfit := [text for text in found if isinstance(text, str)]:
         print(f"{len(unfit)} not compared, the first: {unfit[0]}", file=sys.stderr)

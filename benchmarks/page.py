@@ -8,7 +8,6 @@ file for light and for dark pages.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from pathlib import Path
@@ -37,6 +36,9 @@ PICTURES = {
 }
 """The figures that the page has a picture of."""
 
+_LEFT_OUT = ("store_use",)
+"""It has no peer, and a hundred figures, of which the page on many machines shows what matters."""
+
 ROWS = (
     ("launch", "elapsed", 64, "64 programs that do nothing, by a command"),
     ("functions", "elapsed", 64, "64 empty functions, each in a new interpreter"),
@@ -52,8 +54,8 @@ AHEAD, FAR = 1.1, 2.0
 _KEEPER = "the keeper and its guard, an interpreter of their own, which are there when the launcher is killed"
 _BYTES = "a Python of its own; the peer is a program in C that looks after nothing else"
 STAYS: dict[tuple[str, str], str] = {
-    ("launch", "elapsed"): "two interpreters, the command's and the keeper's, start one after the other; from 64 "
-    "programs on it is the fastest",
+    ("launch", "elapsed"): "two thirds are the start of Python and the imports of the command, of which click is a "
+    "third; the rest is the keeper's start, the run and its record. From 64 programs on it is the fastest",
     ("launch", "memory"): _BYTES,
     ("programs", "elapsed"): _KEEPER + "; with N the ratio falls",
     ("functions", "elapsed"): "each worker has an error file, a handler for fatal signals and its logs, and the "
@@ -69,13 +71,17 @@ STAYS: dict[tuple[str, str], str] = {
     ("broadcast", ""): "a transaction at the store, its watches, and a decision in each agent",
     ("big_argument", "forkserver"): "the array is copied once into shared memory; a bare fork has the parent's",
     ("exit_to_wait", "beyond settle"): "the keeper reaps and reports, and a thread of the launcher wakes the caller",
+    ("memory", "helper"): "guard and keeper; the others have none",
+    ("thousand", "launcher fds"): "six for the group, however many its workers are",
+    (
+        "thousand",
+        "helper",
+    ): "the keeper has a descriptor for each worker, and what is known of it; the others have no keeper",
     ("thousand", "close"): "each process is signalled, reaped and recorded, and what it left is looked for",
     ("thousand", "launcher memory"): "what is known of a worker: its state, its files, its name",
     ("import", "import"): "the library's public names",
-    (
-        "lines",
-        "speed",
-    ): "the end of a run (`stand`, ended) is a third of the time; parallel keeps no files of the lines",
+    ("lines", "speed"): "the end of a run (`stand`, ended) is in the time; and each line is in a file, too, which "
+    "parallel does not keep",
     ("log_throughput", "devnull"): "each line is found, marked and checked for what a terminal would obey",
     ("log_delay", "median"): "one more process reads the file and writes the line",
     ("log_delay", "p99"): "as the median",
@@ -191,17 +197,15 @@ def _worst(results: Sequence[Result], figure: str, others: Sequence[str]) -> tup
     for result in results:
         medians = {name: median(values) for name in result.figures if (values := result.figures[name].get(figure))}
         best = report.best(medians, others, more_is_better=more_is_better)
-        if best is None or not medians.get(PHALANX) or not medians[best]:
+        if best is None or not medians.get(PHALANX):
             continue
-        ratio = medians[PHALANX] / medians[best]
-        ratio = 1 / ratio if more_is_better else ratio
+        ours, theirs = medians[PHALANX], medians[best]
+        ratio = (theirs / ours if more_is_better else ours / theirs) if theirs else math.inf
         if ratio > worst:
-            of = [f"N = {result.size}"] if result.size else []
-            worst, text = (
-                ratio,
-                f"{report.number(ratio)}" + (f" ({', '.join([*([best] if best != FLOOR else []), *of])})"),
-            )
-    return worst, text.removesuffix(" ()")
+            of = [*([best] if best != FLOOR else []), *([f"N = {result.size}"] if result.size else [])]
+            shown = report.number(ratio) if theirs else f"{report.number(ours)} for 0"
+            worst, text = ratio, f"{shown} ({', '.join(of)})" if of else shown
+    return worst, text
 
 
 def behind(found: dict[str, Any]) -> str:
@@ -218,10 +222,6 @@ def behind(found: dict[str, Any]) -> str:
                 )
                 lines.append(f"| `{case.name}` | {figure} | {of_peer} | {of_floor} | {why} |")
     return "\n".join(lines)
-
-
-_LEFT_OUT = ("store_use",)
-"""It has no peer, and a hundred figures, of which the page on many machines shows what matters."""
 
 
 def section(found: dict[str, Any]) -> str:
@@ -291,7 +291,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     options = parser.parse_args(argv)
-    found = merged([json.loads(path.read_text(encoding="utf-8")) for path in options.results])
+    try:
+        found = merged([report.read(path) for path in options.results])
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     folder = options.page.parent / FOLDER
     folder.mkdir(exist_ok=True)
     for file, results, figure in pictures(found):

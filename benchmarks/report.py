@@ -12,9 +12,13 @@ from benchmarks.case import FLOOR, PHALANX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from benchmarks.case import Case
     from benchmarks.runner import Result
+
+VERSION = 3
+"""Of the form that `as_json` returns. 2 did not have the contenders of a case."""
 
 _NO_VALUE = "-"
 _MET = {True: "met", False: "MISSED", None: "not measured"}
@@ -156,6 +160,18 @@ def growth(results: Sequence[Result]) -> dict[str, dict[str, float]]:
     return found
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what a file has of `as_json`. Raises OSError; ValueError: it is none."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a result in JSON: {error}") from None
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{path}: expected a result of version {VERSION}, found {version!r}")
+    return dict(found)
+
+
 def as_text(found: Mapping[str, Any]) -> str:
     """Return what `as_json` has returned as text: a line for the figures of each contender."""
     text = json.dumps(found, indent=1)
@@ -168,7 +184,7 @@ def as_json(machine: Mapping[str, str], absent: Mapping[str, str], cases: Sequen
     ``absent``: why which contender took no part. ``cases``: the results of each case, by its sizes.
     """
     return {
-        "version": 2,
+        "version": VERSION,
         "machine": dict(machine),
         "absent": dict(absent),
         "cases": {results[0].case.name: _case_as_json(results[0].case, results) for results in cases},

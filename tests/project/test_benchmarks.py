@@ -287,7 +287,7 @@ def test_sizes_have_a_best_peer_and_an_exponent() -> None:
 def result(factor: float, floor: float = 1.0, rounds: int = 7) -> dict[str, Any]:
     ours = [[floor * factor * (100 + turn)] for turn in range(rounds)]
     runs = [{"size": 8, "figures": {PHALANX: {"elapsed": ours}, FLOOR: {"elapsed": [[floor * 10]]}}}]
-    return {"version": 2, "cases": {"case": {"units": {"elapsed": "ms"}, "runs": runs}}}
+    return {"version": report.VERSION, "cases": {"case": {"units": {"elapsed": "ms"}, "runs": runs}}}
 
 
 def compared(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> int:
@@ -306,6 +306,33 @@ def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 2
     assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
     assert "fewer than 5 rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nothing", "[]", '{"version": 1}'])
+@pytest.mark.parametrize("words", [("page",), ("compare", "/dev/null")])
+def test_what_is_no_result_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], text: str
+) -> None:
+    (tmp_path / "result").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main([words[0], str(tmp_path / "result"), *words[1:]])
+    assert f"error: {tmp_path}/result: expected a result" in capsys.readouterr().err
+
+
+def test_the_table_hides_no_figure_that_is_behind() -> None:
+    units = {"near": "ms", "behind": "ms", "slow": "MB/s", "left": "processes", "none": "processes"}
+    figures = {
+        PHALANX: {"near": [[10]], "behind": [[30]], "slow": [[10]], "left": [[3]], "none": [[0]]},
+        "other": {"near": [[10]], "behind": [[20]], "slow": [[20]], "left": [[0]], "none": [[0]]},
+        FLOOR: {"near": [[8]], "behind": [[10]], "slow": [[15]]},
+    }
+    run = {"size": 8, "rounds": 1, "figures": figures, "notes": {}, "errors": {}}
+    case = {"measures": "something", "units": units, "contenders": list(figures), "runs": [run]}
+    assert page.behind({"cases": {"case": case}}).splitlines()[2:] == [
+        "| `case` | behind | 1.5 (other, N = 8) | 3 (N = 8) |  |",
+        "| `case` | slow | 2 (other, N = 8) | 1.5 (N = 8) |  |",
+        "| `case` | left | 3 for 0 (other, N = 8) | - |  |",
+    ]
 
 
 def test_the_documentation_shows_the_result() -> None:
