@@ -318,7 +318,7 @@ def test_the_line_of_a_delay_and_of_a_step() -> None:
     assert team.said[1].endswith("; attempt 2 follows in 20ms (restart 2 of at most 3)")
 
 
-def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
+def test_a_worker_that_outlived_sigkill_prevents_a_restart() -> None:
     team = Workers()
 
     def happen(_most: float | None) -> None:
@@ -335,7 +335,7 @@ def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
     assert team.said[0] == "phalanx: ending attempt 0: asked for"
 
 
-def test_restarts_are_counted_and_attempts_numbered_where_one_is_not_counted() -> None:
+def test_attempts_are_numbered_where_a_restart_is_not_counted() -> None:
     team = Workers()
 
     def happen(_most: float | None) -> None:

@@ -74,7 +74,7 @@ def test_the_loop_goes_on_meanwhile(gate: Gate) -> None:
         assert asyncio.run(main()).succeeded
 
 
-def test_a_task_that_is_cancelled_waits_no_more_and_leaves_nothing(gate: Gate) -> None:
+def test_a_cancelled_task_stops_waiting_and_leaves_nothing(gate: Gate) -> None:
     async def main() -> RunProcsResult:
         for _ in range(20):
             with pytest.raises(TimeoutError):
@@ -256,7 +256,7 @@ def test_an_order_to_close_returns_at_once() -> None:
         group.order_close(999)
 
 
-def test_a_group_that_follows_one_that_was_not_started_follows_the_one_before(tmp_path: Path) -> None:
+def test_a_group_follows_the_last_one_that_was_started(tmp_path: Path) -> None:
     def make(name: str, binary: str, follows: PContext | None) -> SubprocessContext:
         return SubprocessContext(
             name, binary, {0: ()}, {0: {}}, DefaultLogsSpecs(str(tmp_path / name)), follows=follows

@@ -97,7 +97,7 @@ def test_rank_0_can_bind_it_however_it_does(*, reuse: bool) -> None:
                 pass
 
 
-def test_rank_0_of_the_next_attempt_can_bind_it_while_old_connections_are_closing() -> None:
+def test_rank_0_binds_it_again_while_old_connections_close() -> None:
     with reserve() as port:
         address = "127.0.0.1", port.number
         for _attempt in range(3):
@@ -120,7 +120,7 @@ def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None
 
 
 @pytest.mark.slow
-def test_ports_that_programs_of_the_kernel_or_the_administrator_choose_are_left_out(
+def test_ports_of_the_kernel_or_administrator_are_left_out(
     settings: Callable[[str, str], None],
 ) -> None:
     everything = set(range(1024, 65536))
@@ -172,7 +172,7 @@ RESERVE = "from phalanx._run.master_port import reserve; port = reserve(); print
 
 @outside
 @pytest.mark.slow
-def test_it_is_reserved_until_the_launcher_ends_even_if_that_is_killed() -> None:
+def test_it_is_reserved_until_the_launcher_ends_or_is_killed() -> None:
     command = [sys.executable, "-c", RESERVE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout
@@ -269,7 +269,7 @@ def kernels(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_socket_holds_a_port_of_the_range_and_rank_0_can_bind_it_beside() -> None:
+def test_rank_0_binds_the_port_that_a_socket_reserves() -> None:
     with reserve() as one, reserve() as two:
         assert one.number != two.number
         for family, address in here(EVERYWHERE + LOOPBACK):
@@ -395,7 +395,7 @@ with socket.socket() as server:
 
 @pytest.mark.long
 @outside
-def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Place, ready: Ready, gate: Gate) -> None:
+def test_runs_at_the_same_time_have_their_own_ports(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(BIND.format(ready=ready.python("port"), gate=gate.python()))
     with ExitStack() as running:
         launchers = [running.enter_context(place.start(script)) for _ in range(5)]

@@ -77,7 +77,7 @@ def test_so_many_in_a_window() -> None:
     assert not decided(policy, {}, {}, {"uptime": 3589.0}, restarts=[10, 20]).retries
 
 
-def test_restarts_are_counted_and_those_that_do_not_count_are_named() -> None:
+def test_restarts_that_do_not_count_are_named() -> None:
     policy = RestartPolicy(2, window=60, always_on=[75])
     assert policy.describe_count([0], counted=True) == "restart 1 of at most 2 within 1m00s"
     assert policy.describe_count([60, 59, 0], counted=True) == "restart 2 of at most 2 within 1m00s"
@@ -125,7 +125,7 @@ def test_jitter_shortens_the_delay_by_a_part_at_most() -> None:
 # --- failing on start
 
 
-def test_a_group_that_fails_early_so_many_times_in_a_row_is_not_started_again() -> None:
+def test_a_crash_loop_is_not_restarted() -> None:
     policy = RestartPolicy(100, min_uptime=5, failing_starts=2)
     early, late = {"uptime": 4.9}, {"uptime": 5.0}
     assert decided(policy, early).retries
@@ -197,7 +197,7 @@ def test_failures_without_progress_end_it() -> None:
     assert steps(policy, 10, None, 5) == refused("no progress in 2 attempts: step 10 was not passed")
 
 
-def test_progress_in_an_attempt_that_did_not_fail_counts_as_reached() -> None:
+def test_progress_of_an_attempt_without_failure_counts() -> None:
     policy = RestartPolicy(100, without_progress=1)
     assert decided(policy, {"state": "stopped", "step": 50}, {"step": 60}).retries
     assert not decided(policy, {"state": "stopped", "step": 50}, {"step": 50}).retries
@@ -220,7 +220,7 @@ def test_the_same_step_as_in_the_failure_before_is_said() -> None:
 
 
 @pytest.mark.parametrize("count, what", [(1, "1 worker"), (2, "2 workers")])
-def test_nothing_is_started_beside_a_worker_that_has_outlived_sigkill(count: int, what: str) -> None:
+def test_nothing_starts_beside_a_worker_that_outlived_sigkill(count: int, what: str) -> None:
     policy = RestartPolicy(100, always_on=[1])
     assert decided(policy, {"survivors": count}) == refused(
         f"{what} outlived SIGKILL, and may hold what another attempt needs"

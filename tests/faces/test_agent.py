@@ -482,15 +482,13 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         yield {"entrypoint": agent_workers.overruns_by_environment, "args": ()}
 
 
-def test_a_worker_that_overruns_its_timer_is_killed_and_the_group_started_again(pair: dict[str, Any]) -> None:
+def test_an_expired_timer_kills_its_worker_and_restarts(pair: dict[str, Any]) -> None:
     entrypoint, args = pair.pop("entrypoint"), pair.pop("args")
     result = local(entrypoint, *args, start_method="spawn", max_restarts=1, **pair).run()
     assert result == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
 
 
-def test_the_agent_puts_its_timer_server_where_the_environment_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_names_the_agents_timer_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timers"
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(path))

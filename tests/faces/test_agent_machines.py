@@ -240,7 +240,7 @@ def test_an_observer_that_is_late_has_no_word_of_a_failure(fails: int, until: st
         assert [line.rpartition(": ")[2] for line in report.earlier] == ["bad batch 0"]
 
 
-def test_who_has_lost_a_connection_is_not_the_root_cause_on_any_machine(tmp_path: Path) -> None:
+def test_a_lost_connection_is_no_root_cause_on_any_machine(tmp_path: Path) -> None:
     """Without restarts, too, each waits for the end of the others' workers, and has their outcomes."""
     _, ends = launched(tmp_path, str(tmp_path / "socket"), 0, agent_workers.lose_another_machine)
     assert [type(each) for each in ends] == [ChildFailedError] * 2, ends
@@ -283,7 +283,7 @@ if __name__ == "__main__":
 """
 
 
-def test_of_lost_connections_alone_the_lost_machine_is_the_root_cause(tmp_path: Path) -> None:
+def test_a_lost_machine_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
     script = tmp_path / "launches.py"
     script.write_text(CONNECTED)
     env, port = {**os.environ, "TMPDIR": str(tmp_path)}, str(free_port())

@@ -212,7 +212,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_signal_while_the_machine_comes_leaves_no_import_behind() -> None:
+def test_a_signal_while_the_machine_joins_leaves_no_import() -> None:
     command = [sys.executable, "-c", EARLY, str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.returncode == 0, done.stderr

@@ -315,7 +315,7 @@ def test_what_is_built_in() -> None:
         assert (type(alone), alone.get_backend()) == (OneMachineRendezvous, backend)
 
 
-def test_workers_of_one_machine_meet_where_a_static_endpoint_says() -> None:
+def test_workers_of_one_machine_meet_at_a_static_endpoint() -> None:
     params = RendezvousParameters("static", "localhost:29517", "job", 1, 1, rank=0)
     where = rendezvous_handler_registry.create_handler(params).next_rendezvous().bootstrap_store_info
     assert where == RendezvousStoreInfo("localhost", 29517)

@@ -178,7 +178,7 @@ def test_signals_at_the_end_lose_neither_the_report_nor_the_code(any_job: Callab
 # --- success, and the loss of machines
 
 
-def test_a_machine_that_has_succeeded_and_then_dies_costs_nothing(any_job: Callable[..., Job]) -> None:
+def test_a_machine_that_dies_after_success_costs_nothing(any_job: Callable[..., Job]) -> None:
     one = any_job("3")
     runs(one, UNEVEN)
     agents = one.start(2, 1, 3, options=["--max-restarts", "1"])
@@ -194,7 +194,7 @@ def test_a_machine_that_has_succeeded_and_then_dies_costs_nothing(any_job: Calla
     assert [agent.last(6)[0] for agent in agents[:2]] == [0, 0]
 
 
-def test_a_machine_that_has_succeeded_is_missed_where_all_start_again(any_job: Callable[..., Job]) -> None:
+def test_a_succeeded_machine_is_missed_at_a_restart(any_job: Callable[..., Job]) -> None:
     one = any_job("2:3")
     one.conf[1] = "last_call_timeout=20"
     runs(one, UNEVEN.replace("time.sleep", "os.path.exists(sys.argv[1] + '.fail.' + rank) and sys.exit(3); time.sleep"))
@@ -217,7 +217,7 @@ def test_a_machine_that_has_succeeded_is_missed_where_all_start_again(any_job: C
 # --- contact was lost
 
 
-def test_a_node_that_is_stopped_for_longer_than_its_lease_learns_of_the_end(any_job: Callable[..., Job]) -> None:
+def test_a_node_stopped_beyond_its_lease_learns_of_the_end(any_job: Callable[..., Job]) -> None:
     one = any_job("3")
     agents = one.start(2, 1, 3)
     everyone(agents, 0, 6)
@@ -231,7 +231,7 @@ def test_a_node_that_is_stopped_for_longer_than_its_lease_learns_of_the_end(any_
     assert known or (unknown and isinstance(one, EtcdJob)), (code, agents[2].said)
 
 
-def test_a_node_that_comes_back_long_after_the_end_tells_the_truth(any_job: Callable[..., Job]) -> None:
+def test_a_node_back_long_after_the_end_reports_the_truth(any_job: Callable[..., Job]) -> None:
     one = any_job("3")
     one.conf.append("away_timeout=2")
     agents = one.start(2, 1, 3)
@@ -248,7 +248,7 @@ def test_a_node_that_comes_back_long_after_the_end_tells_the_truth(any_job: Call
     ].said
 
 
-def test_a_node_that_has_succeeded_and_whose_store_is_gone_does_not_exit_with_0(any_job: Callable[..., Job]) -> None:
+def test_a_succeeded_node_without_its_store_exits_nonzero(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     if isinstance(one, EtcdJob):
         pytest.skip("an etcd does not end with an agent")
@@ -264,7 +264,7 @@ def test_a_node_that_has_succeeded_and_whose_store_is_gone_does_not_exit_with_0(
     assert "how the job ends is not known here: its store has not answered for 1.0s" in agents[1].said
 
 
-def test_a_worker_whose_agent_is_killed_as_it_ends_is_reported_with_its_code(any_job: Callable[..., Job]) -> None:
+def test_a_worker_keeps_its_code_when_its_agent_is_killed(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     runs(one, DEAF)
     agents = one.start(2, 1)
@@ -282,7 +282,7 @@ def test_a_worker_whose_agent_is_killed_as_it_ends_is_reported_with_its_code(any
 # --- a store that is started again
 
 
-def test_nodes_that_wait_go_on_with_a_store_that_is_started_again(any_job: Callable[..., Job]) -> None:
+def test_waiting_nodes_go_on_with_a_restarted_store(any_job: Callable[..., Job]) -> None:
     one = any_job("3")
     if isinstance(one, EtcdJob):
         pytest.skip("an etcd has its keys when it starts again")
@@ -349,7 +349,7 @@ def test_the_workers_of_an_agent_that_is_stopped_end_in_time(any_job: Callable[.
     one.finish(*agents)
 
 
-def test_the_workers_of_a_host_that_an_etcd_does_not_hear_of_end_in_time(job: Callable[..., EtcdJob]) -> None:
+def test_a_host_cut_off_from_etcd_ends_its_workers_in_time(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     one.conf[1] = "last_call_timeout=20"
     one.conf.append("away_timeout=3")
@@ -367,7 +367,7 @@ def test_the_workers_of_a_host_that_an_etcd_does_not_hear_of_end_in_time(job: Ca
 # --- the next job of the same id
 
 
-def test_a_job_that_was_killed_is_over_for_the_next_one_of_its_id(job: Callable[..., EtcdJob]) -> None:
+def test_a_killed_job_is_over_for_the_next_of_its_id(job: Callable[..., EtcdJob]) -> None:
     """Though that has another number of nodes; and its attempts and restarts begin anew."""
     one = job("3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
@@ -384,7 +384,7 @@ def test_a_job_that_was_killed_is_over_for_the_next_one_of_its_id(job: Callable[
     one.finish(*again)
 
 
-def test_a_run_that_begins_while_one_of_its_id_is_stopped_is_the_next(job: Callable[..., EtcdJob]) -> None:
+def test_a_run_that_begins_beside_a_stopped_one_is_the_next(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     runs(one, DEAF)
     agents = one.start(1, 2, options=["--grace", "4"])
@@ -401,7 +401,7 @@ def test_a_run_that_begins_while_one_of_its_id_is_stopped_is_the_next(job: Calla
 # --- who is not taken
 
 
-def test_a_launch_with_other_arguments_is_refused_and_a_spare_says_that_it_was_not_needed(
+def test_a_launch_with_other_arguments_is_refused(
     any_job: Callable[..., Job],
 ) -> None:
     one = any_job("2")
@@ -431,7 +431,7 @@ def test_a_node_with_another_restart_policy_is_refused(any_job: Callable[..., Jo
     one.finish(*agents)
 
 
-def test_machines_with_arguments_of_their_own_come_late_and_come_back(any_job: Callable[..., Job]) -> None:
+def test_machines_with_own_arguments_come_late_and_come_back(any_job: Callable[..., Job]) -> None:
     one = any_job("1:3", store=2)
     shared = one.command
     agents = []

@@ -51,7 +51,7 @@ def test_each_machine_posts_its_own_events_with_its_place(any_job: Callable[...,
         assert [each["agent_restarts"] for each in workers] == [0, 0, 1, 1, 1, 1]
 
 
-def test_a_failure_is_posted_by_its_machine_and_the_others_were_ended(any_job: Callable[..., Job]) -> None:
+def test_the_failed_machine_posts_failed_and_others_do_not(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     agents = one.start(2, 1, options=["--event-log-handler", "console"])
     everyone(agents, 0, 4)

@@ -78,7 +78,7 @@ class Group:
         self.taken = then
 
 
-def test_the_end_of_the_workers_waits_for_the_stacks_but_not_long() -> None:
+def test_the_end_waits_for_the_stacks_but_not_long() -> None:
     group, look = Group(), LastLook()
     woken: list[int] = []
     assert not look.puts_off(10.0)  # no rank hangs
@@ -92,7 +92,7 @@ def test_the_end_of_the_workers_waits_for_the_stacks_but_not_long() -> None:
     assert (woken, look.is_over(10.1), look.puts_off(10.1)) == ([1], True, False)
 
 
-def test_a_worker_that_dies_while_its_end_waits_for_the_stacks_does_not_make_that_wait_longer() -> None:
+def test_a_death_does_not_prolong_the_wait_for_stacks() -> None:
     """A death by a signal that stops runs is held back; the end of the others is looked at as often as before."""
     look = LastLook()
     look.begin(Group(), lambda: None)  # type: ignore[arg-type] # as above

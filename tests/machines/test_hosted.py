@@ -87,7 +87,7 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
     assert not wait_gone(workers)
 
 
-def test_attempts_that_have_ended_alike_have_one_line_in_the_report(job: Callable[..., Job]) -> None:
+def test_attempts_that_ended_alike_share_a_line(job: Callable[..., Job]) -> None:
     one = job("static", "2")
     for attempt in range(4):
         one.fail(3, attempt)
@@ -174,9 +174,7 @@ def test_an_agent_with_arguments_of_its_own_comes_back(job: Callable[..., Job], 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_host_of_the_store_says_what_the_job_is_though_others_wait_for_it(
-    job: Callable[..., Job], backend: str
-) -> None:
+def test_the_host_of_the_store_decides_what_the_job_is(job: Callable[..., Job], backend: str) -> None:
     one = job(backend, "2")
     (other,) = one.start(2, options=["--max-restarts", "3"])
     other.wait_for("does not answer .*; it is tried again")
@@ -217,9 +215,7 @@ def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_that_begins_at_its_store_while_the_one_before_is_stopped_is_the_next(
-    job: Callable[..., Job], backend: str
-) -> None:
+def test_a_run_at_the_store_of_a_stopped_one_is_the_next(job: Callable[..., Job], backend: str) -> None:
     one = job(backend, "2")
     (one.folder / "train.py").write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER)
     agents = one.start(1, 2, options=["--grace", "3"])

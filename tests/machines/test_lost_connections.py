@@ -48,9 +48,7 @@ raise ConnectionResetError("connection closed by peer")
 """
 
 
-def test_of_workers_that_lose_their_connections_to_a_lost_host_the_host_is_the_cause(
-    tmp_path: Path, hosts: Hosts
-) -> None:
+def test_a_lost_host_is_the_cause_of_lost_connections(tmp_path: Path, hosts: Hosts) -> None:
     with Etcd(1, hosts.address(STORE), hosts.on(STORE)) as etcd:
         meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", tmp_path.name]
         one = Job(tmp_path, hosts, "2:3", lambda _: meeting)

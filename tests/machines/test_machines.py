@@ -86,7 +86,7 @@ def test_one_report_is_the_same_on_every_host(any_job: Callable[..., Job]) -> No
 
 
 @pytest.mark.long
-def test_programs_that_launch_a_job_raise_the_same_report_on_every_host(job: Callable[..., EtcdJob]) -> None:
+def test_a_launching_program_raises_one_report_on_all_hosts(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     script = one.folder / "launches.py"
     script.write_text(LAUNCHES)
@@ -195,7 +195,7 @@ def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJo
 
 
 @pytest.mark.long
-def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job: Callable[..., EtcdJob]) -> None:
+def test_an_etcd_back_without_its_data_is_not_the_jobs(job: Callable[..., EtcdJob]) -> None:
     """Also where others have written into it as often as was written before. The workers go on, and end."""
     one = job("3")
     agents = one.start(1, 2, 3, options=["--exit-barrier-timeout", "0.5"])
@@ -359,7 +359,7 @@ def test_what_a_job_was_is_kept_and_the_next_one_begins_as_ever(job: Callable[..
     assert (key, json.loads(value)["verdict"]["state"]) == ("kept/job/state", "succeeded")
 
 
-def test_a_master_address_that_each_host_takes_for_its_own_is_said(any_job: Callable[..., Job]) -> None:
+def test_a_master_address_that_fits_each_host_is_reported(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     agents = one.start(2, 1, options=["--local-addr", "127.0.0.1"])
     for agent in agents:

@@ -31,7 +31,7 @@ LONG = 150.0
 PRELOAD = "torch,torch._dynamo,sklearn.datasets"
 
 
-def test_digits_ddp_trains_on_three_hosts_though_a_rank_is_killed(tmp_path: Path, hosts: Hosts) -> None:
+def test_digits_ddp_trains_on_three_hosts_after_a_kill(tmp_path: Path, hosts: Hosts) -> None:
     with Etcd(1, hosts.address(STORE), hosts.on(STORE)) as etcd:
         meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", tmp_path.name]
         one = Job(tmp_path, hosts, "3", lambda _: meeting)

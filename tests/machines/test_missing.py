@@ -143,7 +143,7 @@ def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
     one.finish(*agents)
 
 
-def test_a_job_of_one_node_and_one_worker_is_said_in_the_singular(job: Callable[..., Job]) -> None:
+def test_one_node_and_one_worker_are_in_the_singular(job: Callable[..., Job]) -> None:
     one = job("1:2", at("c10d", HEAD))
     agents = one.start(1, options=["--nproc-per-node", "1"])
     agents[0].wait_for(r"phalanx: 1 node \(h1\), 1 worker; this is node 0, with rank 0\n")
@@ -180,9 +180,7 @@ def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts
 
 
 @pytest.mark.parametrize("backend", ["c10d", "etcd"])
-def test_each_reason_why_nobody_answers_is_said_and_the_error_names_the_latest(
-    job: Callable[..., Job], hosts: Hosts, backend: str
-) -> None:
+def test_the_error_names_the_latest_reason_of_silence(job: Callable[..., Job], hosts: Hosts, backend: str) -> None:
     """Nobody listens there; what listens closes the connection; it speaks HTTP."""
     one = job("2", at(backend, HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=8"]

@@ -85,7 +85,7 @@ def test_a_spare_has_imported_before_it_takes_over(job: Callable[..., EtcdJob]) 
     assert not any(alive(each) for agent in preloads.job.agents for each in preloads.pids(agent))
 
 
-def test_a_spare_that_cannot_import_leaves_and_one_that_imports_can_be_stopped(job: Callable[..., EtcdJob]) -> None:
+def test_a_spare_that_cannot_import_leaves_the_job(job: Callable[..., EtcdJob]) -> None:
     preloads = Preloads(job("2"))
     agents = [preloads.start(number) for number in (1, 2)]
     everyone(agents, 0, 4)
@@ -106,7 +106,7 @@ def test_a_spare_that_cannot_import_leaves_and_one_that_imports_can_be_stopped(j
     assert not any(alive(pid) for agent in preloads.job.agents for pid in preloads.pids(agent))
 
 
-def test_who_imports_when_a_generation_begins_hears_of_its_end_and_tells_of_a_failure(
+def test_a_node_that_imports_late_hears_and_reports_failures(
     job: Callable[..., EtcdJob],
 ) -> None:
     preloads = Preloads(job("2"))

@@ -205,7 +205,7 @@ def test_a_job_whose_workers_get_the_signal_too_was_stopped(slurm: Slurm, tmp_pa
         assert "FAILED" not in batch.said
 
 
-def test_a_node_that_is_drained_goes_on_with_its_job_and_takes_no_other(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_drained_node_keeps_its_job_and_takes_no_other(slurm: Slurm, tmp_path: Path) -> None:
     def update(*what: str) -> None:
         slurm.command("scontrol", "update", "nodename=h3", *what)
 
@@ -275,7 +275,7 @@ def start_in_step(hosts: Hosts, node: int, folder: Path, script: str, said: Path
         )  # fmt: skip
 
 
-def test_of_two_scripts_in_one_step_one_runs_on_all_machines_and_the_other_on_none(tmp_path: Path) -> None:
+def test_one_of_two_scripts_in_a_step_runs_on_all_machines(tmp_path: Path) -> None:
     """Both have the step's name and port. Which of them runs is chance."""
     hosts_of.check()
     scripts = ["train.py", "evaluate.py"]
@@ -303,7 +303,7 @@ def test_of_two_scripts_in_one_step_one_runs_on_all_machines_and_the_other_on_no
     assert f"the job of this id runs {won}, and this node was told {lost[0]}: another job needs" in said[lost[0], 2]
 
 
-def test_scripts_of_one_name_in_two_folders_are_told_apart_in_a_step(tmp_path: Path) -> None:
+def test_a_step_tells_equal_names_in_two_folders_apart(tmp_path: Path) -> None:
     hosts_of.check()
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:

@@ -61,7 +61,7 @@ MAY_ONLY_FALL = {
     "private modules imported": 455,
     "private attributes": 422,
     "private names patched": 210,
-    "long names": 105,
+    "long names": 0,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
 

@@ -43,7 +43,7 @@ def carried(it: Told) -> tuple[JobRun, Runner]:
     return run, runner
 
 
-def test_what_the_store_has_told_meanwhile_is_told_at_once_and_in_order() -> None:
+def test_waiting_events_of_the_store_arrive_in_order() -> None:
     it = Told()
     run, runner = carried(it)
     events: list[Any] = [Changed("nodes/", revision, (), (f"nodes/{revision}",)) for revision in range(3)]
@@ -125,7 +125,7 @@ class Starts(Told):
         return None, None, b""
 
 
-def test_a_stop_that_comes_as_a_start_is_decided_keeps_its_signal_and_its_grace() -> None:
+def test_a_stop_during_a_start_keeps_its_signal_and_grace() -> None:
     it = Starts()
     run, runner = carried(it)
     runner._carry_out([life.Start(cast("Any", SimpleNamespace(generation=0)), 0)])

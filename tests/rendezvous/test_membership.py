@@ -122,7 +122,7 @@ def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:
     assert leader.at(2, node("b", role="evaluator"), other).refused == ((who, why),)
 
 
-def test_two_launches_of_one_id_are_told_apart_by_their_arguments() -> None:
+def test_launches_of_one_id_differ_by_their_arguments() -> None:
     first, other, more = (node(name, program="train.py", args=name[0]) for name in ("a", "b", "a2"))
     leader = Leader(FORMING)
     made = leader.at(1, first, more)
@@ -138,7 +138,7 @@ def test_two_launches_of_one_id_are_told_apart_by_their_arguments() -> None:
     assert made.job.args == (("default", "a"), ("default", "b"))
 
 
-def test_machines_with_arguments_of_their_own_are_not_compared_though_some_of_them_are_gone() -> None:
+def test_machines_with_own_arguments_are_not_compared() -> None:
     facts: dict[str, Any] = {"most": 3, "program": "train.py"}
     first, other, more = (node(name, args=name, **facts) for name in "abc")
     leader = Leader(Job(0, "forming", 2, 3))
@@ -157,13 +157,13 @@ def test_who_has_no_part_in_the_job_does_not_say_what_it_runs() -> None:
     assert [name for name, _ in made.refused] == ["x", "y"]
 
 
-def test_where_ranks_are_given_node_0_says_what_is_run_whenever_it_comes() -> None:
+def test_node_0_decides_what_runs_where_ranks_are_given() -> None:
     nodes = node("b", order=1, program="eval.py"), node("a", order=0, program="train.py")
     made = Leader(FORMING).at(1, *nodes)
     assert [name for name, why in made.refused if "runs train.py, and this node was told eval.py" in why] == ["b"]
 
 
-def test_what_a_role_that_comes_later_runs_is_known_before_it_takes_part() -> None:
+def test_the_program_of_a_later_role_is_known_before_it_joins() -> None:
     facts: dict[str, Any] = {"least": 1, "most": 3}
     first = node("a", program="train.py", **facts)
     come = [node(name, role="evaluator", program=f"{name}.py", **facts) for name in "bc"]
@@ -183,7 +183,7 @@ CUT_OFF: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_of_a_lost_connection_the_cause_is_the_failure_of_another_node() -> None:
+def test_another_nodes_failure_causes_a_lost_connection() -> None:
     gone, bad = node("b", **CUT_OFF), node("a", generation=0, outcome="failed", error="ValueError: x", rank=1)
     end = decided(running("a", "b"), FAILED, node("a", **STOPPED), gone)
     assert (end.kind, end.node, end.error, end.failed) == ("failure", "b", "ConnectionResetError: gone", True)
@@ -215,7 +215,7 @@ def decided(job: Job, stop: Stop, *nodes: Node) -> End:
     return end
 
 
-def test_a_node_that_does_not_end_its_workers_is_waited_for_no_longer() -> None:
+def test_a_node_that_keeps_its_workers_is_not_awaited_for_ever() -> None:
     leader = Leader(running("a", "b", least=1), RULES)
     facts: dict[str, Any] = {"least": 1}
     gone = node("a", **STOPPED, **facts)
@@ -224,7 +224,7 @@ def test_a_node_that_does_not_end_its_workers_is_waited_for_no_longer() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lost", "left"])
-def test_a_node_that_goes_costs_no_restart_while_there_are_enough(kind: Any) -> None:
+def test_a_node_that_leaves_costs_no_restart_if_enough_stay(kind: Any) -> None:
     leader = Leader(running("a", "b", "c", most=3), RULES._replace(policy=RestartPolicy(0)))
     facts: dict[str, Any] = {"most": 3, "generation": 0, "outcome": "stopped"}
     stop = Stop(0, kind, "b", "host-b", "it is gone")
@@ -252,7 +252,7 @@ def test_a_node_whose_entry_is_gone_for_a_moment_is_not_lost() -> None:
     assert (made.stop.kind, made.stop.node) == ("lost", "b")
 
 
-def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -> None:
+def test_a_leader_gives_others_time_to_reach_the_store_again() -> None:
     leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5, return_timeout=7.0))
     leader.notes.regained = 20
     assert leader.at(20, node("a")) == Decision(wake=27)
@@ -260,7 +260,7 @@ def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -
     assert (made.stop.kind, made.stop.node) == ("lost", "b")
 
 
-def test_a_node_that_comes_back_while_a_generation_ends_is_waited_for_and_is_not_the_cause() -> None:
+def test_a_node_back_as_a_generation_ends_is_not_the_cause() -> None:
     leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5, return_timeout=7.0))
     gone = node("a", **CUT_OFF)
     stop = replace(FAILED, node="a", host="host-a")
@@ -279,7 +279,7 @@ def test_a_node_that_is_known_to_have_gone_is_not_waited_for(kind: Any, phase: s
     assert made.job.phase == phase
 
 
-def test_that_the_store_was_away_holds_though_the_job_has_changed_meanwhile() -> None:
+def test_an_absent_store_counts_though_the_job_has_changed() -> None:
     leader = Leader(FORMING, RULES._replace(return_timeout=7.0))
     leader.at(1, node("a"), node("b"))
     leader.notes.regained = 20  # and the change is told, that was decided before
@@ -301,7 +301,7 @@ def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
     assert Absent("nodes/b") not in made.conditions
 
 
-def test_a_failure_that_is_told_of_before_a_node_is_lost_is_the_cause() -> None:
+def test_a_failure_reported_before_a_lost_node_is_the_cause() -> None:
     leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5))
     assert leader.at(1, node("a", state="running")) == Decision(wake=1.5)
     failed = Stop(0, "failure", "a", "host-a", "ValueError: bad", 0, 1)
@@ -390,7 +390,7 @@ def test_restarts_are_kept_as_ages_for_the_next_leader() -> None:
     assert (made.job.phase, made.job.restarts) == ("running", (61.0, 0.0))
 
 
-def test_a_machine_that_is_the_cause_again_and_again_is_left_out_whichever_agent_runs_there() -> None:
+def test_a_machine_that_fails_again_and_again_is_left_out() -> None:
     rules = RULES._replace(policy=RestartPolicy(9), exclude_after=2)
     leader = Leader(running("a", "b", least=1), rules)
     facts: dict[str, Any] = {"least": 1, "outcome": "stopped"}
@@ -409,7 +409,7 @@ def test_a_machine_that_is_the_cause_again_and_again_is_left_out_whichever_agent
     assert later.refused == (("b3", "workers of host host-b were the root cause 2 times in a row"),)
 
 
-def test_a_cause_that_is_not_known_is_nobodys_and_nobody_asks_for_it_unless_it_matters() -> None:
+def test_an_unknown_cause_excludes_no_machine() -> None:
     rules = RULES._replace(policy=RestartPolicy(9), exclude_after=1)
     there = node("a", **STOPPED), node("b", generation=0, outcome="failed")
     leader = Leader(running("a", "b"), rules)
@@ -495,7 +495,7 @@ def test_a_rank_that_is_taken_is_refused_while_a_generation_runs() -> None:
     assert leader.at(6 + RANK_TIMEOUT, *there, other).wake == 6 + 2 * RANK_TIMEOUT  # each has its own time
 
 
-def test_a_node_that_has_succeeded_is_waited_for_before_a_restart() -> None:
+def test_a_restart_waits_for_a_node_that_has_succeeded() -> None:
     done: dict[str, Any] = {"least": 1, "most": 3, "generation": 0, "outcome": "succeeded"}
     ended = node("a", least=1, most=3, **STOPPED)
     stop = Stop(0, "lost", "c", "host-c", "it is gone")
@@ -535,7 +535,7 @@ def leads(job: Job | None, *nodes: Node, keep: bool = True) -> Transaction:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_who_makes_a_job_decides_whether_it_is_kept_and_nobody_later(keep: bool) -> None:
+def test_the_node_that_makes_a_job_decides_whether_it_is_kept(keep: bool) -> None:
     [first] = leads(None, keep=keep).writes
     assert isinstance(first, Put)
     assert read(Job, Entry("job/state", first.value, 1, 1)).keep is keep

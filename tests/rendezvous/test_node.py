@@ -127,7 +127,7 @@ def test_a_job_is_begun_by_the_node_that_hosts_its_store() -> None:
 FORMS = Job(0, "forming", 2, 4)
 
 
-def test_a_leader_tells_all_who_is_missing_and_for_how_long_that_is_waited_for() -> None:
+def test_a_leader_reports_which_nodes_are_missing_until_when() -> None:
     story = Story(RULES._replace(last_call=50.0))
     story.answer()
     story.answer()
@@ -207,7 +207,7 @@ def test_a_job_that_has_gone_on_without_it_does() -> None:
     assert (story.node.state, story.entry().state) == ("WAITING", "ready")
 
 
-def test_whose_workers_end_late_says_so_before_the_job_takes_it_for_one_that_is_ready() -> None:
+def test_a_node_reports_workers_that_end_late_before_ready() -> None:
     story = Story().run()
     story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert story.asked == []
@@ -263,7 +263,7 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
     assert story.node.wake == math.inf
 
 
-def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None:
+def test_ctrl_c_while_it_waits_ends_the_job_or_the_wait() -> None:
     story = Story().enter()
     story.writes("job/state", replace(RUNS, phase="forming", members=()))
     story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
@@ -281,7 +281,7 @@ def test_ctrl_c_while_the_store_is_not_there_ends_it_at_once() -> None:
     assert kinds(story.take(story.node.ask_stop(2, "SIGINT", 30.0, story.now))) == ["Finish"]
 
 
-def test_ctrl_c_ends_the_workers_at_once_though_the_store_is_away() -> None:
+def test_ctrl_c_ends_the_workers_without_the_store() -> None:
     story = Story().run()
     story.tell(Away("no answer"))
     assert kinds(story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))) == ["End"]
@@ -339,7 +339,7 @@ def test_a_refusal() -> None:
     assert Story().tell(Refused("wrong password")) == [life.Finish("refused", "wrong password")]
 
 
-def test_a_store_that_refuses_while_workers_run_is_left_when_they_are_gone() -> None:
+def test_a_refusing_store_is_left_when_the_workers_are_gone() -> None:
     story = Story().run()
     why = Stop(0, "left", "a", "host-a", "permission denied")
     assert story.tell(Refused("permission denied")) == [life.Heard(why), life.End(None)]
@@ -444,7 +444,7 @@ def test_the_host_of_the_store_leaves_last_if_that_is_soon(is_late: bool) -> Non
 
 
 @pytest.mark.parametrize("hosts", [None, False])
-def test_a_leader_waits_for_the_others_unless_another_node_hosts_the_store(hosts: bool | None) -> None:
+def test_a_leader_waits_unless_another_node_hosts_the_store(hosts: bool | None) -> None:
     story = Story(hosts=hosts).run()
     story.writes("job/leader", b"a")
     nodes_are(story, "a", "b")
@@ -457,7 +457,7 @@ def test_a_leader_waits_for_the_others_unless_another_node_hosts_the_store(hosts
     assert (finish.state, finish.ends_job) == ("succeeded", hosts is None)
 
 
-def test_who_leads_ends_no_job_of_a_store_that_another_node_hosts() -> None:
+def test_a_leader_ends_no_job_at_another_nodes_store() -> None:
     """The entry of the host may be gone, where it was busy for longer than a lease lasts; it has yet to read."""
     story = Story(hosts=False).run()
     story.writes("job/leader", b"a")
@@ -466,7 +466,7 @@ def test_who_leads_ends_no_job_of_a_store_that_another_node_hosts() -> None:
     assert not finish_of(succeed(story)).ends_job
 
 
-def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> None:
+def test_it_gives_up_without_the_node_that_hosts_the_store() -> None:
     story = Story(hosts=False, away_timeout=60.0).run()
     story.tell(Away("connection refused"))
     assert story.wait(59.0) == []
@@ -477,7 +477,7 @@ def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> N
     assert (finish.state, finish.why, finish.evidence) == ("unknown", why, ())
 
 
-def test_what_its_own_workers_have_left_is_reported_where_the_store_is_gone() -> None:
+def test_own_evidence_is_reported_when_the_store_is_gone() -> None:
     story = Story(hosts=False, away_timeout=60.0).run()
     story.tell(Away("connection refused"))
     story.take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1), story.now))
@@ -498,7 +498,7 @@ def test_a_job_that_was_stopped_needs_no_store_to_end() -> None:
     assert finish.job.verdict == Verdict("stopped", "", stop)
 
 
-def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() -> None:
+def test_a_spare_waits_for_the_next_generation_for_any_time() -> None:
     story = Story().enter()
     other = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
     story.writes("job/state", other)
@@ -563,7 +563,7 @@ def test_each_node_keeps_its_evidence_and_the_leader_the_job(leader: str) -> Non
 
 
 @pytest.mark.parametrize("made", [None, False])
-def test_what_cannot_be_kept_is_tried_again_unless_the_job_is_gone(made: bool | None) -> None:
+def test_a_failed_write_is_retried_unless_the_job_is_gone(made: bool | None) -> None:
     story = failed("b")
     fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, life.Fetch))
     story.tell(Fetched(fetch.ticket, ()))
@@ -589,7 +589,7 @@ SPARE = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
 
 
 @pytest.mark.parametrize("hosts", [None, True])
-def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: bool | None) -> None:
+def test_a_spare_that_cannot_start_workers_leaves_the_job(hosts: bool | None) -> None:
     story = Story(hosts=hosts).enter()
     assert story.take(story.node.cannot_start("no module", story.now)) == []
     forming = replace(SPARE, phase="forming", members=())
@@ -603,7 +603,7 @@ def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: 
     assert due == ([] if hosts else [life.Finish("left", "no module", SPARE)])
 
 
-def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part() -> None:
+def test_a_node_that_failed_to_start_workers_tries_again() -> None:
     story = Story().enter()
     story.take(story.node.cannot_start("no module", story.now))
     assert life.Start(RUNS, 1) in story.writes("job/state", RUNS)
@@ -639,7 +639,7 @@ def test_another_job_of_the_same_id_is_not_taken_for_its_own() -> None:
     assert finish_of(story.due).state == "unknown"
 
 
-def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_holds() -> None:
+def test_unreadable_evidence_is_read_again_without_a_new_verdict() -> None:
     story = Story().enter()
     story.writes("job/state", replace(RUNS, phase="forming", members=()))
     stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
@@ -652,7 +652,7 @@ def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_hold
     assert finish.state == "failed"
 
 
-def test_ctrl_c_while_the_generation_ends_for_another_reason_stops_the_next_one() -> None:
+def test_ctrl_c_as_a_generation_ends_stops_the_next_one() -> None:
     story = Story().run()
     story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     story.take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
@@ -687,7 +687,7 @@ def test_a_job_that_is_over_when_it_comes_is_an_earlier_one() -> None:
     assert [put.key for put in story.asked[0].transaction.writes] == ["job/state"]  # of the next job
 
 
-def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
+def test_a_leader_reads_evidence_before_it_excludes_a_machine() -> None:
     story = Story(RULES._replace(exclude_after=1, policy=RestartPolicy(9)))
     story.answer()
     story.writes("job/leader", b"a")
@@ -712,7 +712,7 @@ def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
     assert records.read(Job, Entry(put.key, put.value, 1, 1)).excluded == (other.machine,)
 
 
-def test_a_leader_that_has_its_store_again_waits_for_those_that_have_it_not_yet() -> None:
+def test_a_leader_with_its_store_again_waits_for_the_others() -> None:
     for regains in ((Away("no answer"), Back()), (LeaseLost(),)):
         story = Story(RULES._replace(lost_after=0.5, return_timeout=9.0))
         story.answer()
@@ -738,7 +738,7 @@ MADE = Job(0, "forming", 2, 2)
 
 @pytest.mark.parametrize("phase", ["running", "over"])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_newcomer_waits_for_the_job_that_takes_the_place_of_an_earlier_one(phase: str, together: bool) -> None:
+def test_a_newcomer_waits_for_the_next_job_of_the_id(phase: str, together: bool) -> None:
     story = Story(RULES._replace(return_timeout=10.0))
     story.writes("job/leader", b"b")
     verdict = Verdict("succeeded") if phase == "over" else None
@@ -756,7 +756,7 @@ def test_a_newcomer_waits_for_the_job_that_takes_the_place_of_an_earlier_one(pha
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_newcomer_that_waits_for_the_next_job_leaves_if_somebody_wants_it(at_once: bool) -> None:
+def test_a_waiting_newcomer_leaves_when_asked_to(at_once: bool) -> None:
     story = Story()
     story.writes("job/leader", b"x")
     story.writes("job/state", replace(RUNS, phase="over", members=THEIRS, verdict=Verdict("succeeded")))
@@ -766,7 +766,7 @@ def test_a_newcomer_that_waits_for_the_next_job_leaves_if_somebody_wants_it(at_o
 
 
 @pytest.mark.parametrize("lost", [Back(b"another"), Changed("job/", 500, (), ("job/state",))], ids=["store", "job"])
-def test_a_departure_that_somebody_wants_is_one_whatever_becomes_of_the_job(lost: Any) -> None:
+def test_a_wanted_departure_holds_whatever_the_job_does(lost: Any) -> None:
     story = Story().run()
     story.take(story.node.ask_leave("SIGTERM", story.now))
     story.tell(lost)
@@ -775,7 +775,7 @@ def test_a_departure_that_somebody_wants_is_one_whatever_becomes_of_the_job(lost
     assert (finish.state, finish.why) == ("left", "SIGTERM")
 
 
-def test_what_its_own_workers_have_left_is_reported_where_another_job_is_there() -> None:
+def test_own_evidence_is_reported_when_another_job_is_there() -> None:
     story = Story().run()
     story.take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 7", 2, 7), story.now))
     other = Entry("job/state", records.write(replace(RUNS, members=THEIRS)), 90, 91)
@@ -796,7 +796,7 @@ def test_a_verdict_that_was_heard_outlives_the_store() -> None:
     assert (finish.state, finish.job, finish.ends_job) == ("failed", over, False)
 
 
-def test_a_spare_that_leads_and_has_found_the_job_to_live_does_not_remove_it() -> None:
+def test_a_leading_spare_does_not_remove_a_live_job() -> None:
     story = Story(RULES._replace(return_timeout=10.0, lost_after=0.5))
     story.writes("job/leader", b"x")
     story.writes("job/state", replace(RUNS, members=THEIRS))
@@ -817,7 +817,7 @@ def test_a_spare_that_leads_and_has_found_the_job_to_live_does_not_remove_it() -
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_a_newcomer_removes_a_job_of_which_nobody_is_left_and_waits_longer_where_the_store_was_away(away: bool) -> None:
+def test_a_newcomer_removes_a_job_that_has_no_node_left(away: bool) -> None:
     story = Story(RULES._replace(return_timeout=10.0, lost_after=0.5), away=away)
     story.writes("job/state", replace(RUNS, members=THEIRS))
     story.answer()

@@ -212,7 +212,7 @@ def hang(detail: str) -> ProcessFailure:
     return failure(1, "Hang: 'step' was not left").replace(error_file_data=data, detail=detail)
 
 
-def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_the_root_cause() -> None:
+def test_the_hanging_rank_that_others_wait_for_is_the_cause() -> None:
     entries = [
         entry("evidence/3/b", 4, seen("b", 2, Hangs(REDUCE, REDUCE, summary="both"), hang("2 ms over\nboth\nfiles"))),
         entry("evidence/3/c", 5, seen("c", 4, Hangs(REDUCE, READ, summary="c"), hang("3 ms over\nc\nfiles"))),
@@ -228,7 +228,7 @@ def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_the_root_cause()
     assert found.machine == "host-c c"  # not that of b, which was the first to say so
 
 
-def test_the_machine_that_the_others_wait_for_is_the_cause_though_no_timer_expired_there() -> None:
+def test_a_machine_that_others_wait_for_is_the_cause() -> None:
     entries = [
         entry("evidence/3/b", 4, seen("b", 2, Hangs(REDUCE, REDUCE), hang("2 ms over\nfiles"))),
         entry("evidence/3/c", 5, seen("c", 4, Hangs(REDUCE, READ))),
@@ -304,7 +304,7 @@ def test_whatever_a_worker_has_left_is_read_by_the_others(facts: dict[str, Any])
     assert (found.damaged, list(found.failures), list(found.outcomes)) == ([], [5], [5])
 
 
-def test_the_evidence_of_many_is_bounded_and_the_first_failure_is_kept() -> None:
+def test_evidence_is_bounded_and_keeps_the_first_failure() -> None:
     told = failing(200, message="ValueError: bad", traceback="x" * 9000)
     for nodes, most in ((1, MOST_BYTES), (1000, evidence.ALL_BYTES // 1000), (10000, 4096)):
         data = evidence.write(NODE, Left(told), 0, nodes=nodes)

@@ -39,7 +39,7 @@ def test_the_same_seed_is_the_same_story() -> None:
 
 
 @pytest.mark.parametrize("nodes", [4, 64, 256])
-def test_what_a_node_asks_of_the_store_does_not_depend_on_their_number(nodes: int) -> None:
+def test_a_nodes_requests_do_not_grow_with_the_nodes(nodes: int) -> None:
     simulation = Simulation(Setting(nodes, nodes, nodes), 1).run()
     generations = len(simulation.all_formed)
     assert generations == 1

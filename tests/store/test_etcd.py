@@ -155,7 +155,7 @@ def test_an_etcd_that_is_killed_and_starts_again(prefix: str) -> None:
         assert sorted(one.below("job/")) == ["job/a", "job/mine"]  # a lease begins anew
 
 
-def test_a_stream_of_leases_that_has_ended_before_it_is_used_again(prefix: str) -> None:
+def test_an_ended_stream_of_leases_is_opened_again(prefix: str) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one:
         one.next(Back)
         assert one.store._session is not None
@@ -204,7 +204,7 @@ def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str, monkeypatch: py
         assert not any(isinstance(event, Away | Back) for event in one.all[told:])  # it was said, once
 
 
-def test_an_etcd_that_has_lost_what_it_held_is_known_though_others_have_written_since(prefix: str) -> None:
+def test_a_lost_etcd_is_noticed_after_others_have_written(prefix: str) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one:
         one.watch("job/")
         last = one.make(Put("job/a", b"", JOB))
@@ -218,7 +218,7 @@ def test_an_etcd_that_has_lost_what_it_held_is_known_though_others_have_written_
         assert not any(isinstance(event, LeaseLost | Changed) for event in one.all[told:])
 
 
-def test_what_a_lost_etcd_held_is_gone_though_the_new_one_was_compacted(prefix: str) -> None:
+def test_a_lost_etcds_keys_are_gone_after_a_compaction(prefix: str) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one:
         one.watch("job/")
         last = one.make(Put("job/a", b"", JOB))
@@ -288,7 +288,7 @@ def test_more_changes_than_one_message_may_have_are_read_anew(
         assert sum(isinstance(event, Away) for event in one.all) == 1
 
 
-def test_keys_that_are_more_than_a_message_may_have_are_asked_for_again_in_a_while(
+def test_keys_beyond_a_messages_limit_are_read_again_later(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 1 << 20)

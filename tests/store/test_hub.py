@@ -105,7 +105,7 @@ def _sockets() -> int:
     return sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
 
 
-def test_a_watch_that_ends_and_begins_again_begins_with_its_own_snapshot() -> None:
+def test_a_watch_that_begins_again_has_its_own_snapshot() -> None:
     def told(number: int, revision: int) -> bytes:
         return messages.write(messages.Read(number, revision, (), more=False))
 
@@ -183,7 +183,7 @@ def test_an_agent_that_comes_back_late_has_lost_its_lease() -> None:
         hub.server.close(0.0)
 
 
-def test_an_agent_that_takes_its_connection_over_leaves_nothing_of_the_old_one(hub: Hub) -> None:
+def test_a_taken_over_connection_leaves_nothing_of_the_old(hub: Hub) -> None:
     """What was on its way in the old one is not made after what the new one makes."""
     with Stranger(hub.settings) as old:
         old.greet()
@@ -211,7 +211,7 @@ def test_a_store_that_is_killed_and_starts_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> None:
+def test_a_stopped_store_is_missed_in_time_and_loses_nobody() -> None:
     with HubProcess(ttl=1) as hub, client(hub.settings()) as one, client(hub.settings()) as other:
         one.watch("")
         other.next(Back)
@@ -232,7 +232,7 @@ def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> No
 
 
 @pytest.mark.slow
-def test_an_agent_that_was_stopped_reads_what_has_come_before_it_judges() -> None:
+def test_a_stopped_agent_reads_all_before_it_judges() -> None:
     gate = threading.Event()
 
     class Stopped(Client):
@@ -258,7 +258,7 @@ def test_an_agent_that_was_stopped_reads_what_has_come_before_it_judges() -> Non
         one.store.close(0.0)
 
 
-def test_who_does_not_know_the_secret_is_refused_and_told_of_once(hub: Hub) -> None:
+def test_a_client_without_the_secret_is_refused_and_logged_once(hub: Hub) -> None:
     where = f"127.0.0.1:{hub.settings.port}"
     for more, why in (
         ({"secret": b"wrong"}, f"the job's secret is not the one of {where}"),
@@ -349,7 +349,7 @@ def test_nothing_can_be_put_into_a_connection(hub: Hub, how: str) -> None:
         assert len(one.below("")) == (0 if how == "swapped" else 1)
 
 
-def test_what_is_changed_on_its_way_to_an_agent_ends_the_connection_only(hub: Hub) -> None:
+def test_bytes_changed_on_their_way_end_the_connection_only(hub: Hub) -> None:
     with Between(hub.settings.port) as between, hub.client(port=between.port) as one:
         one.next(Back)
         between.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
@@ -607,7 +607,7 @@ def test_who_answers_without_the_key_is_told_nothing(tmp_path: Path) -> None:
 
 
 @can_encrypt
-def test_what_is_put_behind_the_welcome_ends_a_connection_and_no_agent(hub: Hub) -> None:
+def test_bytes_behind_the_welcome_end_a_connection_only(hub: Hub) -> None:
     """The agent connects again, and has its watch again."""
     seen: list[bytes] = []
 
