@@ -31,8 +31,9 @@ class Warm:
     with ``start_method="forkserver"`` are forks of that process. A group that is started elsewhere can be given it as
     ``warm=``. Each group has a keeper of its own, and goes on if this is closed first.
 
-    A fork has whatever the imports have made, so preload only modules that define things. A module that has started
-    threads or CUDA is refused. Workers have the launcher's environment, working directory and umask of the moment of
+    A fork has whatever the imports have made, so preload only modules that define things. A worker that runs a function
+    leaves that to its end: a `weakref.finalize` of the imports, such as a temporary folder's, is not called in it. A
+    module that has started threads or CUDA is refused. Workers have the launcher's environment, working directory and umask of the moment of
     their start; their resource limits and CPU affinity are those of the moment when this was entered.
 
     Args:
