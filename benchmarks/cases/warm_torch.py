@@ -77,7 +77,8 @@ def _forks() -> float:
 CASE = Case(
     name="warm_torch",
     measures=f"{WORKERS} functions that import torch, from the call until all have it; preloaded, and again on what is "
-    f"warm; the floor is one python -c 'import torch', and {WORKERS} bare forks of it; {len(os.sched_getaffinity(0))} cores",
+    f"warm; the floor is one python -c 'import torch', and {WORKERS} bare forks of it; "
+    f"{len(os.sched_getaffinity(0))} cores",
     units={"first start": "ms", "second start": "ms", "spawn": "ms"},
     targets=(Target("first start", "<=", 1.25, of=FLOOR), Target("second start", "<=", 4, of=FLOOR)),
     contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},

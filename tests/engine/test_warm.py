@@ -21,7 +21,16 @@ from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
 from tests.support.insides import guard_of
-from tests.support.warm_workers import chances, draw_of_torch, folder_is_there, has, multiply, place, signals_with, touch
+from tests.support.warm_workers import (
+    chances,
+    draw_of_torch,
+    folder_is_there,
+    has,
+    multiply,
+    place,
+    signals_with,
+    touch,
+)
 from tests.support.workers import ROOT, add, announce, run_script
 
 if TYPE_CHECKING:
@@ -326,7 +335,7 @@ def test_numpy_whose_threads_know_about_forks_is_accepted(monkeypatch: pytest.Mo
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
 
 
-def test_a_worker_ends_with_its_own_finalizers_and_none_of_the_imports(modules: Modules, tmp_path: Path) -> None:
+def test_a_worker_runs_its_own_finalizers_alone(modules: Modules, tmp_path: Path) -> None:
     module = modules.write("holds", "import tempfile\nFOLDER = tempfile.TemporaryDirectory()")
     with warm(preload=[module]):
         for serial in range(2):

@@ -78,7 +78,6 @@ def _on_preload(
     from phalanx._base import process  # noqa: F401 - what forks will need
     from phalanx._engine import forkserver, supervisor  # noqa: F401 - workers that run the main module again import them
     from phalanx._engine.keeper import fork_process, guard, start_group  # noqa: F401 - what forks will need
-    from phalanx._engine.keeper.guard import load_end
     from phalanx._engine.pickling import payload, results  # noqa: F401 - what forks will need
     from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
 
@@ -104,10 +103,10 @@ def _on_preload(
                 _send(channel, protocol.failed(name, why, ""))
                 return
     sys.path[:] = ours
-    load_end()
+    guard.load_end()
     if "torch" in sys.modules:
         from phalanx._engine.pickling import tensors  # noqa: F401 - what forks will need
-    forked.inherited[:] = weakref.finalize._registry
+    forked.inherited[:] = weakref.finalize._registry  # type: ignore[attr-defined]  # the stubs lack it
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one could not see the launcher's death
     guard.ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
