@@ -21,7 +21,16 @@ from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
 from tests.support.insides import guard_of
-from tests.support.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
+from tests.support.warm_workers import (
+    chances,
+    draw_of_torch,
+    folder_is_there,
+    has,
+    multiply,
+    place,
+    signals_with,
+    touch,
+)
 from tests.support.workers import ROOT, add, announce, run_script
 
 if TYPE_CHECKING:
@@ -324,6 +333,15 @@ def test_threads_are_refused_unless_they_end(name: str, modules: Modules) -> Non
 def test_numpy_whose_threads_know_about_forks_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # else there is one thread in tests, see conftest
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
+
+
+def test_a_worker_runs_its_own_finalizers_alone(modules: Modules, tmp_path: Path) -> None:
+    module = modules.write("holds", "import tempfile\nFOLDER = tempfile.TemporaryDirectory()")
+    with warm(preload=[module]):
+        for serial in range(2):
+            note = tmp_path / f"ended{serial}"
+            assert run(folder_is_there, module, str(note)) == {0: True, 1: True}
+            assert note.exists()
 
 
 def test_no_two_workers_draw_alike() -> None:

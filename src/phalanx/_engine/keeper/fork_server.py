@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import threading
+import weakref
 
 from phalanx._base import channels, clock, linux
 from phalanx._engine import main_module, protocol
@@ -102,6 +103,10 @@ def _on_preload(
                 _send(channel, protocol.failed(name, why, ""))
                 return
     sys.path[:] = ours
+    guard.load_end()
+    if "torch" in sys.modules:
+        from phalanx._engine.pickling import tensors  # noqa: F401 - what forks will need
+    forked.inherited[:] = weakref.finalize._registry  # type: ignore[attr-defined]  # the stubs lack it
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one could not see the launcher's death
     guard.ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds

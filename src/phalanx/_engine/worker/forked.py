@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from phalanx._engine.mp_parent import State
 
+inherited: list[Any] = []
+"""The `weakref.finalize` objects of what was imported before the fork: they end with the process that imported it."""
+
 own_path: list[str] = []
 """The initial `sys.path` of an interpreter, in a process that preloads modules. Scripts start with it."""
 
@@ -154,6 +157,9 @@ def _end_fork(code: int) -> NoReturn:
         import atexit
         import threading
 
+        # Torch's take 30 ms, and 25 MB; one of a folder would remove it from under the other forks.
+        for finalizer in inherited:
+            finalizer.atexit = False
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # the stubs lack them
             try:
                 step()
