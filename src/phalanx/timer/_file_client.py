@@ -236,7 +236,7 @@ def _real(fields: dict[str, Any], name: str) -> float | None:
     if value is None:
         return None
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     except OverflowError:
         pass
