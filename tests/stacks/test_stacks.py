@@ -767,7 +767,10 @@ def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) ->
 
 
 def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that it has paused would wait with it. Native frames take long: for them it is one among others."""
+    """The process that it has paused would wait with it, and so would a kill.
+
+    Native frames take long: of a process that goes on, it is one among others for them.
+    """
     cpus = os.sched_getaffinity(0)
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
@@ -779,12 +782,16 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
     if len(cpus) == 1:
         pytest.skip("the only processor is left to others")
     stack_workers.fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
-    for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
+    for native, doomed, policy in (
+        (False, False, os.SCHED_RR),
+        (True, False, os.SCHED_OTHER),
+        (True, True, os.SCHED_RR),
+    ):
         before = set(procfs.children(os.getpid()))
-        reader = py_spy.PySpy(os.getpid(), native=native)
+        reader = py_spy.PySpy(os.getpid(), native=native, doomed=doomed)
         (pid,) = before.symmetric_difference(procfs.children(os.getpid()))
         assert os.sched_getscheduler(pid) == policy
-        assert len(os.sched_getaffinity(pid)) == (len(cpus) if native else len(cpus) // 2)
+        assert len(os.sched_getaffinity(pid)) == (len(cpus) // 2 if policy == os.SCHED_RR else len(cpus))
         reader.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import math
 import multiprocessing
 import os
@@ -142,6 +143,47 @@ def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: TimerTab
                 block.__enter__()
             assert scopes(table) == ["again"]
         assert armed(table) == []
+
+
+def test_blocks_after_each_other_each_have_their_own_facts(table: TimerTable) -> None:
+    """They have one slot, in which the one before has left its facts, of which some are the same."""
+    facts: list[tuple[str, int, bool]] = []
+
+    def enter(after: float, scope: str | None = None) -> None:
+        with expires(after, scope):
+            (it,) = armed(table)
+            facts.append((it.scope, it.span, it.thread == threading.get_ident()))
+
+    @expires(60, "decorated")
+    def first() -> str:
+        return armed(table)[0].location
+
+    @expires(60, "decorated")
+    def second() -> str:
+        return armed(table)[0].location
+
+    enter(60)
+    enter(60)
+    enter(61)
+    enter(60.0, "load")
+    enter(60, "step")
+    thread = threading.Thread(target=enter, args=(60, "step"))
+    thread.start()
+    thread.join()
+    seconds = [("", 60), ("", 60), ("", 61), ("load", 60), ("step", 60), ("step", 60)]
+    assert facts == [(scope, span * clock.NS, True) for scope, span in seconds]
+    lines = [inspect.unwrap(each).__code__.co_firstlineno for each in (first, second)]
+    assert [first(), second(), first()] == [f"{__file__}:{line}" for line in (*lines, lines[0])]
+    locations = []
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(expires(60))
+            locations.append(armed(table)[0].location)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(expires(60))
+            locations.append(armed(table)[0].location)
+    assert locations[:2] == locations[2:]
+    assert len({*locations}) == 2
 
 
 def test_a_block_that_is_never_left_goes_with_its_object(table: TimerTable) -> None:

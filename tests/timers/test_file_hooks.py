@@ -67,6 +67,15 @@ def test_a_hook_gets_unix_times_and_may_rename_scopes(tmp_path: Path, worker: in
         assert [one.scope_id for one in held[worker]] == ["job/x"]
 
 
+def test_of_requests_at_once_the_last_of_each_scope_counts(tmp_path: Path, worker: int) -> None:
+    now = time.time()
+    moments = [("a", now + HOUR), ("b", -1), ("a", -1), ("b", now + HOUR), ("c", now + HOUR), ("c", now + 2 * HOUR)]
+    with FileTimerServer(str(tmp_path / "timers"), "run") as server:
+        server.register_timers([FileTimerRequest(worker, scope, moment, signal.SIGKILL) for scope, moment in moments])
+        held = server.get_expired_timers(time.monotonic() + 3 * HOUR)[worker]
+        assert [(one.scope_id, one.expiration_time) for one in held] == [("b", now + HOUR), ("c", now + 2 * HOUR)]
+
+
 def at_once(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
     return [FileTimerRequest(one.worker_pid, "own", time.time(), signal.SIGKILL) for one in requests]
 

@@ -34,7 +34,7 @@ from phalanx._timers import table as table_module
 from phalanx._timers.client import Seat
 from phalanx._timers.escalation import AT_ONCE, Escalation, TimerScheduler
 from phalanx._timers.hang import Hang, Timer
-from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, decode, encode
+from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, TEXT_SIZE, decode, encode
 from phalanx._timers.table import TimerTable
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 from tests.support.workers import run_script
@@ -659,7 +659,7 @@ def test_a_timer_set_in_the_midst_of_a_write_hides_none() -> None:
             for _ in range(3):
                 seat.arm(1000, 1, TEXT)
             inner: list[int] = []
-            with Opcodes(Seat.write_text, at, lambda: inner.extend(seat.arm(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
+            with Opcodes(Seat.describe, at, lambda: inner.extend(seat.arm(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
                 outer = seat.arm(1, 1, TEXT)
             assert {slot for _, slot, _ in table.look(10)[0]} == {outer, *inner}, at
         if opcodes.left > 0:
@@ -735,7 +735,7 @@ def test_a_limit_on_files_makes_the_table_smaller(limit: int, said: str, tmp_pat
 @given(st.text(), st.text())
 def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
     text = encode(scope, place)
-    assert len(text) <= TEXT_LIMIT
+    assert len(text) <= TEXT_SIZE
     first, second = (part.encode("utf-8", "replace").decode() for part in (scope, place))
     if "\x1f" not in first and len((first + second).encode()) < TEXT_LIMIT:
         assert decode(text) == (first, second)
@@ -745,7 +745,7 @@ def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
 @given(st.integers(0, 600), st.integers(0, 600), st.sampled_from("aä€😀"))
 def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> None:
     text = encode("<" + letter * many + ">", letter * more + "/train.py:41")
-    assert len(text) <= TEXT_LIMIT
+    assert len(text) <= TEXT_SIZE
     scope, place = decode(text)
     assert scope.startswith("<")
     assert scope.endswith(">")

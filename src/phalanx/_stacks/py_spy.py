@@ -70,7 +70,8 @@ class PySpy:
     """py-spy at work on one process.
 
     With ``native``, it writes frames of C code as text for people; else what `parse_json` takes. Without ``pause``, the
-    process is not paused while it is read: one of which a thread waits for a disk cannot be.
+    process is not paused while it is read: one of which a thread waits for a disk cannot be. ``doomed``: the process is
+    killed once it has been read.
 
     Attributes:
         process: The py-spy, held; None: it could not be started, or is closed.
@@ -78,7 +79,7 @@ class PySpy:
         why: Why there is no text, once it has ended; "" if there is.
     """
 
-    def __init__(self, pid: int, *, native: bool = False, pause: bool = True) -> None:
+    def __init__(self, pid: int, *, native: bool = False, pause: bool = True, doomed: bool = False) -> None:
         self.process: Process | None = None
         self._out = self._err = -1
         self.native, self.pauses = native, native or pause
@@ -102,7 +103,7 @@ class PySpy:
                 stderr=self._err,
             )
             self.process = Process(self._popen.pid)
-            if not native:  # those take long, and have the time
+            if doomed or not native:  # frames of C code take long, and of processes that go on, they have the time
                 _prioritise(self._popen.pid)
         except OSError as error:
             self.why = f"py-spy could not be started: {error.strerror}"
@@ -310,7 +311,7 @@ class PySpyQueue:
         if not self._native or self._waiting:
             return False
         request = self._native.popleft()
-        spy = PySpy(request.target.pid, native=True)
+        spy = PySpy(request.target.pid, native=True, doomed=request.target.doomed)
         if not spy.done:
             self._watch(spy, request, partial(_keep_native_frames, request))
         return True

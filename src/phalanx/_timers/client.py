@@ -60,9 +60,11 @@ from phalanx._timers.layout import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Any, Self
 
 _FLAG_OF = [flag(SLOTS_IN_USE, max(0, slot - FIRST + 1)) for slot in range(FIRST + SLOTS)]
+
+_NOTHING = (None,) * 7  # in `Seat.known`
 
 _taken: set[Seat] = set()  # the seats of this process
 
@@ -96,6 +98,7 @@ class Seat:
 
     Attributes:
         expected: Whether heartbeats are expected here.
+        known: What the last timer of each slot was about, as `phalanx.timer.expires` has it: it stores what differs.
 
     Raises:
         ValueError: The address has another form.
@@ -166,7 +169,7 @@ class Seat:
             self.words[word] = part
         self.expected = self.head[HEAD_HANG] != NEVER
         self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
-        self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
+        self.known: list[tuple[Any, ...]] = [_NOTHING] * (FIRST + SLOTS)
         self._standing: list[int] = []  # the slots of breakpoints at which threads of this process stand
         self._flags[self._mark * 8 + _FLAG_OF[0]] = 1
         _taken.add(self)
@@ -192,12 +195,8 @@ class Seat:
         except IndexError:
             msg = f"{SLOTS} timers run in this process: that is the most"
             raise RuntimeError(msg) from None
-        if self.texts[slot] is not text:
-            self.write_text(slot, text)
-        words = self.words
-        words[slot + SLOTS] = span
-        words[slot + 2 * SLOTS] = thread
-        words[slot] = deadline
+        self.describe(slot, text, span, thread)
+        self.words[slot] = deadline
         if not deadline - span - LATE <= self.head[HEAD_WAKE] <= deadline:
             try:
                 self.wake_watcher()
@@ -221,11 +220,14 @@ class Seat:
         else:  # the block had extended the rank's limit; the watcher looks again soon enough, see `TimerTable.look`
             words[SEAT_BEFORE] = clock.now_ns()
 
-    def write_text(self, slot: int, text: bytes) -> None:
-        """Store the text of a free slot: what its next timer is about."""
+    def describe(self, slot: int, text: bytes, span: int, thread: int) -> None:
+        """Store what the timers of a free slot are about from now on; see `arm`."""
+        self.known[slot] = _NOTHING
         at = TEXTS + (slot - FIRST) * TEXT_SIZE
-        self._memory[at : at + 2 + len(text)] = len(text).to_bytes(2, sys.byteorder) + text
-        self.texts[slot] = text
+        self._memory[at : at + len(text)] = text
+        words = self.words
+        words[slot + SLOTS] = span
+        words[slot + 2 * SLOTS] = thread
         self._flags[self._mark * 8 + _FLAG_OF[slot]] = 1
 
     def beat(self, step: int, *, wakes: bool = True) -> None:

@@ -97,7 +97,9 @@ def is_alive(image: tuple[int, ...]) -> bool:
 
 
 def encode(scope: str, location: str) -> bytes:
-    """Encode the text of a slot. If it is too long, the middle of the scope and the head of the location are cut out.
+    """Encode the text of a slot, behind its length.
+
+    If it is too long, the middle of the scope and the head of the location are cut out.
 
     >>> decode(encode("load", "train.py:7"))
     ('load', 'train.py:7')
@@ -113,10 +115,11 @@ def encode(scope: str, location: str) -> bytes:
         if len(first) > room - len(second):
             half = (room - len(second) - 3) // 2
             first = first[:half] + "…".encode() + first[-half:]
-    return first + _SEPARATOR + second
+    text = first + _SEPARATOR + second
+    return len(text).to_bytes(2, sys.byteorder) + text
 
 
 def decode(text: bytes) -> tuple[str, str]:
-    """Return the scope and the location that `encode` was given. Never raises."""
-    scope, _, location = text.partition(_SEPARATOR)
+    """Return the scope and the location that `encode` was given. What follows them is ignored. Never raises."""
+    scope, _, location = text[2 : 2 + int.from_bytes(text[:2], sys.byteorder)].partition(_SEPARATOR)
     return scope.decode("utf-8", "ignore"), location.decode("utf-8", "ignore")

@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import os
 import struct
-import sys
 
 from phalanx._base import clock
 from phalanx._timers.hang import RankSigns, Timer
@@ -45,7 +44,6 @@ from phalanx._timers.layout import (
     SEATS_IN_USE,
     SLOTS,
     SLOTS_IN_USE,
-    TEXT_LIMIT,
     TEXT_SIZE,
     TEXTS,
     decode,
@@ -364,8 +362,7 @@ class TimerTable:
 
     def _read(self, seat: int, slot: int, deadline: int) -> Timer:
         at = self._head_size + seat * SEAT_SIZE + TEXTS + (slot - FIRST) * TEXT_SIZE
-        text = os.pread(self._fds[0], TEXT_SIZE, at)
-        scope, location = decode(text[2 : 2 + min(int.from_bytes(text[:2], sys.byteorder), TEXT_LIMIT)])
+        scope, location = decode(os.pread(self._fds[0], TEXT_SIZE, at))
         span, thread = self._word(seat, slot + SLOTS), self._word(seat, slot + 2 * SLOTS)
         return Timer(seat, slot, deadline, span, thread, scope, location)
 

@@ -13,7 +13,7 @@ from _thread import get_ident
 from contextlib import suppress
 
 from phalanx._base import clock
-from phalanx._timers.layout import HEAD_WAKE, LATE, LONGEST, NEVER, SLOTS, decode, encode
+from phalanx._timers.layout import HEAD_WAKE, LATE, LONGEST, NEVER, SLOTS, encode
 from phalanx.timer import _beats
 
 TYPE_CHECKING = False
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 _now_ns = clock.now_ns
 _frame = sys._getframe  # noqa: SLF001 - the one way to a caller that does not cost a stack
 _NUMBERS = frozenset((int, float))
-_SPANS, _THREADS = SLOTS, 2 * SLOTS
 _MOST = LONGEST / 1e9  # seconds
-_MOST_KEPT = 4096  # lines of code, and texts of timers, that are kept for their next use
+_MOST_KEPT = 4096  # texts of timers that are kept for their next use
 
 _configured: TimerClient | None = None  # the client that gets the timers; None: the group's table
 
-_locations: dict[tuple[int, int], tuple[object, str]] = {}  # by the id of a code object, and the instruction in it
-_texts: dict[tuple[str | None, str], bytes] = {}
+_texts: dict[tuple[int, int, str | None, str], tuple[object, bytes]] = {}  # by the id of a code, and the rest of a site
 _running: dict[tuple[int, str], set[int]] = {}  # the numbers in use of a scope, for clients that know names alone
 
 
@@ -94,21 +92,20 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     ValueError: after: expected more than 0 seconds, got 0
     """
 
-    __slots__ = ("_after", "_client", "_held", "_named", "_scope", "_seat", "_span", "_text")
+    __slots__ = ("_after", "_client", "_held", "_named", "_place", "_scope", "_seat")
 
     def __init__(self, after: float, scope: str | None = None, client: TimerClient | None = None) -> None:
         self._held = 0  # the slot that is to be disarmed
         self._named: tuple[TimerClient, str, int] | None = None  # or the name that is to be released
-        if after.__class__ not in _NUMBERS or not (scope is None or isinstance(scope, str)):
+        if type(after) not in _NUMBERS or not (scope is None or isinstance(scope, str)):
             after = _checked(after, scope)
         if not 0 < after < math.inf:
             msg = f"after: expected more than 0 seconds, got {after!r}"
             raise ValueError(msg)
-        self._span = int((after if after < _MOST else _MOST) * 1e9) or 1  # noqa: FURB136 - a call would cost more
         self._after = after
         self._scope = scope
         self._client = client
-        self._text = b""  # that of a decorated function is known already
+        self._place = ""  # that of a decorated function is known already
 
     def __enter__(self) -> Self:
         if self._held or self._named:
@@ -118,33 +115,35 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             self._acquire(client)
             return self
         seat = _beats.seat or _beats.take_seat()
-        text = self._text
-        if not text:
-            frame = _frame(1)
-            try:
-                text = _texts[self._scope, _locations[id(frame.f_code), frame.f_lasti][1]]
-            except KeyError:
-                text = _text(self._scope, _location(frame))
         try:
             slot = seat.free.pop()
         except IndexError:
             msg = f"{SLOTS} timers run in this process: that is the most"
             raise RuntimeError(msg) from None
-        if seat.texts[slot] is not text:
-            seat.write_text(slot, text)
-        words, head, span = seat.words, seat.head, self._span
-        words[slot + _SPANS] = span
-        words[slot + _THREADS] = get_ident()
+        frame = _frame(1)
+        # A block in a loop finds its slot as it left it.
+        code, at, after, scope, place, thread, span = seat.known[slot]
+        if (
+            code is not frame.f_code
+            or at != frame.f_lasti
+            or after != self._after
+            or scope != self._scope
+            or place != self._place
+            or thread != get_ident()
+        ):
+            span = self._describe(seat, slot, frame)
+        words, head = seat.words, seat.head
         self._seat = seat
-        deadline = _now_ns() + span
+        now = _now_ns()
+        deadline = now + span
         # From here on nothing is called, so no signal handler can raise before `with` has entered the block.
         self._held = slot
         words[slot] = deadline
-        if not deadline - span - LATE <= head[HEAD_WAKE] <= deadline:
+        if not now - LATE <= head[HEAD_WAKE] <= deadline:
             self._wake_watcher(seat)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object = None, _error: object = None, _traceback: object = None) -> None:
         held = self._held
         if held:  # as `Seat.disarm` does it
             self._held = 0
@@ -178,7 +177,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
         def block() -> expires:
             new = expires(self._after, self._scope, self._client)
-            new._text = _text(self._scope, location)
+            new._place = location
             return new
 
         if iscoroutinefunction(function):
@@ -197,6 +196,24 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
         return decorated  # type: ignore[return-value]  # it has the signature of what it wraps
 
+    def _describe(self, seat: Seat, slot: int, frame: Any) -> int:
+        """Store what the timer of a slot is about. Returns its span in nanoseconds."""
+        code, at, scope, place = frame.f_code, frame.f_lasti, self._scope, self._place
+        try:
+            text = _texts[id(code), at, scope, place][1]
+        except KeyError:
+            frame = _outside(frame)
+            code, at = frame.f_code, frame.f_lasti
+            text = encode(scope or "", place or _location(frame))
+            if len(_texts) >= _MOST_KEPT:
+                _texts.clear()
+            _texts[id(code), at, scope, place] = code, text  # the code is kept, so its id is not reused
+        after, thread = self._after, get_ident()
+        span = int((after if after < _MOST else _MOST) * 1e9) or 1  # noqa: FURB136 - a call would cost more
+        seat.describe(slot, text, span, thread)
+        seat.known[slot] = code, at, after, scope, place, thread, span
+        return span
+
     def _wake_watcher(self, seat: Seat) -> None:
         try:
             seat.wake_watcher()
@@ -206,8 +223,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
     def _acquire(self, client: TimerClient) -> None:
         """Take a timer from a client, which knows scopes by name: under one that no other timer of the process has."""
-        location = decode(self._text)[1] if self._text else _location(_frame(2))
-        scope = self._scope or location
+        scope = self._scope or self._place or _location(_outside(_frame(2)))
         with _beats.lock:
             numbers = _running.setdefault((id(client), scope), set())
             number = next(count for count in range(1, len(numbers) + 2) if count not in numbers)
@@ -259,29 +275,16 @@ def _checked(after: Any, scope: Any) -> float:
     raise TypeError(msg)
 
 
-def _location(frame: Any) -> str:
-    """Return the file and line that a frame is at; instead of those of an `ExitStack`, those of its caller."""
+def _outside(frame: Any) -> Any:
+    """Return the frame that enters a block; instead of an `ExitStack`'s, that of its caller."""
     contexts = getattr(sys.modules.get("contextlib"), "__file__", None)
     while frame.f_code.co_filename == contexts and frame.f_back is not None:
         frame = frame.f_back
-    code = frame.f_code
-    key = (id(code), frame.f_lasti)
-    known = _locations.get(key)
-    if known is None:
-        if len(_locations) >= _MOST_KEPT:
-            _locations.clear()
-        # The code is kept, so its id is not reused.
-        known = _locations[key] = (code, f"{code.co_filename}:{frame.f_lineno}")
-    return known[1]
+    return frame
 
 
-def _text(scope: str | None, location: str) -> bytes:
-    text = _texts.get((scope, location))
-    if text is None:
-        if len(_texts) >= _MOST_KEPT:
-            _texts.clear()
-        text = _texts[scope, location] = encode(scope or "", location)
-    return text
+def _location(frame: Any) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _start_anew() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 VERSION = 1
+_quoted = json.encoder.encode_basestring_ascii  # what json.dumps() makes of a string
 
 LINE_LIMIT = select.PIPE_BUF
 """The most bytes of a line, its newline included."""
@@ -102,20 +103,18 @@ class FileTimerRequest(TimerRequest):
 
     def to_json(self) -> str:
         """Return one line of JSON, without the newline, in ASCII."""
-        fields: dict[str, Any] = {
-            "version": self.version,
-            "pid": self.worker_id,
-            "scope_id": self.scope_id,
-            "expiration_time": self.expiration_time,
-            "signal": int(self.signal),
-        }
+        # Every timer costs its worker two of these: json.dumps() takes four times as long.
+        text = (
+            f'{{"version": {self.version}, "pid": {self.worker_id}, "scope_id": {_quoted(self.scope_id)},'
+            f' "expiration_time": {float(self.expiration_time)!r}, "signal": {int(self.signal)}'
+        )
         if self._deadline is not None:
-            fields["monotonic"] = self._deadline
+            text += f', "monotonic": {self._deadline:.9f}'
         if self._taken is not None:
-            fields["taken"] = self._taken
+            text += f', "taken": {self._taken:.9f}'
         if self._born is not None:
-            fields["born"] = self._born
-        return json.dumps(fields)
+            text += f', "born": {self._born}'
+        return text + "}"
 
     @classmethod
     def from_json(cls, line: str | bytes) -> FileTimerRequest:
@@ -125,7 +124,7 @@ class FileTimerRequest(TimerRequest):
             ValueError: It is no request; the message gives the reason.
         """
         try:
-            fields = json.loads(line)
+            fields = json.loads(line if isinstance(line, str) else line.decode())  # of bytes, it guesses the encoding
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"not JSON ({exc})") from None
         if not isinstance(fields, dict):
@@ -198,14 +197,14 @@ class FileTimerClient(PipeTimerClient):
             raise TypeError(f"scope_id: expected a string, got {scope!r}")
         if not math.isfinite(expiration):
             raise ValueError(f"expiration_time: expected a moment, got {expiration!r}")
-        if len(scope) > SHORT_SCOPE and len(json.dumps(scope)) > _SCOPE_LIMIT:
+        if len(scope) > SHORT_SCOPE and len(_quoted(scope)) > _SCOPE_LIMIT:
             scope = shortened(scope)
         request = FileTimerRequest(os.getpid(), scope, expiration, self.signal if deadline is not None else 0)
         self._stamp(request, deadline)
         self._send_request(request)
 
     def _send_request(self, request: FileTimerRequest) -> None:
-        line = (request.to_json() + "\n").encode("ascii")
+        line = f"{request.to_json()}\n".encode("ascii")
         if len(line) > LINE_LIMIT:  # never from `acquire`, which shortens
             raise ValueError(f"a request takes at most {LINE_LIMIT} bytes, this one has {len(line)}")
         fd = self._fd()
@@ -237,7 +236,7 @@ def _real(fields: dict[str, Any], name: str) -> float | None:
     if value is None:
         return None
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     except OverflowError:
         pass

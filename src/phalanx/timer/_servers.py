@@ -268,7 +268,7 @@ def _dated(request: object) -> Any:
         return None
     if request._deadline is not None and request.expiration_time == request._sent:  # noqa: SLF001 - fields of this package
         return request  # as the server's thread has dated it
-    own = copy(request)
+    own = request if request.expiration_time == -1 else copy(request)  # a release stays as it is
     own._deadline = None  # noqa: SLF001 - a hook has changed its time, or made it
     dated: Any = received(own, shared=False)
     if dated is not None and dated.expiration_time >= 0:
