@@ -139,6 +139,12 @@ main()
     assert (done.status, done.out, done.err) == (128 + signal.SIGINT, "", "")
 
 
+def test_garbage_is_collected_once_a_command_is_loaded(place: Place) -> None:
+    program = "import atexit, gc; atexit.register(lambda: print(gc.isenabled())); from phalanx.cli import main; main()"
+    argv = ("run", "--log-dir", place.logs, "--no-python", "/bin/true")
+    assert place.program(sys.executable, "-c", program, *argv).out == "True\n"
+
+
 # --- filters, and no logs
 
 

@@ -226,6 +226,8 @@ class Pump:
             if stream in self._to_reveal:
                 self._reveal(stream)
             self._note_growth(stream)
+        assert self._watch is not None
+        self._watch.end()
         self._run_soon()
 
     def close(self) -> None:

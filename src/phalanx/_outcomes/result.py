@@ -26,7 +26,7 @@ from phalanx._evidence.error_file import (
     write_error_file,
     written_by,
 )
-from phalanx._evidence.recording import read_exit, reads_as_lost_connection, write_record
+from phalanx._evidence.recording import exit_path, read_exit, reads_as_lost_connection, write_record
 from phalanx._evidence.stack_signals import FATAL_SIGNALS, fatal_at, read_fatal_stacks
 from phalanx._outcomes.failure import KILL_NOTICED_NS, NOT_EXITED, WHILE_LEAVING, Outcome, ProcessFailure, signal_name
 
@@ -344,8 +344,18 @@ def _judge_success(
 
 def _own_failure(worker: WorkerRecord, logs: LogsDest, envs: Mapping[int, Mapping[str, str]]) -> ProcessFailure | None:
     """Return the failure of a worker that has not ended well; None: we stopped it."""
+    if _died_of_stop(worker, logs.error_files[worker.rank]):
+        return None
     failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
     return None if _stopped(worker, failure) else failure
+
+
+def _died_of_stop(worker: WorkerRecord, path: str) -> bool:
+    """Whether a worker died of our signal, and has left nothing on a failure before it: what most do that we stop."""
+    number = None if worker.exit is None else worker.exit.signal
+    if worker.asked is None or number != worker.asked[0] or number in FATAL_SIGNALS or worker.leaving:
+        return False
+    return worker.sent_evidence is None and not (os.path.exists(path) or os.path.exists(exit_path(path)))
 
 
 def _leaving(worker: WorkerRecord, logs: LogsDest, envs: Mapping[int, Mapping[str, str]]) -> ProcessFailure | None:

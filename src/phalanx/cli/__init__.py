@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -9,6 +10,7 @@ from contextlib import suppress
 
 def main() -> None:
     """The entry point of the command ``phalanx``."""
+    gc.disable()  # what is loaded stays: until it is frozen, a collection would look through all of it for nothing
     try:
         from phalanx.cli._commands import cli  # not above: `python -m phalanx.cli.run` warns if it is imported before
     except KeyboardInterrupt:
@@ -17,6 +19,7 @@ def main() -> None:
         cli(prog_name="phalanx")
     finally:
         _give_up_what_is_refused()
+        gc.freeze()  # nor is the interpreter's end to look through it
 
 
 def _give_up_what_is_refused() -> None:

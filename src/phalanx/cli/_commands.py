@@ -6,6 +6,7 @@ That is their settings, and errors that no terminal obeys and that name what was
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -295,6 +296,9 @@ def _options(command: click.Command | None) -> set[str]:
 @click.version_option(__version__, "-V", "--version", prog_name="phalanx")
 def cli() -> None:
     """Groups of processes that start together, live together and fall together, the true cause named."""
+    if not gc.isenabled():  # `phalanx.cli.main` has called it; the command below it has been loaded
+        gc.freeze()
+        gc.enable()
 
 
 @click.command(name="help", cls=Command)
