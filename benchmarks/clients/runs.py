@@ -24,6 +24,9 @@ CASES = {
 }
 """What `fault.py` knows them by, and the table."""
 
+TIMED = ("exception", "kill", "restart")
+"""Those of which each round counts; the others are run once."""
+
 STARTED = ("run", "exception", "kill", "wedge")
 """Those of a program that starts its workers itself, and does so once."""
 
@@ -81,7 +84,11 @@ CLIENTS = (
 
 
 class Came(NamedTuple):
-    """What a run came to: exit code (``None``: it hung), what was named, and what was counted."""
+    """What a run came to: exit code (``None``: it hung), what was named, and what was counted.
+
+    ``seconds`` are from the fault to the end of the command; ``started`` are those from its start until all ranks were
+    in their first step, and ``again`` those from the fault until they were in the first of the next attempt.
+    """
 
     code: int | None
     rank: str = ""
@@ -90,6 +97,13 @@ class Came(NamedTuple):
     finished: int = 0
     resumed: str = ""
     left: int = 0
+    started: float | None = None
+    again: float | None = None
+
+    @property
+    def went_on(self) -> bool:
+        """Whether it has come to its end, for all that happened."""
+        return self.code == 0 and self.finished == 2
 
     def __str__(self) -> str:
         """As a cell of the table.
@@ -101,7 +115,7 @@ class Came(NamedTuple):
         """
         if self.code is None:
             return f"**hung** (after {LIMIT:g} s)"
-        if self.code == 0 and self.finished == 2:
+        if self.went_on:
             words = ["finished"]
             if self.resumed:
                 words.append(f"resumed at step {self.resumed}")
@@ -168,6 +182,7 @@ def run(
         env = environment(mark, folder) | launcher.variables | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": folder}
         console = Path(consoles or folder, re.sub(r"\W+", "-", f"{client.name} {case} {launcher.name}") + ".txt")
         command = [python, *launcher.command(client, case)]
+        began = monotonic()
         try:
             with console.open("wb") as file:
                 code = subprocess.run(
@@ -180,7 +195,26 @@ def run(
         finally:
             left = procfs.sweep(mark)
         text = console.read_text(encoding="utf-8", errors="replace")
-        fault = Path(folder, "fault")
-        seconds = ended - float(fault.read_text(encoding="utf-8")) if fault.exists() else None
+        noted = Path(folder, "moments")
+        started, fault, again = moments(noted.read_text(encoding="utf-8") if noted.exists() else "")
     resumed = re.search(r"resumed at step (\d+)", text)
-    return Came(code, *named(text), seconds, text.count("has finished"), resumed[1] if resumed else "", left)
+    return Came(
+        code, *named(text), ended - fault if fault else None, text.count("has finished"),
+        resumed[1] if resumed else "", left, started - began if started else None,
+        again - fault if fault and again else None,
+    )  # fmt: skip
+
+
+def moments(text: str) -> tuple[float | None, float | None, float | None]:
+    r"""Return when both ranks were in their first step, when the fault was, and when both were in the next first step.
+
+    >>> moments("step 1.0\nstep 2.0\nfault 3.0\nstep 4.0\n"), moments("")
+    ((2.0, 3.0, None), (None, None, None))
+    """
+    before, _, after = text.partition("fault ")
+    first, again = (sorted(map(float, re.findall(r"step (\S+)", part))) for part in (before, after))
+    return (
+        first[1] if len(first) > 1 else None,
+        float(after.split()[0]) if after else None,
+        again[1] if len(again) > 1 else None,
+    )

@@ -10,15 +10,20 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks import peers
 from benchmarks.case import TORCH
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, Came, Client, run
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, run
+from benchmarks.report import ratio
 from benchmarks.runner import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    All = Mapping[tuple[str, str, str], Sequence[Came]]
+    """What came of each program, case and launcher, in its rounds."""
 
 BEGIN, END = "<!-- clients -->", "<!-- end of the clients -->"
 
@@ -44,21 +49,53 @@ def lacking(client: Client, known: Mapping[str, str]) -> str:
     return next((need for need in client.needs if need not in known), "")
 
 
-def lines(
-    cases: Sequence[tuple[Client, str]], came: Mapping[tuple[str, str, str], Came], known: Mapping[str, str]
-) -> str:
-    """Return the table, with the versions above it."""
+FIGURES: tuple[tuple[str, tuple[str, ...], Callable[[Came], float | None]], ...] = (
+    ("start to first step", tuple(CASES), lambda came: came.started),
+    ("exception to the end", ("exception",), lambda came: came.seconds),
+    ("SIGKILL to the end", ("kill",), lambda came: came.seconds),
+    ("restart: exception to first step", ("restart",), lambda came: came.again),
+)
+"""The second table: what is timed, in which cases, and where a run has it."""
+
+
+def times(cases: Sequence[tuple[Client, str]], came: All) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the second table: medians, and Phalanx's as a multiple of the better one of torchrun's."""
+    names = [launcher.name for launcher in LAUNCHERS]
+    yield ("program", "seconds", *names, "Phalanx / torchrun")
+    for client in dict.fromkeys(client for client, _ in cases):
+        for what, of, figure in FIGURES:
+            seen: dict[str, list[float]] = {}
+            cells = []
+            for name in names:
+                runs = [one for case in of for one in came.get((client.name, case, name), ())]
+                seen[name] = [value for one in runs if (value := figure(one)) is not None]
+                shown = f"{median(seen[name]):.1f}" if seen[name] else "-"
+                went_on = f", {sum(one.went_on for one in runs)} of {len(runs)} went on"
+                cells.append(shown + (went_on if runs and of == ("restart",) else ""))
+            if any(seen.values()):
+                best = min(
+                    (seen[name] for name in names if seen[name] and name != PHALANX.name), key=median, default=[]
+                )
+                yield (f"`{client.name}`", what, *cells, ratio(seen[PHALANX.name], best))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in dict.fromkeys((rows[0], ("---",) * len(rows[0]), *rows[1:])))
+
+
+def lines(cases: Sequence[tuple[Client, str]], came: All, known: Mapping[str, str]) -> str:
+    """Return both tables, with the versions above them."""
     facts = ", ".join(f"{name} {version}" for name, version in known.items())
     heads = ("program", "case", *(launcher.name for launcher in LAUNCHERS))
-    rows = [heads, ("---",) * len(heads)]
+    rows: list[tuple[str, ...]] = [heads]
     for client, case in cases:
         if lacks := lacking(client, known):
             cells = (f"not run: {lacks} is not installed", *("-" for _ in LAUNCHERS))
         else:
-            cells = (CASES[case], *(str(came.get((client.name, case, each.name), "-")) for each in LAUNCHERS))
+            cells = (CASES[case], *(str(came.get((client.name, case, each.name), "-")[0]) for each in LAUNCHERS))
         rows.append((f"`{client.name}`", *cells))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in dict.fromkeys(rows))
-    return f"With {facts}, on {len(os.sched_getaffinity(0))} cores:\n\n{table}\n"
+    cores = len(os.sched_getaffinity(0))
+    return f"With {facts}, on {cores} cores:\n\n{_table(rows)}\n\n{_table(list(times(cases, came)))}\n"
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -69,6 +106,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--case", action="append", choices=list(CASES), help="may be given again (default: all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help=f"of the cases {', '.join(TIMED)} (default: 3)"
+    )
     parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
@@ -94,21 +134,22 @@ def main(argv: list[str]) -> int:
         for case in client.cases
         if case in (options.case or CASES)
     ]
-    came: dict[tuple[str, str, str], Came] = {}
+    came: dict[tuple[str, str, str], list[Came]] = {}
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        running = {
-            (client.name, case, launcher.name): pool.submit(
-                run, client, case, launcher, options.python, consoles=options.consoles
-            )
-            for client, case in cases
-            if not lacking(client, known)
-            for launcher in LAUNCHERS
-            if launcher.spawn or not client.spawns
-        }
-        for key, future in running.items():
-            came[key] = future.result()
-            sys.stderr.write(f"{': '.join(key)}: {came[key]}\n")
+        for turn in range(options.rounds):
+            running = {
+                key: pool.submit(run, client, case, launcher, options.python, consoles=options.consoles)
+                for client, case in cases
+                if not lacking(client, known)
+                for launcher in LAUNCHERS
+                if launcher.spawn or not client.spawns
+                if not came.get(key := (client.name, case, launcher.name))
+                or (case in TIMED and all(one.code is not None for one in came[key]))
+            }
+            for key, future in running.items():
+                came.setdefault(key, []).append(future.result())
+                sys.stderr.write(f"{': '.join(key)}: round {turn + 1}: {came[key][-1]}\n")
     finally:
         pool.shutdown(cancel_futures=True)
     text = lines(cases, came, known)

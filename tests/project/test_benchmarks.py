@@ -114,7 +114,7 @@ SMALL: list[tuple[ModuleType, dict[str, Any], set[str], set[str]]] = [
     # Lines which fit into the pipe: nothing is left to be said.
     (slow_console, {"LINES": 10}, {"files not whole", "files spoken of", "lines unaccounted for"}, {"writing"}),
     (warm_torch, {"MODULE": "json", "WORKERS": 2}, set(), {"first start", "second start"}),
-    (restart, {"MODULE": "json", "WORKERS": 2, "RESTARTS": 2}, set(), {"cold"}),
+    (restart, {"MODULE": "json", "RESTARTS": 1}, set(), {"cold"}),
     (big_argument, {"SIZE": 8_000_000, "REPEATS": 1}, set(), set(big_argument.CASE.units)),
     (
         timer_expiry,

@@ -26,7 +26,8 @@ def test_docstrings_are_true() -> None:
 
 def test_the_page_has_each_program_and_case_once() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    table = page.partition(BEGIN)[2].partition(END)[0]
+    table, _, times = page.partition(BEGIN)[2].partition(END)[0].partition("| program | seconds |")
+    assert times
     assert [row[:2] for row in ROW.findall(table)] == [
         (client.name, CASES[case]) for client in CLIENTS for case in client.cases
     ]
@@ -57,12 +58,17 @@ def test_a_run_that_does_not_end_is_ended_and_counts_as_hung(tmp_path: Path, mon
 def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
-    words = ["ddp_checkpoints", "--case", "exception", "--page", str(page)]
+    words = ["ddp_checkpoints", "--case", "exception", "--rounds", "1", "--page", str(page)]
     assert main(["clients", *words, "--python", sys.executable]) == 0
-    table = page.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert table.strip() == capsys.readouterr().out.strip()
+    shown = page.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert shown.strip() == capsys.readouterr().out.strip()
+    table, _, times = shown.partition("| program | seconds |")
     ((_, case, *cells),) = ROW.findall(table)
     assert case == "exception"
+    assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", times, re.MULTILINE) == [
+        "start to first step",
+        "exception to the end",
+    ]
     for cell in cells:
         assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
 
@@ -72,6 +78,10 @@ def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_restart_goes_on_from_the_checkpoint() -> None:
     came = run(CLIENTS[0], "restart", PHALANX, sys.executable)
     assert str(came) == "finished, resumed at step 2"
+    assert came.went_on
+    assert came.started is not None
+    assert came.again is not None
+    assert came.started > 0 < came.again
 
 
 @pytest.mark.torch
@@ -80,4 +90,4 @@ def test_what_spawn_raises_is_read() -> None:
     client = next(client for client in CLIENTS if client.spawns)
     for launcher in (TORCHRUN, PHALANX):
         came = run(client, "kill", launcher, sys.executable, limit=150)
-        assert came._replace(seconds=None) == runs.Came(1, "1", "SIGKILL")
+        assert came._replace(seconds=None, started=None) == runs.Came(1, "1", "SIGKILL")
