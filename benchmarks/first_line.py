@@ -15,7 +15,7 @@ RUNS = 2.0
 LOOKS = 0.1
 """Seconds between the looks of a launcher that polls: rank 0 fails at moments that are spread over them."""
 
-PARTS = 5
+PARTS = 3
 
 
 def note(folder: str, attempt: int, what: str) -> None:

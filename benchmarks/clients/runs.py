@@ -24,8 +24,8 @@ CASES = {
 }
 """What `fault.py` knows them by, and the table."""
 
-TIMED = ("exception", "kill", "restart")
-"""Those of which each round counts; the others are run once."""
+TIMED = ("exception", "restart")
+"""Those that are run in rounds, one run at a time, of a program that is `timed`."""
 
 STARTED = ("run", "exception", "kill", "wedge")
 """Those of a program that starts its workers itself, and does so once."""
@@ -64,21 +64,25 @@ LAUNCHERS = (TORCHRUN, OWN_STORE, PHALANX)
 
 
 class Client(NamedTuple):
-    """A program: what it imports that may not be there, whether it starts its workers itself, and its cases."""
+    """A program: what it imports that may not be there, whether it starts its workers itself, and its cases.
+
+    ``timed``: whether it is in the table of times.
+    """
 
     name: str
     needs: tuple[str, ...] = ("torch",)
     spawns: bool = False
     cases: tuple[str, ...] = tuple(CASES)
+    timed: bool = False
 
 
 CLIENTS = (
-    Client("ddp_checkpoints"),
-    Client("trainer"),
+    Client("ddp_checkpoints", timed=True),
+    Client("trainer", timed=True),
     Client("hydra_like"),
     Client("port_plus_one"),
-    Client("jax_initialize", ("torch", "jax")),
-    Client("spawn_tutorial", spawns=True, cases=STARTED),
+    Client("jax_initialize", ("torch", "jax"), timed=True),
+    Client("spawn_tutorial", spawns=True, cases=STARTED, timed=True),
     Client("late_reader", cases=("run",)),
 )
 
@@ -182,26 +186,29 @@ def run(
         env = environment(mark, folder) | launcher.variables | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": folder}
         console = Path(consoles or folder, re.sub(r"\W+", "-", f"{client.name} {case} {launcher.name}") + ".txt")
         command = [python, *launcher.command(client, case)]
-        began = monotonic()
+        code, began = None, monotonic()
         try:
             with console.open("wb") as file:
                 code = subprocess.run(
                     command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=limit,
                     check=False,
                 ).returncode  # fmt: skip
-            ended = monotonic()
         except subprocess.TimeoutExpired:
-            return Came(None)
+            pass
         finally:
+            ended = monotonic()
             left = procfs.sweep(mark)
         text = console.read_text(encoding="utf-8", errors="replace")
         noted = Path(folder, "moments")
         started, fault, again = moments(noted.read_text(encoding="utf-8") if noted.exists() else "")
+    hung = Came(None, started=started - began if started else None, again=again - fault if again and fault else None)
+    if code is None:
+        return hung
+    rank, what = named(text)
     resumed = re.search(r"resumed at step (\d+)", text)
-    return Came(
-        code, *named(text), ended - fault if fault else None, text.count("has finished"),
-        resumed[1] if resumed else "", left, started - began if started else None,
-        again - fault if fault and again else None,
+    return hung._replace(
+        code=code, rank=rank, named=what, seconds=ended - fault if fault else None, left=left,
+        finished=text.count("has finished"), resumed=resumed[1] if resumed else "",
     )  # fmt: skip
 
 

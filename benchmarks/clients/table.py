@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import peers
 from benchmarks.case import TORCH
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, run
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, Launcher, run
 from benchmarks.report import ratio
 from benchmarks.runner import environment
 
@@ -50,10 +50,9 @@ def lacking(client: Client, known: Mapping[str, str]) -> str:
 
 
 FIGURES: tuple[tuple[str, tuple[str, ...], Callable[[Came], float | None]], ...] = (
-    ("start to first step", tuple(CASES), lambda came: came.started),
+    ("start to first step", TIMED, lambda came: came.started),
     ("exception to the end", ("exception",), lambda came: came.seconds),
-    ("SIGKILL to the end", ("kill",), lambda came: came.seconds),
-    ("restart: exception to first step", ("restart",), lambda came: came.again),
+    ("exception to the first step of the restart", ("restart",), lambda came: came.again),
 )
 """The second table: what is timed, in which cases, and where a run has it."""
 
@@ -62,7 +61,7 @@ def times(cases: Sequence[tuple[Client, str]], came: All) -> Iterator[tuple[str,
     """Yield the rows of the second table: medians, and Phalanx's as a multiple of the better one of torchrun's."""
     names = [launcher.name for launcher in LAUNCHERS]
     yield ("program", "seconds", *names, "Phalanx / torchrun")
-    for client in dict.fromkeys(client for client, _ in cases):
+    for client in dict.fromkeys(client for client, _ in cases if client.timed):
         for what, of, figure in FIGURES:
             seen: dict[str, list[float]] = {}
             cells = []
@@ -105,10 +104,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--case", action="append", choices=list(CASES), help="may be given again (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help=f"of the cases {', '.join(TIMED)} (default: 3)"
-    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time, where none is timed")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of what is timed (default: 3)")
     parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
@@ -135,21 +132,28 @@ def main(argv: list[str]) -> int:
         if case in (options.case or CASES)
     ]
     came: dict[tuple[str, str, str], list[Came]] = {}
+
+    def add(client: Client, case: str, launcher: Launcher) -> None:
+        key = (client.name, case, launcher.name)
+        if all(one.code is not None for one in came.get(key, ())):  # what has hung would again
+            one = run(client, case, launcher, options.python, consoles=options.consoles)
+            came.setdefault(key, []).append(one)
+            sys.stderr.write(f"{': '.join(key)}: {one}\n")
+
+    rows = [
+        (client, case, launcher)
+        for client, case in cases
+        if not lacking(client, known)
+        for launcher in LAUNCHERS
+        if launcher.spawn or not client.spawns
+    ]
+    timed = [row for row in rows if row[0].timed and row[1] in TIMED]
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        for turn in range(options.rounds):
-            running = {
-                key: pool.submit(run, client, case, launcher, options.python, consoles=options.consoles)
-                for client, case in cases
-                if not lacking(client, known)
-                for launcher in LAUNCHERS
-                if launcher.spawn or not client.spawns
-                if not came.get(key := (client.name, case, launcher.name))
-                or (case in TIMED and all(one.code is not None for one in came[key]))
-            }
-            for key, future in running.items():
-                came.setdefault(key, []).append(future.result())
-                sys.stderr.write(f"{': '.join(key)}: round {turn + 1}: {came[key][-1]}\n")
+        for future in [pool.submit(add, *row) for row in rows if row not in timed]:
+            future.result()
+        for row in timed * options.rounds:
+            add(*row)
     finally:
         pool.shutdown(cancel_futures=True)
     text = lines(cases, came, known)
