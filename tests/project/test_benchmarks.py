@@ -74,6 +74,7 @@ def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
     (memory,) = found["cases"]["memory"]["runs"]
     assert memory["errors"] == {}
     assert memory["rounds"] == 1
+    assert set(memory["took"]) == {PHALANX, FLOOR}
     assert set(memory["figures"]) == {PHALANX, FLOOR}
     for figures in memory["figures"].values():
         assert set(figures) == {"launcher", "helper", "helpers"}

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.clients import runs
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Client, run
-from benchmarks.clients.table import BEGIN, END
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Came, Client, run
+from benchmarks.clients.table import BEGIN, END, times
 from benchmarks.runner import ROOT
 
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
@@ -26,8 +26,8 @@ def test_docstrings_are_true() -> None:
 
 def test_the_page_has_each_program_and_case_once() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    table, _, times = page.partition(BEGIN)[2].partition(END)[0].partition("| program | seconds |")
-    assert times
+    table, _, timed = page.partition(BEGIN)[2].partition(END)[0].partition("| program | seconds |")
+    assert timed
     assert [row[:2] for row in ROW.findall(table)] == [
         (client.name, CASES[case]) for client in CLIENTS for case in client.cases
     ]
@@ -41,6 +41,24 @@ def test_a_program_whose_imports_are_missing_is_not_run(
     monkeypatch.setattr("benchmarks.clients.table.CLIENTS", (Client("jax_initialize", ("no_such_module",)),))
     assert main(["clients", "--python", sys.executable]) == 0
     assert "| `jax_initialize` | not run: no_such_module is not installed | - | - | - |" in capsys.readouterr().out
+
+
+def test_times_are_medians_beside_the_better_torchrun() -> None:
+    came = {
+        ("one", "restart", "torchrun"): [Came(0, finished=2, started=2, again=4), Came(None, started=4)],
+        ("one", "restart", "Phalanx"): [Came(0, finished=2, started=1.5, again=1)],
+    }
+    assert list(times([(Client("one", timed=True), "restart"), (Client("other"), "restart")], came))[1:] == [
+        ("`one`", "start to first step", "3.0", "-", "1.5", "0.50"),
+        (
+            "`one`",
+            "exception to the first step of the restart",
+            "4.0, 1 of 2 went on",
+            "-",
+            "1.0, 1 of 1 went on",
+            "0.25",
+        ),
+    ]
 
 
 @pytest.mark.slow
@@ -62,7 +80,7 @@ def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["clients", *words, "--python", sys.executable]) == 0
     shown = page.read_text().partition(BEGIN)[2].partition(END)[0]
     assert shown.strip() == capsys.readouterr().out.strip()
-    table, _, times = shown.partition("| program | seconds |")
+    table, _, timed = shown.partition("| program | seconds |")
     ((_, case, *cells),) = ROW.findall(table)
     assert case == "exception"
     assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", times, re.MULTILINE) == [
@@ -90,4 +108,4 @@ def test_what_spawn_raises_is_read() -> None:
     client = next(client for client in CLIENTS if client.spawns)
     for launcher in (TORCHRUN, PHALANX):
         came = run(client, "kill", launcher, sys.executable, limit=150)
-        assert came._replace(seconds=None, started=None) == runs.Came(1, "1", "SIGKILL")
+        assert came._replace(seconds=None, started=None) == Came(1, "1", "SIGKILL")
