@@ -25,7 +25,7 @@ CASES = {
 """What `fault.py` knows them by, and the table."""
 
 TIMED = ("exception", "restart")
-"""Those that are run in rounds, one run at a time, of a program that is `timed`."""
+"""Those that are in the table of times, of a program that is ``timed``."""
 
 STARTED = ("run", "exception", "kill", "wedge")
 """Those of a program that starts its workers itself, and does so once."""

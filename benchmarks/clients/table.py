@@ -1,4 +1,7 @@
-"""``python -m benchmarks clients [PROGRAM...]``: run the clients, and print what came of each as a table."""
+"""``python -m benchmarks clients [PROGRAM...]``: run the clients, and print what came of each, or how long it took.
+
+The times are a table of its own: each run of it is alone on the machine.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING
 from benchmarks import peers
 from benchmarks.case import TORCH
 from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, Launcher, run
+from benchmarks.page import put
 from benchmarks.report import ratio
 from benchmarks.runner import environment
 
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
 
     All = Mapping[tuple[str, str, str], Sequence[Came]]
     """What came of each program, case and launcher, in its rounds."""
-
-BEGIN, END = "<!-- clients -->", "<!-- end of the clients -->"
 
 _VERSIONS = """
 import importlib.metadata, importlib.util, json, platform, phalanx
@@ -78,23 +80,20 @@ def times(cases: Sequence[tuple[Client, str]], came: All) -> Iterator[tuple[str,
                 yield (f"`{client.name}`", what, *cells, ratio(seen[PHALANX.name], best))
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _shown(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in dict.fromkeys((rows[0], ("---",) * len(rows[0]), *rows[1:])))
 
 
-def lines(cases: Sequence[tuple[Client, str]], came: All, known: Mapping[str, str]) -> str:
-    """Return both tables, with the versions above them."""
-    facts = ", ".join(f"{name} {version}" for name, version in known.items())
-    heads = ("program", "case", *(launcher.name for launcher in LAUNCHERS))
-    rows: list[tuple[str, ...]] = [heads]
+def outcomes(cases: Sequence[tuple[Client, str]], came: All, known: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the rows of the first table: what came of each program and case."""
+    rows: list[tuple[str, ...]] = [("program", "case", *(launcher.name for launcher in LAUNCHERS))]
     for client, case in cases:
         if lacks := lacking(client, known):
             cells = (f"not run: {lacks} is not installed", *("-" for _ in LAUNCHERS))
         else:
             cells = (CASES[case], *(str(came.get((client.name, case, each.name), "-")[0]) for each in LAUNCHERS))
         rows.append((f"`{client.name}`", *cells))
-    cores = len(os.sched_getaffinity(0))
-    return f"With {facts}, on {cores} cores:\n\n{_table(rows)}\n\n{_table(list(times(cases, came)))}\n"
+    return rows
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -104,8 +103,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--case", action="append", choices=list(CASES), help="may be given again (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time, where none is timed")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of what is timed (default: 3)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
+    parser.add_argument("--times", action="store_true", help="the table of times, of a few programs and cases")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each of these (default: 3)")
     parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
         for client in CLIENTS
         if client.name in (options.programs or [client.name])
         for case in client.cases
-        if case in (options.case or CASES)
+        if case in (options.case or CASES) and (not options.times or (client.timed and case in TIMED))
     ]
     came: dict[tuple[str, str, str], list[Came]] = {}
 
@@ -147,19 +147,16 @@ def main(argv: list[str]) -> int:
         for launcher in LAUNCHERS
         if launcher.spawn or not client.spawns
     ]
-    timed = [row for row in rows if row[0].timed and row[1] in TIMED]
-    pool = ThreadPoolExecutor(options.jobs)
+    pool = ThreadPoolExecutor(1 if options.times else options.jobs)
     try:
-        for future in [pool.submit(add, *row) for row in rows if row not in timed]:
+        for future in [pool.submit(add, *row) for row in rows * (options.rounds if options.times else 1)]:
             future.result()
-        for row in timed * options.rounds:
-            add(*row)
     finally:
         pool.shutdown(cancel_futures=True)
-    text = lines(cases, came, known)
+    facts = ", ".join(f"{name} {version}" for name, version in known.items())
+    table = list(times(cases, came)) if options.times else outcomes(cases, came, known)
+    text = f"With {facts}, on {len(os.sched_getaffinity(0))} cores:\n\n{_shown(table)}\n"
     print(text)
     if options.page:
-        before, rest = options.page.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        options.page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+        put(options.page, "times of clients" if options.times else "clients", text)
     return 0

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.clients import runs
 from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Came, Client, run
-from benchmarks.clients.table import BEGIN, END, times
+from benchmarks.clients.table import times
+from benchmarks.page import BEGIN, END, between_marks
 from benchmarks.runner import ROOT
 
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
@@ -25,13 +26,14 @@ def test_docstrings_are_true() -> None:
 
 
 def test_the_page_has_each_program_and_case_once() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    table, _, timed = page.partition(BEGIN)[2].partition(END)[0].partition("| program | seconds |")
-    assert timed
+    page = ROOT / "docs" / "compatibility.md"
+    table = between_marks(page, "clients")[1]
     assert [row[:2] for row in ROW.findall(table)] == [
         (client.name, CASES[case]) for client in CLIENTS for case in client.cases
     ]
     assert f"| program | case | {' | '.join(launcher.name for launcher in LAUNCHERS)} |" in table
+    timed = between_marks(page, "times of clients")[1]
+    assert set(re.findall(r"^\| `(\w+)`", timed, re.MULTILINE)) == {client.name for client in CLIENTS if client.timed}
     assert {path.stem for path in runs.PROGRAMS.glob("*.py")} == {"fault", *(client.name for client in CLIENTS)}
 
 
@@ -75,20 +77,22 @@ def test_a_run_that_does_not_end_is_ended_and_counts_as_hung(tmp_path: Path, mon
 @pytest.mark.long
 def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
-    words = ["ddp_checkpoints", "--case", "exception", "--rounds", "1", "--page", str(page)]
+    marks = "".join(f"{BEGIN.format(name)}\n{END}\n" for name in ("clients", "times of clients"))
+    page.write_text(f"before\n{marks}after\n")
+    words = ["ddp_checkpoints", "--case", "exception", "--page", str(page)]
     assert main(["clients", *words, "--python", sys.executable]) == 0
-    shown = page.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert shown.strip() == capsys.readouterr().out.strip()
-    table, _, timed = shown.partition("| program | seconds |")
+    table = between_marks(page, "clients")[1]
+    assert table == capsys.readouterr().out.strip()
     ((_, case, *cells),) = ROW.findall(table)
     assert case == "exception"
-    assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", times, re.MULTILINE) == [
+    for cell in cells:
+        assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
+    assert main(["clients", *words, "--times", "--rounds", "1", "--python", sys.executable]) == 0
+    timed = between_marks(page, "times of clients")[1]
+    assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", timed, re.MULTILINE) == [
         "start to first step",
         "exception to the end",
     ]
-    for cell in cells:
-        assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
 
 
 @pytest.mark.torch
