@@ -9,7 +9,7 @@ import os
 import sys
 from time import monotonic, sleep
 
-RUNS = 2.0
+RUNS = 1.0
 """Seconds for which all ranks run before rank 0 fails, as in the midst of a job."""
 
 LOOKS = 0.1

@@ -99,6 +99,6 @@ CASE = Case(
     targets=(Target("cpu", "<", 0.2, size=64), Target("cpu, top", "<", 2, size=64)),
     contenders={PHALANX: _phalanx, FLOOR: _floor},
     sizes=(8, 64),
-    rounds=3,
+    rounds=2,
     warm_up=False,
 )
