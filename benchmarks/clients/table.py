@@ -155,7 +155,10 @@ def main(argv: list[str]) -> int:
         pool.shutdown(cancel_futures=True)
     facts = ", ".join(f"{name} {version}" for name, version in known.items())
     table = list(times(cases, came)) if options.times else outcomes(cases, came, known)
-    text = f"With {facts}, on {len(os.sched_getaffinity(0))} cores:\n\n{_shown(table)}\n"
+    where = f"on {len(os.sched_getaffinity(0))} cores"
+    if options.times:
+        where += f", load {os.getloadavg()[0]:.1f}, {options.rounds} rounds"
+    text = f"With {facts}, {where}:\n\n{_shown(table)}\n"
     print(text)
     if options.page:
         put(options.page, "times of clients" if options.times else "clients", text)
