@@ -303,8 +303,9 @@ def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pyte
     assert compared(tmp_path, result(1.15), result(1)) == 0
     assert capsys.readouterr().out.startswith("better: case of 8, elapsed")
     assert compared(tmp_path, result(1), result(1, floor=2.0)) == 0
+    assert compared(tmp_path, result(1, floor=2.0), result(2)) == 0  # half the floor, and the figure as before
     assert compared(tmp_path, result(1), result(1.05)) == 0
-    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 2
+    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 3
     assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
     assert "fewer than 5 rounds" in capsys.readouterr().err
 
