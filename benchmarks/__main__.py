@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import launchers, machine, peers, report
-from benchmarks.case import FLOOR, PHALANX
+from benchmarks.case import FLOOR, PHALANX, TORCH
 from benchmarks.cases import NAMES, load
 from benchmarks.runner import ROOT, run_case
 
@@ -85,7 +85,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if unknown := [name for name in options.cases if name not in NAMES]:
         parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(NAMES)})")
     if options.smoke:
-        options.cases = options.cases or [name for name in NAMES if load(name).sizes]
+        options.cases = options.cases or [
+            case.name for case in map(load, NAMES) if case.sizes and case.interpreter != TORCH
+        ]
         options.rounds, options.sizes, options.peers = (
             options.rounds or 1,
             options.sizes or [8],

@@ -5,7 +5,10 @@ taken as a multiple of the floor's of its own result: what the machine itself be
 figure has changed if
 
 - the two-sided Mann-Whitney U test on the medians of the rounds gives a p-value of at most ``--p``, and
-- the ratio of the two results' medians is beyond ``--at-least``.
+- the ratio of the two results' medians is beyond ``--at-least``,
+
+in floors and in the figure's own unit, in the same direction: where only the floor became faster, that is not
+Phalanx's, either.
 
 With fewer than five rounds a result, no p-value is small enough, and that is said.
 """
@@ -61,12 +64,12 @@ def changed(before: Sequence[float], after: Sequence[float], *, p: float, at_lea
     return growth, value, value <= p and max(growth, 1 / growth) >= 1 + at_least / 100
 
 
-def _rounds(run: dict[str, Any], figure: str) -> list[float]:
-    """Return the medians of the rounds of a figure of Phalanx, in floors where there is a floor."""
+def _rounds(run: dict[str, Any], figure: str) -> tuple[list[float], list[float]]:
+    """Return the medians of the rounds of a figure of Phalanx, and the same in floors where there is a floor."""
     ours = [median(values) for values in run["figures"].get(PHALANX, {}).get(figure, [])]
     floor = [value for values in run["figures"].get(FLOOR, {}).get(figure, []) for value in values]
     middle = median(floor) if floor else 0
-    return [value / middle for value in ours] if middle > 0 else ours
+    return ours, [value / middle for value in ours] if middle > 0 else ours
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], *, p: float, at_least: float) -> Iterator[Change | str]:
@@ -78,7 +81,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], *, p: float, at_least
                 continue
             of = f"{name} of {run['size']}" if run["size"] else name
             for figure, unit in case["units"].items():
-                medians = _rounds(run, figure), _rounds(later[run["size"]], figure)
+                own, medians = zip(_rounds(run, figure), _rounds(later[run["size"]], figure), strict=True)
                 if not all(medians) or not all(value > 0 for values in medians for value in values):
                     continue
                 if min(map(len, medians)) < LEAST_ROUNDS:
@@ -89,6 +92,8 @@ def compare(before: dict[str, Any], after: dict[str, Any], *, p: float, at_least
                     for seen in (run, later[run["size"]])
                 ]
                 growth, value, counts = changed(*medians, p=p, at_least=at_least)
+                bare, _, also = changed(*own, p=p, at_least=at_least)
+                counts = counts and also and (growth > 1) == (bare > 1)
                 yield Change(f"{of}, {figure}", unit, plain[0], plain[1], growth, value, counts)
 
 

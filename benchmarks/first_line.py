@@ -9,13 +9,13 @@ import os
 import sys
 from time import monotonic, sleep
 
-RUNS = 2.0
+RUNS = 1.0
 """Seconds for which all ranks run before rank 0 fails, as in the midst of a job."""
 
 LOOKS = 0.1
 """Seconds between the looks of a launcher that polls: rank 0 fails at moments that are spread over them."""
 
-PARTS = 5
+PARTS = 3
 
 
 def note(folder: str, attempt: int, what: str) -> None:

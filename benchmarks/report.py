@@ -120,7 +120,15 @@ def table(results: Sequence[Result]) -> str:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join([*lines, *(f"  {remark}" for remark in _remarks(results))])
+    lines += [f"  {remark}" for remark in _remarks(results)]
+    return "\n".join([*lines, *(f"  {text}" for result in results if (text := _took(result)))])
+
+
+def _took(result: Result) -> str:
+    """Return how long the measuring took, of whom."""
+    of = f" of {result.size}" if result.size else ""
+    shown = ", ".join(f"{contender} {seconds:.0f}" for contender, seconds in result.took.items())
+    return f"took{of}: {sum(result.took.values()):.0f} s ({shown})" if shown else ""
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -205,6 +213,7 @@ def _case_as_json(case: Case, results: Sequence[Result]) -> dict[str, Any]:
                 "targets": [verdict._asdict() for verdict in result.verdicts()],
                 "notes": result.notes,
                 "errors": result.errors,
+                "took": dict(result.took),
             }
             for result in results
         ],

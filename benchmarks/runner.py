@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import procfs
@@ -33,7 +35,7 @@ class Result(NamedTuple):
     """What a case came to, at one of its sizes (0: it has none).
 
     ``seen``: contender -> figure -> the values of each measured round.
-    ``notes`` and ``errors``: contender -> text.
+    ``notes`` and ``errors``: contender -> text. ``took``: contender -> the seconds of all its rounds.
     """
 
     case: Case
@@ -42,6 +44,7 @@ class Result(NamedTuple):
     notes: dict[str, tuple[str, ...]]
     errors: dict[str, str]
     size: int = 0
+    took: Mapping[str, float] = MappingProxyType({})
 
     @property
     def figures(self) -> Figures:
@@ -71,7 +74,8 @@ def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = N
     ``interpreters`` maps the contenders that take part to their Python. One that fails once is left out from then on.
     """
     rounds = rounds or case.rounds
-    result = Result(case, rounds, {}, {}, {}, size)
+    took: dict[str, float] = {}
+    result = Result(case, rounds, {}, {}, {}, size, took)
     what = f"{case.name} of {size}" if size else case.name
     for turn in range(-1 if case.warm_up else 0, rounds):
         for contender in case.contenders:
@@ -81,11 +85,14 @@ def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = N
             if absent or contender in result.errors or turn >= turns:
                 continue
             sys.stderr.write(f"{what}: {f'round {turn + 1}/{rounds}' if turn >= 0 else 'warm-up'}: {contender}\n")
+            began = time.monotonic()
             try:
                 sample = run_contender(case, contender, interpreters[whose], size)
             except RunError as error:
                 result.errors[contender] = str(error)
                 continue
+            finally:
+                took[contender] = took.get(contender, 0.0) + time.monotonic() - began
             if turn >= 0:
                 result.notes[contender] = sample.notes
                 for figure, values in sample.figures.items():

@@ -14,6 +14,7 @@ _MODULES = {
     "functions": "functions",
     "stand": "stand",
     "failure": "failure",
+    "watched": "watched",
     "kills": "kills",
     "lines": "lines",
     "spawn_main": "spawn_main",

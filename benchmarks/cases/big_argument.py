@@ -117,7 +117,7 @@ CASE = Case(
         )
     ),
     contenders={PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor},
-    rounds=3,
+    rounds=2,
     peer_rounds=1,
     warm_up=False,
     limit=300.0,

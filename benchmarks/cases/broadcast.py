@@ -22,10 +22,10 @@ STRIDE = 7
 """The nodes that fail are so far apart, the leader's among them."""
 
 CAP = 60.0
-TIMES = {PHALANX: 3, TORCH: 2}
+TIMES = {PHALANX: 2, TORCH: 2}
 """How often two launchers are run, for each of `FATES`."""
 
-LOOKS, PARTS = 0.1, 3
+LOOKS, PARTS = 0.1, 2
 """Seconds between the looks of a launcher that polls: failures are spread over them."""
 
 FATES = {"a restart left": (1, 1), "none left": (0, 1), "none left, first host": (0, 0)}

@@ -80,4 +80,6 @@ CASE = Case(
     units={"beyond settle": "ms"},
     targets=(Target("beyond settle", "<", 15),),
     contenders={name: partial(_measure, name) for name in (PHALANX, TORCH, FLOOR)},
+    peer_rounds=1,
+    warm_up=False,
 )

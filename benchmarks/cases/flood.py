@@ -23,7 +23,7 @@ WORKERS = 8
 RATE = 25_000_000
 """Bytes a second of each."""
 
-TIMES = 50
+TIMES = 20
 SETTLE = 0.1
 WAYS = {
     "terminal": (),

@@ -47,6 +47,6 @@ CASE = Case(
     rounds=5,
     peer_rounds=3,
     warm_up=False,
-    limit=60.0,
+    limit=30.0,
     interpreter=PHALANX,
 )

@@ -14,10 +14,12 @@ from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORKERS = 8
+WARM = 8
+"""The size at which the workers import the module, too: of 64, torchrun's would take minutes."""
+
 SCRIPT = Path(__file__).parent.parent / "first_line.py"
 MODULE = "torch"
-RESTARTS = 5
+RESTARTS = 3
 RESTARTS_WITH_IMPORTS = 1
 """Of the peer, whose workers import the module in each attempt."""
 
@@ -52,48 +54,44 @@ def _folder(restarts: int) -> str:
     return folder
 
 
-def _restarts(launcher: tuple[str, ...], module: str = "", restarts: int = 0) -> list[float]:
+def _restarts(workers: int, launcher: tuple[str, ...], module: str = "", restarts: int = 0) -> list[float]:
     restarts = restarts or RESTARTS
     folder = _folder(restarts)
-    options = ("--nproc-per-node", WORKERS, "--max-restarts", restarts, "--log-dir", f"{folder}/logs")
+    options = ("--nproc-per-node", workers, "--max-restarts", restarts, "--log-dir", f"{folder}/logs")
     script = (SCRIPT, folder, module, restarts)
     command = [sys.executable, "-m", *map(str, (*launcher, *options, *script))]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     text = Path(folder, "moments").read_text() if not done.returncode else ""
-    if text.count("first") != WORKERS * (restarts + 1):
+    if text.count("first") != workers * (restarts + 1):
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()}")
     return moments(text)
 
 
-def _phalanx() -> Sample:
+def _phalanx(workers: int = WARM) -> Sample:
     preload = ("--preload", MODULE)
     at_once = ("--settle", "0")
-    return Sample(
-        {
-            "cold": _restarts(OURS),
-            "cold, settle 0": _restarts((*OURS, *at_once)),
-            "imports": _restarts((*OURS, *preload), MODULE),
-            "imports, settle 0": _restarts((*OURS, *preload, *at_once), MODULE),
-        }
-    )
+    figures = {"cold": _restarts(workers, OURS)}
+    if workers == WARM:
+        figures["cold, settle 0"] = _restarts(workers, (*OURS, *at_once))
+        figures["imports"] = _restarts(workers, (*OURS, *preload), MODULE)
+        figures["imports, settle 0"] = _restarts(workers, (*OURS, *preload, *at_once), MODULE)
+    return Sample(figures)
 
 
-def _peer() -> Sample:
-    return Sample(
-        {
-            "cold": _restarts(THEIRS),
-            "cold, c10d": _restarts(THEIRS_AT_LENGTH),
-            "imports": _restarts(THEIRS, MODULE, RESTARTS_WITH_IMPORTS),
-        }
-    )
+def _peer(workers: int = WARM) -> Sample:
+    figures = {"cold": _restarts(workers, THEIRS)}
+    if workers == WARM:
+        figures["cold, c10d"] = _restarts(workers, THEIRS_AT_LENGTH)
+        figures["imports"] = _restarts(workers, THEIRS, MODULE, RESTARTS_WITH_IMPORTS)
+    return Sample(figures)
 
 
-def _floor() -> Sample:
+def _floor(size: int = WARM) -> Sample:
     folder = _folder(RESTARTS)
     command = [sys.executable, str(SCRIPT), folder, "", str(RESTARTS)]
     for attempt in range(RESTARTS + 1):
-        env = os.environ | {"WORLD_SIZE": str(WORKERS), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        workers = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(WORKERS)]
+        env = os.environ | {"WORLD_SIZE": str(size), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        workers = [subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(size)]
         workers[0].wait()
         for worker in workers if attempt < RESTARTS else ():
             worker.terminate()
@@ -102,13 +100,13 @@ def _floor() -> Sample:
     return Sample({"cold": moments(Path(folder, "moments").read_text())})
 
 
-CONTENDERS: dict[str, Callable[[], Sample]] = {PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor}
+CONTENDERS: dict[str, Callable[..., Sample]] = {PHALANX: _phalanx, TORCH: _peer, FLOOR: _floor}
 
 CASE = Case(
     name="restart",
-    measures=f"{WORKERS} Python workers, one exits with 1: from its exit until all of the next attempt are at their "
-    f"first line; cold, and with import {MODULE} before it (phalanx: --preload {MODULE}); torchrun by --standalone; "
-    f"the floor is kill, wait and {WORKERS} x Popen; {len(os.sched_getaffinity(0))} cores",
+    measures="N Python workers, one exits with 1: from its exit until all of the next attempt are at their "
+    f"first line; cold, and of {WARM} with import {MODULE} before it (phalanx: --preload {MODULE}); torchrun by "
+    f"--standalone; the floor is kill, wait and N x Popen; {len(os.sched_getaffinity(0))} cores",
     units={
         "cold": "ms",
         "cold, settle 0": "ms",
@@ -116,9 +114,11 @@ CASE = Case(
         "imports": "ms",
         "imports, settle 0": "ms",
     },
-    targets=(Target("cold", "<=", 1.0, of=TORCH), Target("imports", "<=", 0.05, of=TORCH)),
+    targets=(Target("cold", "<=", 1.0, of=TORCH), Target("imports", "<=", 0.05, of=TORCH, size=WARM)),
     contenders=CONTENDERS,
+    sizes=(2, WARM, 64),
     rounds=3,
+    peer_rounds=1,
     warm_up=False,
     limit=300.0,
     interpreter=TORCH,

@@ -11,7 +11,7 @@ from benchmarks.case import PHALANX, Case, Sample, Target
 from benchmarks.jobs import SLEEPS, Started
 from benchmarks.launchers import LAUNCHERS
 
-SETTLE, WINDOW, LIMIT = 1.0, 4.0, 20.0
+SETTLE, WINDOW, LIMIT = 1.0, 3.0, 20.0
 
 
 def _measure(name: str, copies: int) -> Sample:

@@ -24,6 +24,9 @@ CASES = {
 }
 """What `fault.py` knows them by, and the table."""
 
+TIMED = ("exception", "restart")
+"""Those that are in the table of times, of a program that is ``timed``."""
+
 STARTED = ("run", "exception", "kill", "wedge")
 """Those of a program that starts its workers itself, and does so once."""
 
@@ -61,27 +64,35 @@ LAUNCHERS = (TORCHRUN, OWN_STORE, PHALANX)
 
 
 class Client(NamedTuple):
-    """A program: what it imports that may not be there, whether it starts its workers itself, and its cases."""
+    """A program: what it imports that may not be there, whether it starts its workers itself, and its cases.
+
+    ``timed``: whether it is in the table of times.
+    """
 
     name: str
     needs: tuple[str, ...] = ("torch",)
     spawns: bool = False
     cases: tuple[str, ...] = tuple(CASES)
+    timed: bool = False
 
 
 CLIENTS = (
-    Client("ddp_checkpoints"),
-    Client("trainer"),
+    Client("ddp_checkpoints", timed=True),
+    Client("trainer", timed=True),
     Client("hydra_like"),
     Client("port_plus_one"),
-    Client("jax_initialize", ("torch", "jax")),
-    Client("spawn_tutorial", spawns=True, cases=STARTED),
+    Client("jax_initialize", ("torch", "jax"), timed=True),
+    Client("spawn_tutorial", spawns=True, cases=STARTED, timed=True),
     Client("late_reader", cases=("run",)),
 )
 
 
 class Came(NamedTuple):
-    """What a run came to: exit code (``None``: it hung), what was named, and what was counted."""
+    """What a run came to: exit code (``None``: it hung), what was named, and what was counted.
+
+    ``seconds`` are from the fault to the end of the command; ``started`` are those from its start until all ranks were
+    in their first step, and ``again`` those from the fault until they were in the first of the next attempt.
+    """
 
     code: int | None
     rank: str = ""
@@ -90,6 +101,13 @@ class Came(NamedTuple):
     finished: int = 0
     resumed: str = ""
     left: int = 0
+    started: float | None = None
+    again: float | None = None
+
+    @property
+    def went_on(self) -> bool:
+        """Whether it has come to its end, for all that happened."""
+        return self.code == 0 and self.finished == 2
 
     def __str__(self) -> str:
         """As a cell of the table.
@@ -101,7 +119,7 @@ class Came(NamedTuple):
         """
         if self.code is None:
             return f"**hung** (after {LIMIT:g} s)"
-        if self.code == 0 and self.finished == 2:
+        if self.went_on:
             words = ["finished"]
             if self.resumed:
                 words.append(f"resumed at step {self.resumed}")
@@ -168,19 +186,42 @@ def run(
         env = environment(mark, folder) | launcher.variables | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": folder}
         console = Path(consoles or folder, re.sub(r"\W+", "-", f"{client.name} {case} {launcher.name}") + ".txt")
         command = [python, *launcher.command(client, case)]
+        code, began = None, monotonic()
         try:
             with console.open("wb") as file:
                 code = subprocess.run(
                     command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=limit,
                     check=False,
                 ).returncode  # fmt: skip
-            ended = monotonic()
         except subprocess.TimeoutExpired:
-            return Came(None)
+            pass
         finally:
+            ended = monotonic()
             left = procfs.sweep(mark)
         text = console.read_text(encoding="utf-8", errors="replace")
-        fault = Path(folder, "fault")
-        seconds = ended - float(fault.read_text(encoding="utf-8")) if fault.exists() else None
+        noted = Path(folder, "moments")
+        started, fault, again = moments(noted.read_text(encoding="utf-8") if noted.exists() else "")
+    hung = Came(None, started=started - began if started else None, again=again - fault if again and fault else None)
+    if code is None:
+        return hung
+    rank, what = named(text)
     resumed = re.search(r"resumed at step (\d+)", text)
-    return Came(code, *named(text), seconds, text.count("has finished"), resumed[1] if resumed else "", left)
+    return hung._replace(
+        code=code, rank=rank, named=what, seconds=ended - fault if fault else None, left=left,
+        finished=text.count("has finished"), resumed=resumed[1] if resumed else "",
+    )  # fmt: skip
+
+
+def moments(text: str) -> tuple[float | None, float | None, float | None]:
+    r"""Return when both ranks were in their first step, when the fault was, and when both were in the next first step.
+
+    >>> moments("step 1.0\nstep 2.0\nfault 3.0\nstep 4.0\n"), moments("")
+    ((2.0, 3.0, None), (None, None, None))
+    """
+    before, _, after = text.partition("fault ")
+    first, again = (sorted(map(float, re.findall(r"step (\S+)", part))) for part in (before, after))
+    return (
+        first[1] if len(first) > 1 else None,
+        float(after.split()[0]) if after else None,
+        again[1] if len(again) > 1 else None,
+    )

@@ -1,4 +1,7 @@
-"""``python -m benchmarks clients [PROGRAM...]``: run the clients, and print what came of each as a table."""
+"""``python -m benchmarks clients [PROGRAM...]``: run the clients, and print what came of each, or how long it took.
+
+The times are a table of its own: each run of it is alone on the machine.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,21 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks import peers
 from benchmarks.case import TORCH
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, Came, Client, run
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, Launcher, run
+from benchmarks.page import put
+from benchmarks.report import ratio
 from benchmarks.runner import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-BEGIN, END = "<!-- clients -->", "<!-- end of the clients -->"
+    All = Mapping[tuple[str, str, str], Sequence[Came]]
+    """What came of each program, case and launcher, in its rounds."""
 
 _VERSIONS = """
 import importlib.metadata, importlib.util, json, platform, phalanx
@@ -44,21 +51,49 @@ def lacking(client: Client, known: Mapping[str, str]) -> str:
     return next((need for need in client.needs if need not in known), "")
 
 
-def lines(
-    cases: Sequence[tuple[Client, str]], came: Mapping[tuple[str, str, str], Came], known: Mapping[str, str]
-) -> str:
-    """Return the table, with the versions above it."""
-    facts = ", ".join(f"{name} {version}" for name, version in known.items())
-    heads = ("program", "case", *(launcher.name for launcher in LAUNCHERS))
-    rows = [heads, ("---",) * len(heads)]
+FIGURES: tuple[tuple[str, tuple[str, ...], Callable[[Came], float | None]], ...] = (
+    ("start to first step", TIMED, lambda came: came.started),
+    ("exception to the end", ("exception",), lambda came: came.seconds),
+    ("exception to the first step of the restart", ("restart",), lambda came: came.again),
+)
+"""The second table: what is timed, in which cases, and where a run has it."""
+
+
+def times(cases: Sequence[tuple[Client, str]], came: All) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the second table: medians, and Phalanx's as a multiple of the better one of torchrun's."""
+    names = [launcher.name for launcher in LAUNCHERS]
+    yield ("program", "seconds", *names, "Phalanx / torchrun")
+    for client in dict.fromkeys(client for client, _ in cases if client.timed):
+        for what, of, figure in FIGURES:
+            seen: dict[str, list[float]] = {}
+            cells = []
+            for name in names:
+                runs = [one for case in of for one in came.get((client.name, case, name), ())]
+                seen[name] = [value for one in runs if (value := figure(one)) is not None]
+                shown = f"{median(seen[name]):.1f}" if seen[name] else "-"
+                went_on = f", {sum(one.went_on for one in runs)} of {len(runs)} went on"
+                cells.append(shown + (went_on if runs and of == ("restart",) else ""))
+            if any(seen.values()):
+                best = min(
+                    (seen[name] for name in names if seen[name] and name != PHALANX.name), key=median, default=[]
+                )
+                yield (f"`{client.name}`", what, *cells, ratio(seen[PHALANX.name], best))
+
+
+def _shown(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in dict.fromkeys((rows[0], ("---",) * len(rows[0]), *rows[1:])))
+
+
+def outcomes(cases: Sequence[tuple[Client, str]], came: All, known: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the rows of the first table: what came of each program and case."""
+    rows: list[tuple[str, ...]] = [("program", "case", *(launcher.name for launcher in LAUNCHERS))]
     for client, case in cases:
         if lacks := lacking(client, known):
             cells = (f"not run: {lacks} is not installed", *("-" for _ in LAUNCHERS))
         else:
-            cells = (CASES[case], *(str(came.get((client.name, case, each.name), "-")) for each in LAUNCHERS))
+            cells = (CASES[case], *(str(came.get((client.name, case, each.name), "-")[0]) for each in LAUNCHERS))
         rows.append((f"`{client.name}`", *cells))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in dict.fromkeys(rows))
-    return f"With {facts}, on {len(os.sched_getaffinity(0))} cores:\n\n{table}\n"
+    return rows
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -69,6 +104,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--case", action="append", choices=list(CASES), help="may be given again (default: all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
+    parser.add_argument("--times", action="store_true", help="the table of times, of a few programs and cases")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each of these (default: 3)")
     parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
@@ -92,29 +129,37 @@ def main(argv: list[str]) -> int:
         for client in CLIENTS
         if client.name in (options.programs or [client.name])
         for case in client.cases
-        if case in (options.case or CASES)
+        if case in (options.case or CASES) and (not options.times or (client.timed and case in TIMED))
     ]
-    came: dict[tuple[str, str, str], Came] = {}
-    pool = ThreadPoolExecutor(options.jobs)
+    came: dict[tuple[str, str, str], list[Came]] = {}
+
+    def add(client: Client, case: str, launcher: Launcher) -> None:
+        key = (client.name, case, launcher.name)
+        if all(one.code is not None for one in came.get(key, ())):  # what has hung would again
+            one = run(client, case, launcher, options.python, consoles=options.consoles)
+            came.setdefault(key, []).append(one)
+            sys.stderr.write(f"{': '.join(key)}: {one}\n")
+
+    rows = [
+        (client, case, launcher)
+        for client, case in cases
+        if not lacking(client, known)
+        for launcher in LAUNCHERS
+        if launcher.spawn or not client.spawns
+    ]
+    pool = ThreadPoolExecutor(1 if options.times else options.jobs)
     try:
-        running = {
-            (client.name, case, launcher.name): pool.submit(
-                run, client, case, launcher, options.python, consoles=options.consoles
-            )
-            for client, case in cases
-            if not lacking(client, known)
-            for launcher in LAUNCHERS
-            if launcher.spawn or not client.spawns
-        }
-        for key, future in running.items():
-            came[key] = future.result()
-            sys.stderr.write(f"{': '.join(key)}: {came[key]}\n")
+        for future in [pool.submit(add, *row) for row in rows * (options.rounds if options.times else 1)]:
+            future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    text = lines(cases, came, known)
+    facts = ", ".join(f"{name} {version}" for name, version in known.items())
+    table = list(times(cases, came)) if options.times else outcomes(cases, came, known)
+    where = f"on {len(os.sched_getaffinity(0))} cores"
+    if options.times:
+        where += f", load {os.getloadavg()[0]:.1f}, {options.rounds} rounds"
+    text = f"With {facts}, {where}:\n\n{_shown(table)}\n"
     print(text)
     if options.page:
-        before, rest = options.page.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        options.page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+        put(options.page, "times of clients" if options.times else "clients", text)
     return 0

@@ -74,6 +74,7 @@ def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
     (memory,) = found["cases"]["memory"]["runs"]
     assert memory["errors"] == {}
     assert memory["rounds"] == 1
+    assert set(memory["took"]) == {PHALANX, FLOOR}
     assert set(memory["figures"]) == {PHALANX, FLOOR}
     for figures in memory["figures"].values():
         assert set(figures) == {"launcher", "helper", "helpers"}
@@ -114,7 +115,7 @@ SMALL: list[tuple[ModuleType, dict[str, Any], set[str], set[str]]] = [
     # Lines which fit into the pipe: nothing is left to be said.
     (slow_console, {"LINES": 10}, {"files not whole", "files spoken of", "lines unaccounted for"}, {"writing"}),
     (warm_torch, {"MODULE": "json", "WORKERS": 2}, set(), {"first start", "second start"}),
-    (restart, {"MODULE": "json", "WORKERS": 2, "RESTARTS": 2}, set(), {"cold"}),
+    (restart, {"MODULE": "json", "RESTARTS": 1}, set(), {"cold"}),
     (big_argument, {"SIZE": 8_000_000, "REPEATS": 1}, set(), set(big_argument.CASE.units)),
     (
         timer_expiry,
@@ -302,8 +303,9 @@ def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pyte
     assert compared(tmp_path, result(1.15), result(1)) == 0
     assert capsys.readouterr().out.startswith("better: case of 8, elapsed")
     assert compared(tmp_path, result(1), result(1, floor=2.0)) == 0
+    assert compared(tmp_path, result(1, floor=2.0), result(2)) == 0  # half the floor, and the figure as before
     assert compared(tmp_path, result(1), result(1.05)) == 0
-    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 2
+    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 3
     assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
     assert "fewer than 5 rounds" in capsys.readouterr().err
 

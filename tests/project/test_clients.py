@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.clients import runs
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Client, run
-from benchmarks.clients.table import BEGIN, END
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TORCHRUN, Came, Client, run
+from benchmarks.clients.table import times
+from benchmarks.page import BEGIN, END, between_marks
 from benchmarks.runner import ROOT
 
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
@@ -25,12 +26,14 @@ def test_docstrings_are_true() -> None:
 
 
 def test_the_page_has_each_program_and_case_once() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    table = page.partition(BEGIN)[2].partition(END)[0]
+    page = ROOT / "docs" / "compatibility.md"
+    table = between_marks(page, "clients")[1]
     assert [row[:2] for row in ROW.findall(table)] == [
         (client.name, CASES[case]) for client in CLIENTS for case in client.cases
     ]
     assert f"| program | case | {' | '.join(launcher.name for launcher in LAUNCHERS)} |" in table
+    timed = between_marks(page, "times of clients")[1]
+    assert set(re.findall(r"^\| `(\w+)`", timed, re.MULTILINE)) == {client.name for client in CLIENTS if client.timed}
     assert {path.stem for path in runs.PROGRAMS.glob("*.py")} == {"fault", *(client.name for client in CLIENTS)}
 
 
@@ -40,6 +43,24 @@ def test_a_program_whose_imports_are_missing_is_not_run(
     monkeypatch.setattr("benchmarks.clients.table.CLIENTS", (Client("jax_initialize", ("no_such_module",)),))
     assert main(["clients", "--python", sys.executable]) == 0
     assert "| `jax_initialize` | not run: no_such_module is not installed | - | - | - |" in capsys.readouterr().out
+
+
+def test_times_are_medians_beside_the_better_torchrun() -> None:
+    came = {
+        ("one", "restart", "torchrun"): [Came(0, finished=2, started=2, again=4), Came(None, started=4)],
+        ("one", "restart", "Phalanx"): [Came(0, finished=2, started=1.5, again=1)],
+    }
+    assert list(times([(Client("one", timed=True), "restart"), (Client("other"), "restart")], came))[1:] == [
+        ("`one`", "start to first step", "3.0", "-", "1.5", "0.50"),
+        (
+            "`one`",
+            "exception to the first step of the restart",
+            "4.0, 1 of 2 went on",
+            "-",
+            "1.0, 1 of 1 went on",
+            "0.25",
+        ),
+    ]
 
 
 @pytest.mark.slow
@@ -56,15 +77,22 @@ def test_a_run_that_does_not_end_is_ended_and_counts_as_hung(tmp_path: Path, mon
 @pytest.mark.long
 def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    marks = "".join(f"{BEGIN.format(name)}\n{END}\n" for name in ("clients", "times of clients"))
+    page.write_text(f"before\n{marks}after\n")
     words = ["ddp_checkpoints", "--case", "exception", "--page", str(page)]
     assert main(["clients", *words, "--python", sys.executable]) == 0
-    table = page.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert table.strip() == capsys.readouterr().out.strip()
+    table = between_marks(page, "clients")[1]
+    assert table == capsys.readouterr().out.strip()
     ((_, case, *cells),) = ROW.findall(table)
     assert case == "exception"
     for cell in cells:
         assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
+    assert main(["clients", *words, "--times", "--rounds", "1", "--python", sys.executable]) == 0
+    timed = between_marks(page, "times of clients")[1]
+    assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", timed, re.MULTILINE) == [
+        "start to first step",
+        "exception to the end",
+    ]
 
 
 @pytest.mark.torch
@@ -72,6 +100,10 @@ def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_restart_goes_on_from_the_checkpoint() -> None:
     came = run(CLIENTS[0], "restart", PHALANX, sys.executable)
     assert str(came) == "finished, resumed at step 2"
+    assert came.went_on
+    assert came.started is not None
+    assert came.again is not None
+    assert came.started > 0 < came.again
 
 
 @pytest.mark.torch
@@ -80,4 +112,4 @@ def test_what_spawn_raises_is_read() -> None:
     client = next(client for client in CLIENTS if client.spawns)
     for launcher in (TORCHRUN, PHALANX):
         came = run(client, "kill", launcher, sys.executable, limit=150)
-        assert came._replace(seconds=None) == runs.Came(1, "1", "SIGKILL")
+        assert came._replace(seconds=None, started=None) == Came(1, "1", "SIGKILL")

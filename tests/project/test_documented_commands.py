@@ -36,6 +36,7 @@ NOT_RUN = {
     "python -m benchmarks clients": "takes minutes, and torch; tests/project/test_clients.py runs a row",
     "python -m benchmarks clients trainer --case kill --consoles seen": "as above",
     "python -m benchmarks clients --page docs/compatibility.md": "as above",
+    "python -m benchmarks clients --times": "as above",
     "python3 -m venv .venv && . .venv/bin/activate": "makes an environment; `make package` does so, and installs there",
     "python -m pip install .": "as above",
     "python -m pip install '.[etcd]'": "as above",

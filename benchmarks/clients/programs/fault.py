@@ -1,10 +1,12 @@
 """What goes wrong in a client, beside all of them: its first argument is the case, and its working directory its own.
 
-Rank 1 fails in step 3. In the case ``restart`` it does so once.
+Rank 1 fails in step 3. In the case ``restart`` it does so once. The moments of that, and of each rank's first step, are
+in the file ``moments``: a word, and the seconds of CLOCK_MONOTONIC, which is one for all processes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -14,16 +16,32 @@ from pathlib import Path
 
 STEPS = 6
 FAILS_IN = 3
+MOMENTS = Path("moments")
+
+
+def note(what: str) -> None:
+    """Append what happens now to the file of moments."""
+    with MOMENTS.open("a", encoding="utf-8") as file:
+        file.write(f"{what} {time.monotonic()}\n")
+
+
+@functools.cache
+def begin() -> None:
+    """Note the first step of this process, in whichever attempt."""
+    note("step")
 
 
 def strike(rank: int, step: int) -> None:
     """Fail as the case wants it, if this is the rank and the step."""
+    begin()
     case = sys.argv[1]
-    if (rank, step) != (1, FAILS_IN) or case == "run" or (case == "restart" and Path("fault").exists()):
+    if (rank, step) != (1, FAILS_IN) or case == "run":
+        return
+    if case == "restart" and "fault" in MOMENTS.read_text(encoding="utf-8"):
         return
     if case == "wedge":
         threading.Thread(target=time.sleep, args=(3600,)).start()  # no daemon: the interpreter waits for it
-    Path("fault").write_text(str(time.monotonic()), encoding="utf-8")
+    note("fault")
     if case == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("loss is nan in step 3")
