@@ -8,7 +8,7 @@ import sys
 import time
 from functools import partial
 
-from benchmarks.case import PHALANX, TORCH, Case, Sample, Target
+from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.jobs import Started
 from benchmarks.launchers import LAUNCHERS
 
@@ -27,6 +27,11 @@ for first in range(0, lines, 80):
     text = "".join((own + "%08d:" % n).ljust({LINE - 2}, "x") + "@\\n" for n in range(first, min(first + 80, lines)))
     sys.stdout.write(text)
     sys.stdout.flush()
+"""
+# The floor: nobody reads the lines. To a file of each: in one that they share they would wait for each other.
+_ALONE = """
+import os, sys
+sys.stdout = open(sys.argv[1] + "/alone-%d" % os.getpid(), "w")
 """
 _WHOLE = re.compile(rb"@(\d+):(\d{8}):x+@\r?$")
 _PIECE = re.compile(rb"x{8}|@\d+:\d")
@@ -54,13 +59,15 @@ def judge(shown: bytes, copies: int, lines: int) -> tuple[int, int]:
 def _measure(name: str, copies: int) -> Sample:
     lines = TOTAL // LINE // copies // (20 if name == TORCH else 1)
     python = (sys.executable, "-S", "-E")
-    with Started(name, _WRITER, copies, interpreter=python, arguments=[str(lines)], teed=True) as job:
+    script = _ALONE * (name == FLOOR) + _WRITER
+    with Started(name, script, copies, interpreter=python, arguments=[str(lines)], teed=True) as job:
         job.wait_ready()
         began = time.monotonic()
         job.let_go()
         job.wait(LIMIT)
         took = time.monotonic() - began
-        missing, torn = judge(job.shown.read_bytes(), copies, lines)
+        shown = b"".join([path.read_bytes() for path in [job.shown, *job.folder.glob("alone-*")]])
+        missing, torn = judge(shown, copies, lines)
     speed = copies * lines * LINE / 1e6 / took
     return Sample({"speed": [speed], "missing": [missing], "torn": [torn]})
 
@@ -68,10 +75,11 @@ def _measure(name: str, copies: int) -> Sample:
 CASE = Case(
     name="lines",
     measures=f"N programs write {TOTAL // 1_000_000} MB of lines of {LINE} bytes together (torch's a twentieth), which "
-    "the launcher shows with a mark, in a file: until its exit; lines that are missing, and that are torn or mixed",
+    "the launcher shows with a mark, in a file: until its exit; lines that are missing, and that are torn or mixed. "
+    "The floor's programs write to a file each, which nobody shows",
     units={"speed": "MB/s", "missing": "lines", "torn": "lines"},
     targets=(Target("missing", "<=", 0, worst=True), Target("torn", "<=", 0, worst=True)),
-    contenders={name: partial(_measure, name) for name, launcher in LAUNCHERS.items() if launcher.tees},
+    contenders={name: partial(_measure, name) for name, of in LAUNCHERS.items() if of.tees or name == FLOOR},
     sizes=(1, 8, 64),
     rounds=3,
     peer_rounds=1,
