@@ -22,7 +22,7 @@ from benchmarks.launchers import LAUNCHERS, Job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MARK = "PHALANX_BENCHMARK_JOB"
+MARK = "PHALANX_BENCHMARK_JOB"
 
 # $1 is the folder of the job. The copy that is the first to make a folder there fails, once it may go.
 SLEEPS = 'echo $$ >"$1/ready"; exec sleep 600'
@@ -76,7 +76,7 @@ class Started:
             self.began = time.monotonic()
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=self.folder,
-                env=os.environ | {_MARK: self._mark}, start_new_session=True,
+                env=os.environ | {MARK: self._mark}, start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -126,7 +126,7 @@ class Started:
 
     def left(self) -> set[int]:
         """Return what lives of the job: the launcher, what it started for itself, the copies and what is below them."""
-        mark = f"{_MARK}={self._mark}".encode()
+        mark = f"{MARK}={self._mark}".encode()
         found = set()
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != os.getpid():

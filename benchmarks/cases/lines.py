@@ -71,7 +71,8 @@ def judge(shown: bytes, mark: bytes, copies: int, lines: int) -> dict[str, int]:
     return {"missing": copies * lines - sum(there[:copies]), "torn": torn, "wrong": wrong + sum(there[copies:])}
 
 
-def _measure(name: str, copies: int) -> Sample:
+def measure(name: str, copies: int) -> Sample:
+    """Measure a launcher with so many copies."""
     lines = TOTAL // LINE // copies
     launcher = LAUNCHERS[name]
     python, arguments = (sys.executable, "-S", "-E"), (str(lines), launcher.names)
@@ -93,7 +94,7 @@ CASE = Case(
     "wrong: without the mark of their program, twice there or out of order",
     units={"speed": "MB/s", **dict.fromkeys(COUNTS, "lines"), "told as failure": "runs"},
     targets=tuple(Target(count, "<=", 0, worst=True) for count in (*COUNTS, "told as failure")),
-    contenders={name: partial(_measure, name) for name, launcher in LAUNCHERS.items() if launcher.tees},
+    contenders={name: partial(measure, name) for name, launcher in LAUNCHERS.items() if launcher.tees},
     sizes=(1, 8, 64),
     rounds=3,
     peer_rounds=1,

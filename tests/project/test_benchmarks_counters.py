@@ -14,7 +14,7 @@ from benchmarks.launchers import Job, Launcher
 MARK = rb"\[(\d+)\] "
 
 
-def line(mark: object, copy: int, number: int) -> bytes:
+def line(mark: int, copy: int, number: int) -> bytes:
     return b"[%d] " % mark + (b"@%d:%08d:" % (copy, number)).ljust(lines.LINE - 2, b"x") + b"@\n"
 
 
@@ -44,7 +44,7 @@ TORN = line(1, 1, 0)[:20] + line(0, 0, 0) + b"[1] " + line(1, 1, 0)[20:]
         ([TORN.replace(b"xxx", b"xx", 1), *shown(0, 1)[2:]], 1, 2, 0),
     ],
     ids=[
-        "right", "others' lines", "no marks", "twice", "one lost, one run twice", "another's mark", "marks changed over",
+        "right", "others' lines", "no marks", "twice", "one lost, one run twice", "another's mark", "marks swapped",
         "order", "a line lost", "a copy lost", "a copy too many", "torn", "torn, and a byte lost",
     ],
 )  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_launcher_that_shows_lines_wrongly_is_found_out(
 ) -> None:
     monkeypatch.setattr(lines, "TOTAL", 20 * lines.LINE)
     monkeypatch.setitem(launchers.LAUNCHERS, "faulty", shell(script))
-    figures = lines.CASE.contenders["phalanx"].func("faulty", 2).figures
+    figures = lines.measure("faulty", 2).figures
     assert {name: value for name, (value,) in figures.items() if name != "speed"} == {
         "missing": 0, "torn": 0, "wrong": wrong, "told as failure": failure,
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_a_launcher_that_shows_lines_wrongly_is_found_out(
 
 def test_a_copy_that_could_not_be_found_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "PATIENCE", 0.1)
-    unmarked = shell(f"for copy in 0 1; do start $copy & done; unset {jobs._MARK}; LAUNCHER=$$ start 2 & wait")
+    unmarked = shell(f"for copy in 0 1; do start $copy & done; unset {jobs.MARK}; LAUNCHER=$$ start 2 & wait")
     monkeypatch.setitem(launchers.LAUNCHERS, "faulty", unmarked)
     ends_by_itself = 'echo $$ >"$1/ready"; while kill -0 $LAUNCHER; do sleep 0.05; done; exit'
     script = f'test "$LOCAL_RANK" = 2 && {{ {ends_by_itself}; }}; {SLEEPS}'
