@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import launchers, machine, peers, report
-from benchmarks.case import FLOOR, PHALANX, TORCH
-from benchmarks.cases import NAMES, load
+from benchmarks.case import FLOOR, PHALANX
+from benchmarks.cases import NAMES, SMOKE, load
 from benchmarks.runner import ROOT, run_case
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="whether it all works: the cases that have sizes, at 8, one round, no peers; only what is lost, torn, "
+        help="whether it all works: the cases that take seconds, at 8, one round, no peers; only what is lost, torn, "
         "wrong or left behind is judged, and no time",
     )
     parser.add_argument(
@@ -85,9 +85,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if unknown := [name for name in options.cases if name not in NAMES]:
         parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(NAMES)})")
     if options.smoke:
-        options.cases = options.cases or [
-            case.name for case in map(load, NAMES) if case.sizes and case.interpreter != TORCH
-        ]
+        options.cases = options.cases or list(SMOKE)
         options.rounds, options.sizes, options.peers = (
             options.rounds or 1,
             options.sizes or [8],

@@ -1,6 +1,6 @@
 """A job under one of `launchers`: started, awaited, told to end, killed; and what is left of it, by a mark.
 
-A copy says that it is up by a byte in a FIFO, and may wait at another one, ``go``, which lets all go at once.
+A copy says that it is up by its pid in a FIFO, and may wait at another one, ``go``, which lets all go at once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from benchmarks.launchers import LAUNCHERS, Job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MARK = "PHALANX_BENCHMARK_JOB"
+MARK = "PHALANX_BENCHMARK_JOB"
 
 # $1 is the folder of the job. The copy that is the first to make a folder there fails, once it may go.
-SLEEPS = 'printf . >"$1/ready"; exec sleep 600'
+SLEEPS = 'echo $$ >"$1/ready"; exec sleep 600'
 FAILS = f"""
 if mkdir "$1/first" 2>/dev/null; then
-    printf . >"$1/ready"
+    echo $$ >"$1/ready"
     read -r _ <"$1/go"
     echo "$EPOCHREALTIME" >"$1/moment"
     exit 1
 fi
 {SLEEPS}
 """
-IGNORES = 'trap "" TERM; sleep 600 & printf . >"$1/ready"; wait'
+IGNORES = 'trap "" TERM; sleep 600 & echo $$ >"$1/ready"; wait'
 """A copy that ignores SIGTERM, as its child does."""
+
+PATIENCE = 1.0
+"""Seconds after which a copy that carries no mark is one without."""
 
 
 class Started:
@@ -73,7 +76,7 @@ class Started:
             self.began = time.monotonic()
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=self.folder,
-                env=os.environ | {_MARK: self._mark}, start_new_session=True,
+                env=os.environ | {MARK: self._mark}, start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -95,14 +98,22 @@ class Started:
         self._folder.cleanup()
 
     def wait_ready(self) -> float:
-        """Wait until all copies are up. Returns the milliseconds it took. Raises RuntimeError: they never are."""
-        heard = 0
-        while heard < self._copies:
+        """Wait until all copies are up. Returns the milliseconds it took.
+
+        Raises RuntimeError: they never are, or `left` would not see one of them.
+        """
+        heard, rest = list[bytes](), b""
+        while len(heard) < self._copies:
             if select.select([self._ready], [], [], 0.2)[0]:
-                heard += len(os.read(self._ready, 1 << 16))
+                *more, rest = (rest + os.read(self._ready, 1 << 16)).split(b"\n")
+                heard += more
             elif self.process.poll() is not None and not select.select([self._ready], [], [], 0)[0]:
-                raise RuntimeError(f"{heard} of {self._copies} copies were up: {self.last_line()}")
-        return (time.monotonic() - self.began) * 1e3
+                raise RuntimeError(f"{len(heard)} of {self._copies} copies were up: {self.last_line()}")
+        up = time.monotonic()
+        while unseen := set(map(int, heard)) - self.left():  # one that is in execve(2) has no environment for a moment
+            if time.monotonic() - up > PATIENCE:
+                raise RuntimeError(f"{len(unseen)} of {self._copies} copies do not carry the job's mark")
+        return (up - self.began) * 1e3
 
     def last_line(self) -> str:
         """Return the last line that the launcher has shown."""
@@ -115,7 +126,7 @@ class Started:
 
     def left(self) -> set[int]:
         """Return what lives of the job: the launcher, what it started for itself, the copies and what is below them."""
-        mark = f"{_MARK}={self._mark}".encode()
+        mark = f"{MARK}={self._mark}".encode()
         found = set()
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != os.getpid():

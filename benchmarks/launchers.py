@@ -41,14 +41,16 @@ class Launcher(NamedTuple):
         command: The command line for a job; it may write its configuration into the job's folder.
         runs: Whether it ends when the copies have ended, so that a program can be run by it.
         falls: Whether one failed copy ends the others.
-        tees: Whether it marks lines by the copy that wrote them.
+        tees: The mark that it puts before a line, as a pattern whose group is the copy; empty: it puts none.
+        names: The variable in which it tells a copy what it is called in the mark.
         note: What the mapping is, for the page.
     """
 
     command: Callable[[Job], list[str]]
     runs: bool = True
     falls: bool = True
-    tees: bool = True
+    tees: bytes = b""
+    names: str = "LOCAL_RANK"
     note: str = ""
 
 
@@ -64,12 +66,12 @@ def _torchrun(job: Job) -> list[str]:
     tee = ["--tee", "3"] if job.teed else []
     return [
         *(peers.python(TORCH), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.copies)),
-        *("--no-python", "--log-dir", str(job.folder / "logs"), *tee, *job.argv),
+        *("--no-python", "--log-dir", str(job.folder / "logs"), "--shutdown-timeout", str(job.grace), *tee, *job.argv),
     ]
 
 
 def _parallel(job: Job) -> list[str]:
-    shown = ["--line-buffer", "--tag"] if job.teed else ["--ungroup"]
+    shown = ["--line-buffer", "--tagstring", "{#}"] if job.teed else ["--ungroup"]
     return [
         *("parallel", "--will-cite", "-N0", "-j", str(job.copies), "--halt", "now,fail=1", *shown),
         *("--termseq", f"TERM,{job.grace * 1000},KILL,25", "-q", *job.argv, ":::", *map(str, range(job.copies))),
@@ -126,6 +128,7 @@ def _circus(job: Job) -> list[str]:
             cmd = {shlex.join(job.argv)}
             numprocesses = {job.copies}
             respawn = false
+            copy_env = true
             graceful_timeout = {job.grace}
             stop_children = true
             """)
@@ -147,40 +150,48 @@ def _s6(job: Job) -> list[str]:
 
 
 _FLOOR = """
-import os, signal, subprocess, sys
-copies = {}
+import os, signal, sys
+copies = set()
 def end(*_):
-    for copy in copies.values():
-        copy.terminate()
+    for pid in copies:
+        os.kill(pid, signal.SIGTERM)
 signal.signal(signal.SIGTERM, end)
 for _ in range(int(sys.argv[1])):
-    copy = subprocess.Popen(sys.argv[2:])
-    copies[copy.pid] = copy
+    copies.add(os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ))
 failed = 0
 while copies:
     pid, status = os.wait()
-    copies.pop(pid).returncode = status
+    copies.remove(pid)
     if status and not failed:
         failed = 1
         end()
-sys.exit(failed)
+os._exit(failed)
 """
 
 
 def _floor(job: Job) -> list[str]:
-    return [sys.executable, "-c", _FLOOR, str(job.copies), *job.argv]
+    return [sys.executable, "-I", "-S", "-c", _FLOOR, str(job.copies), *job.argv]
 
 
 LAUNCHERS = {
-    PHALANX: Launcher(_phalanx, note="`phalanx run --no-python`"),
-    TORCH: Launcher(_torchrun, note="`torchrun --standalone --no-python`"),
-    "parallel": Launcher(_parallel, note="GNU parallel, `-j N --halt now,fail=1`"),
-    "mpirun": Launcher(_mpirun, note="OpenMPI's, `--oversubscribe --bind-to none`"),
-    "honcho": Launcher(_honcho, note="a Procfile of N lines"),
-    "supervisord": Launcher(_supervisord, runs=False, falls=False, tees=False, note="`numprocs=N`, no restarts"),
-    "circus": Launcher(_circus, runs=False, falls=False, tees=False, note="`numprocesses = N`, no respawn"),
-    "s6": Launcher(_s6, runs=False, falls=False, tees=False, note="s6-svscan, a service a copy"),
-    FLOOR: Launcher(_floor, tees=False, note="a Python that starts them, waits, and ends the rest if one fails"),
+    PHALANX: Launcher(_phalanx, tees=rb" *\[(\d+)\] ", note="`phalanx run --no-python`"),
+    TORCH: Launcher(_torchrun, tees=rb"\[default(\d+)\]:", note="`torchrun --standalone --no-python`"),
+    "parallel": Launcher(
+        _parallel, tees=rb"(\d+)\t", names="PARALLEL_SEQ", note="GNU parallel, `-j N --halt now,fail=1`"
+    ),
+    "mpirun": Launcher(
+        _mpirun,
+        tees=rb"\[\d+,(\d+)\]<stdout>:",
+        names="OMPI_COMM_WORLD_RANK",
+        note="OpenMPI's, `--oversubscribe --bind-to none`",
+    ),
+    "honcho": Launcher(
+        _honcho, tees=rb"\d\d:\d\d:\d\d (\S+) +\| ", names="HONCHO_PROCESS_NAME", note="a Procfile of N lines"
+    ),
+    "supervisord": Launcher(_supervisord, runs=False, falls=False, note="`numprocs=N`, no restarts"),
+    "circus": Launcher(_circus, runs=False, falls=False, note="`numprocesses = N`, no respawn"),
+    "s6": Launcher(_s6, runs=False, falls=False, note="s6-svscan, a service a copy"),
+    FLOOR: Launcher(_floor, note="a bare Python that starts them, waits, and ends the rest if one fails"),
 }
 
 

@@ -52,20 +52,18 @@ AHEAD, FAR = 1.1, 2.0
 """From which ratio to the best peer it is ahead, and above which one the floor is far."""
 
 _KEEPER = "the keeper and its guard, an interpreter of their own, which are there when the launcher is killed"
-_BYTES = "a Python of its own; the peer is a program in C that looks after nothing else"
 STAYS: dict[tuple[str, str], str] = {
     ("launch", "elapsed"): "two thirds are the start of Python and the imports of the command, of which click is a "
-    "third; the rest is the keeper's start, the run and its record. From 64 programs on it is the fastest",
-    ("launch", "memory"): _BYTES,
+    "third; the rest is the keeper's start, the run and its record. At 64 programs mpirun is as fast, where it does "
+    "not hang",
     ("programs", "elapsed"): _KEEPER + "; with N the ratio falls",
     ("functions", "elapsed"): "each worker has an error file, a handler for fatal signals and its logs, and the "
     "group its keeper",
     ("stand", "up"): _KEEPER + "; from 256 programs on it is the first",
     ("stand", "threads"): "the same number for every N: each has a task that must not wait for another's",
-    ("stand", "memory"): _BYTES,
+    ("stand", "memory"): "a Python of its own; the peer is a program in C that looks after nothing else",
     ("stand", "ended"): "the report, the record of the run, and the search for what the programs left behind",
     ("failure", "ended"): "the settle window of 30 ms, in which a cause may still come; then as `stand`, ended",
-    ("kills", "killed, ended"): "the guard looks through /proc for all that any program had started",
     ("rendezvous", ""): "each agent is admitted by its secret, writes to the store, watches it and decides, all on two "
     "cores; the floor counts them",
     ("broadcast", ""): "a transaction at the store, its watches, and a decision in each agent",

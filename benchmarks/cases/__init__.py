@@ -42,6 +42,12 @@ _MODULES = {
 
 NAMES = tuple(_MODULES)
 
+SMOKE = (
+    *("launch", "programs", "functions", "stand", "failure", "watched", "kills", "lines"),
+    *("import", "thousand", "log_throughput", "timer_cost", "timer_flood"),
+)
+"""Those that take a few seconds, at 8 where they have sizes, and need no peer."""
+
 
 def load(name: str) -> Case:
     """Return the case of this name (one of ``NAMES``; else ``KeyError``)."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import procfs
 from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
-from benchmarks.group import start
+from benchmarks.group import library_of, start
 from benchmarks.ready import Listener, with_array
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def _phalanx() -> Sample:
 
 
 def _peer() -> Sample:
+    library_of(TORCH)
     return Sample(dict(_figures("spawn", partial(_start, TORCH), 1)))
 
 

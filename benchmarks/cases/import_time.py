@@ -54,4 +54,5 @@ CASE = Case(
     contenders={name: partial(_measure, name) for name in (PHALANX, TORCH, FLOOR)},
     rounds=3,
     peer_rounds=1,
+    warm_up=False,
 )

@@ -30,7 +30,7 @@ def _measure(contender: str, times: int) -> Sample:
         command = [*program, str(times), *map(str, SIZES[contender])]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
         for size, took in json.loads(done.stdout).items():
-            figures[_name(way, int(size))] = took[1:] or took  # the first is to warm up
+            figures[_name(way, int(size))] = took
     return Sample(figures)
 
 
@@ -40,7 +40,7 @@ CASE = Case(
     "imports nothing, by reference and by value; as fresh interpreters, and as forks of a warm process",
     units=dict.fromkeys((_name(way, size) for way in WAYS[PHALANX] for size in SIZES[PHALANX]), "ms"),
     targets=(Target(_name("reference", 8), "<=", 1 / 20, of=TORCH),),
-    contenders={PHALANX: partial(_measure, PHALANX, 4), TORCH: partial(_measure, TORCH, 1)},
+    contenders={PHALANX: partial(_measure, PHALANX, 3), TORCH: partial(_measure, TORCH, 1)},
     rounds=3,
     peer_rounds=1,
     warm_up=False,

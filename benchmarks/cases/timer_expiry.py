@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from typing import Self
 
 TIMES = {PHALANX: 50, TORCH: 5}
-INTERVAL = {PHALANX: 60.0, TORCH: 1.0}
-"""``max_interval`` of the servers. With 60 s a worker of the peer's would live for up to a minute more."""
+INTERVAL = {PHALANX: 60.0, TORCH: 0.1}
+"""``max_interval`` of the servers. The peer's looks so often: with 60 s a worker would live for a minute more."""
 
-AFTER = 0.2
-"""Seconds until the timer expires."""
+AFTER = 0.25
+"""Seconds until the timer expires. The peer's server looks when it is told of it, and each interval after that: a
+multiple of that would be its best, and this is its mean."""
 
 FAR, FAR_TIMES = 3.0, 3
 """The same for a timer that is far off, and how often. The kernel may end a wait late by a thousandth of its length."""

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
-from benchmarks.group import elapsed_ms, start
+from benchmarks.group import elapsed_ms, library_of, start
 from benchmarks.ready import Listener, with_module
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ SECOND = 5
 
 def _until_ready(contender: str, **options: Any) -> float:
     """Return the milliseconds from the call until the last worker has said that it has the module."""
+    library_of(contender)
     with Listener() as listener:
         began = perf_counter()
         context = start(contender, with_module, [(MODULE, listener.address)] * WORKERS, **options)
