@@ -53,64 +53,74 @@ AHEAD, FAR = 1.1, 2.0
 
 _KEEPER = "the keeper and its guard, an interpreter of their own, which are there when the launcher is killed"
 STAYS: dict[tuple[str, str], str] = {
-    ("launch", "elapsed"): "two thirds are the start of Python and the imports of the command, of which click is a "
-    "third, and no other module a hundredth; the rest is the keeper's start, the run and its record. At 64 programs mpirun is as fast, where it does "
-    "not hang",
-    ("programs", "elapsed"): _KEEPER
-    + "; with N the ratio falls. Of one program's 23 ms of CPU, 9 are the start of that "
-    "interpreter, 5 its modules and 4 the launcher; each further program costs 0.3 ms, for its descriptor, its exit and "
-    "its report",
-    ("functions", "elapsed"): "for one function, the keeper; a worker's imports take 34 ms of CPU, of which "
-    "`multiprocessing`'s are 30; with 32 it takes no more CPU than `multiprocessing`",
-    (
-        "warm_torch",
-        "second start",
-    ): "the group's guard and keeper are two more forks of what has torch, and each worker "
-    "copies some 900 pages that it is the first to touch",
+    ("launch", "elapsed"): (
+        "two thirds are the start of Python and the imports of the command, of which click is a third, and no other"
+        " module a hundredth; the rest is the keeper's start, the run and its record. At 64 programs mpirun is as "
+        "fast, where it does not hang"
+    ),
+    ("programs", "elapsed"): (
+        _KEEPER + "; with N the ratio falls. Of one program's 23 ms of CPU, 9 are the start of that interpreter, 5 its "
+        "modules and 4 the launcher; each further program costs 0.3 ms, for its descriptor, its exit and its report"
+    ),
+    ("functions", "elapsed"): (
+        "for one function, the keeper; a worker's imports take 34 ms of CPU, of which `multiprocessing`'s are 30; "
+        "with 32 it takes no more CPU than `multiprocessing`"
+    ),
+    ("warm_torch", "second start"): (
+        "the group's guard and keeper are two more forks of what has torch, and each worker copies some 900 pages "
+        "that it is the first to touch"
+    ),
     ("watched", "status"): "a Python, its imports and a question; the floor is a bare Python that reads /proc",
-    ("stand", "up"): _KEEPER + "; from 256 programs on it is the first",
+    ("stand", "up"): (_KEEPER + "; from 256 programs on it is the first"),
     ("stand", "threads"): "the same number for every N: each has a task that must not wait for another's",
     ("stand", "memory"): "a Python of its own; the peer is a program in C that looks after nothing else",
-    ("stand", "ended"): "the report, the record of the run, the events of each worker, and the search for what "
-    "the programs left behind",
+    ("stand", "ended"): (
+        "the report, the record of the run, the events of each worker, and the search for what the programs left behind"
+    ),
     ("failure", "ended"): "the settle window of 30 ms, in which a cause may still come; then as `stand`, ended",
-    ("rendezvous", ""): "each agent is admitted by its secret, writes to the store, watches it and decides, all on two "
-    "cores; the floor counts them",
+    ("rendezvous", ""): (
+        "each agent is admitted by its secret, writes to the store, watches it and decides, all on two cores; the "
+        "floor counts them"
+    ),
     ("broadcast", ""): "a transaction at the store, its watches, and a decision in each agent",
     ("big_argument", "forkserver"): "the array is copied once into shared memory; a bare fork has the parent's",
-    ("exit_to_wait", "beyond settle"): "the keeper reaps and reports, and a thread of the launcher wakes the caller; "
-    "torch looks each 10 ms, on the caller's own",
+    ("exit_to_wait", "beyond settle"): (
+        "the keeper reaps and reports, and a thread of the launcher wakes the caller; torch looks each 10 ms, on "
+        "the caller's own"
+    ),
     ("memory", "helper"): "guard and keeper; the others have none",
     ("thousand", "launcher fds"): "six for the group, however many its workers are",
-    (
-        "thousand",
-        "helper",
-    ): "the keeper has a descriptor for each worker, and what is known of it; the others have no keeper",
+    ("thousand", "helper"): (
+        "the keeper has a descriptor for each worker, and what is known of it; the others have no keeper"
+    ),
     ("thousand", "close"): "each process is signalled, reaped and recorded, and what it left is looked for",
     ("thousand", "launcher memory"): "what is known of a worker: its state, its files, its name",
     ("import", "import"): "the library's public names",
-    ("lines", "speed"): "the end of a run (`stand`, ended) is in the time; and each line is in a file, too, which "
-    "parallel does not keep",
-    ("log_throughput", "devnull"): "each line is found and marked, and compared if it may begin a traceback; the "
-    "writing is in the time, which the floor's is not",
-    (
-        "log_delay",
-        "median",
-    ): "one more process reads the file and writes the line: the least Python that does this takes "
-    "twice the floor; the rest marks, cuts and compares lines, with cold caches",
+    ("lines", "speed"): (
+        "the end of a run (`stand`, ended) is in the time; and each line is in a file, too, which parallel does not"
+        " keep"
+    ),
+    ("log_throughput", "devnull"): (
+        "each line is found and marked, and compared if it may begin a traceback; the writing is in the time, which"
+        " the floor's is not"
+    ),
+    ("log_delay", "median"): (
+        "one more process reads the file and writes the line: the least Python that does this takes twice the "
+        "floor; the rest marks, cuts and compares lines, with cold caches"
+    ),
     ("log_delay", "p99"): "as the median",
-    (
-        "timer_cost",
-        "expires",
-    ): "an object and its four methods are 3.6 times the floor; the rest is the caller's line, a "
-    "slot, and the watcher's next look",
-    (
-        "timer_cost",
-        "file",
-    ): "JSON with three decimal numbers, which torch's servers read, a pid, and a check that it is "
-    "one write; of a flood, the server's 7 us a request are what is measured",
-    ("timer_cost", "local"): "written when it returns, so a worker that is killed just after has been heard; torch's "
-    "returns when it is in a buffer, and is three times as slow until it has been written",
+    ("timer_cost", "expires"): (
+        "an object and its four methods are 3.6 times the floor; the rest is the caller's line, a slot, and the "
+        "watcher's next look"
+    ),
+    ("timer_cost", "file"): (
+        "JSON with three decimal numbers, which torch's servers read, a pid, and a check that it is one write; of a"
+        " flood, the server's 7 us a request are what is measured"
+    ),
+    ("timer_cost", "local"): (
+        "written when it returns, so a worker that is killed just after has been heard; torch's returns when it is "
+        "in a buffer, and is three times as slow until it has been written"
+    ),
     ("timer_flood", "wall"): "torch's raises an error in 19 of 20 timers, and so does not wait",
 }
 """Why a figure is behind, by case and the beginning of the figure's name."""
