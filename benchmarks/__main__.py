@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import launchers, machine, peers, report
-from benchmarks.case import FLOOR, PHALANX
+from benchmarks.case import FLOOR, PHALANX, positive, sizes
 from benchmarks.cases import NAMES, SMOKE, load
 from benchmarks.runner import ROOT, run_case
 
@@ -35,23 +36,6 @@ PROGRAMS = {
 PEERS = tuple(dict.fromkeys(peer for name in NAMES for peer in load(name).peers()))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-_positive.__name__ = "positive whole number"  # argparse names the type in its error
-
-
-def _sizes(text: str) -> list[int]:
-    return [_positive(word) for word in text.split(",")]
-
-
-_sizes.__name__ = "list of sizes, like 8,64"
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -62,11 +46,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "cases", nargs="*", metavar="CASE", help=f"which cases to run: {', '.join(NAMES)} (default: all)"
     )
     parser.add_argument("--list", action="store_true", help="say what each case measures, and its targets")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="measured rounds (default: as each case asks for)")
     parser.add_argument(
-        "--rounds", type=_positive, metavar="N", help="measured rounds (default: as each case asks for)"
-    )
-    parser.add_argument(
-        "--sizes", type=_sizes, metavar="N,N", help="of the cases that have sizes, only these (default: all of each)"
+        "--sizes", type=sizes, metavar="N,N", help="of the cases that have sizes, only these (default: all of each)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure seen to FILE, too")
     parser.add_argument(
@@ -84,6 +66,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if unknown := [name for name in options.cases if name not in NAMES]:
         parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(NAMES)})")
+    if options.sizes and (why := _nobodys(options.cases, set(options.sizes))):
+        parser.error(f"argument --sizes: {why}")
     if options.smoke:
         options.cases = options.cases or list(SMOKE)
         options.rounds, options.sizes, options.peers = (
@@ -98,7 +82,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"argument --python: {options.python} is no program")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"argument --json: {options.json.parent} is no folder")
+    if options.json and options.json.exists() and not options.json.is_file():
+        parser.error(f"argument --json: {options.json} is no file")
     return options
+
+
+def _nobodys(names: list[str], sizes: set[int]) -> str:
+    """Return why with these sizes one would run nothing of a case that was named, or have a size that no case has."""
+    cases = [load(name) for name in names or NAMES]
+    for case in cases if names else []:
+        if case.sizes and not sizes.intersection(case.sizes):
+            return f"{case.name} has {', '.join(map(str, case.sizes))}"
+    strange = sizes.difference(*(case.sizes for case in cases))
+    return f"no case that is asked for has {', '.join(map(str, sorted(strange)))}" if strange else ""
 
 
 def _list(names: list[str]) -> None:
@@ -116,7 +112,7 @@ def find(names: Iterable[str], python: str) -> tuple[dict[str, str], dict[str, s
         if why := launchers.missing(name):
             absent[name] = why
         else:
-            interpreters[name] = peers.python(name)
+            interpreters[name] = peers.python(name, python)
     return interpreters, absent
 
 
@@ -135,11 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in absent.items():
         print(f"NO {name}: {why}")
     # As pip leaves an installed package, the peers' too: nobody's figures include the compiling of their modules.
-    compiled = [options.python, "-m", "compileall", "-q", str(ROOT / "src"), str(ROOT / "benchmarks")]
-    subprocess.run(compiled, check=True)
+    compiled = [options.python, "-m", "compileall", "-qq", str(ROOT / "src"), str(ROOT / "benchmarks")]
+    if subprocess.run(compiled, stdout=subprocess.DEVNULL, check=False).returncode:
+        print("NO byte code is kept of some modules: their imports compile them anew, each time")
     facts = machine.describe(interpreters)
     print("; ".join(f"{name}: {fact}" for name, fact in facts.items()))
-    cases = []
+    cases, written = [], True
     for case in map(load, names):
         sizes = [size for size in case.sizes if not options.sizes or size in options.sizes] if case.sizes else [0]
         results = [run_case(case, interpreters, options.rounds, size) for size in sizes]
@@ -148,9 +145,23 @@ def main(argv: list[str] | None = None) -> int:
             cases.append(results)
             print(f"\n{report.table(results)}", flush=True)
             if options.json:  # after each: a run that is ended has what it saw
-                options.json.write_text(report.as_text(report.as_json(facts, absent, cases)))
-    return int(any(result.missed() for results in cases for result in results))
+                try:
+                    report.write(options.json, report.as_json(facts, absent, cases))
+                    written = True
+                except OSError as error:
+                    print(f"NOT WRITTEN: {error}", file=sys.stderr)
+                    written = False
+    missed = any(result.missed(unmeasured=options.smoke) for results in cases for result in results)
+    return int(missed or not written)
+
+
+def _end(number: int, _frame: object) -> None:
+    """End as an interrupt does: what was started is ended, what was made is removed."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # else whoever started it, nohup say, wants it ignored
+            signal.signal(number, _end)
     sys.exit(main())

@@ -135,3 +135,20 @@ class Case(NamedTuple):
             met = None if value is None else target.met(value)
             verdicts.append(Verdict(text, value, target.unit(self.units[target.figure]), met))
         return verdicts
+
+
+def positive(text: str) -> int:
+    """Return the number that a word of a command line is. Raises ValueError: it is none, or below 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def sizes(text: str) -> list[int]:
+    """Return the sizes that a word of a command line names. Raises ValueError."""
+    return [positive(word) for word in text.split(",")]
+
+
+# argparse names the type in its error.
+positive.__name__, sizes.__name__ = "positive whole number", "list of sizes, like 8,64"

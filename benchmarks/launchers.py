@@ -197,10 +197,9 @@ LAUNCHERS = {
 
 def missing(name: str) -> str:
     """Return why a launcher cannot take part here; nothing if it can. Makes its environment if it has one."""
-    programs = {"parallel": "parallel", "mpirun": "mpirun", "s6": "s6-svscan"}
-    if name in programs:
-        found = shutil.which(programs[name])
-        return "" if found else f"there is no {programs[name]} on the PATH (Debian: {_PACKAGES[name]})"
+    if program := peers.PROGRAMS.get(name):
+        found = shutil.which(program)
+        return "" if found else f"there is no {program} on the PATH (Debian: {_PACKAGES[name]})"
     return peers.missing(name)
 
 

@@ -43,5 +43,5 @@ def describe(interpreters: Mapping[str, str]) -> dict[str, str]:
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "commit": _commit(),
         "python": version,
-        "peers": ", ".join(peers.PINS.get(name, name) for name in interpreters if name not in ("phalanx", "floor")),
+        "peers": ", ".join(peers.version(name) for name in interpreters if name not in ("phalanx", "floor")),
     }

@@ -137,6 +137,8 @@ _NAMES = {_TEXT: "var(--text)", _GRID: "var(--grid)", _OURS: "var(--ours)"}
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return several results as one: of a case and size that are in two of them, what the last has."""
     first, *later = found
+    first["machine"] = {fact: _fact(fact, [one["machine"][fact] for one in found]) for fact in first["machine"]}
+    first["absent"] = {name: why for one in found for name, why in one["absent"].items()}
     for name, case in ((name, case) for one in later for name, case in one["cases"].items()):
         runs = {run["size"]: run for run in [*first["cases"].get(name, {"runs": []})["runs"], *case["runs"]]}
         first["cases"][name] = case | {"runs": [runs[size] for size in sorted(runs)]}
@@ -145,8 +147,15 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
+def _fact(name: str, values: Sequence[str]) -> str:
+    """Return a fact of the machine of several results. Raises ValueError: they are of different machines."""
+    if name in {"cores", "kernel", "python"} and len(set(values)) > 1:
+        raise ValueError(f"results of different machines, {name}: {' and '.join(dict.fromkeys(values))}")
+    return ", ".join(dict.fromkeys(word for value in values for word in value.split(", ") if word))
+
+
 def results_of(found: dict[str, Any]) -> Iterator[list[Result]]:
-    """Yield the results of each case in what `report.as_json` has returned, without targets: ratios say more."""
+    """Yield the results of each case in what `report.as_json` has returned, without targets, see `missed`."""
     for name, one in found["cases"].items():
         case = Case(name, one["measures"], one["units"], (), dict.fromkeys(one["contenders"], _not_run))
         yield [
@@ -227,6 +236,8 @@ def _worst(results: Sequence[Result], figure: str, others: Sequence[str]) -> tup
     more_is_better = results[0].case.units[figure].endswith("/s")
     worst, text = 0.0, "-"
     for result in results:
+        if PHALANX in result.errors:
+            return math.inf, f"{PHALANX} FAILED" + (f" (N = {result.size})" if result.size else "")
         medians = {name: median(values) for name in result.figures if (values := result.figures[name].get(figure))}
         best = report.best(medians, others, more_is_better=more_is_better)
         if best is None or not medians.get(PHALANX):
@@ -254,6 +265,19 @@ def behind(found: dict[str, Any]) -> str:
                 )
                 lines.append(f"| `{case.name}` | {figure} | {of_peer} | {of_floor} | {why} |")
     return "\n".join(lines)
+
+
+def missed(found: dict[str, Any]) -> str:
+    """Return the table of the targets that were missed, as they were judged when it was measured."""
+    lines = ["| case | N | target | found |", "| --- | --- | --- | --- |"]
+    for name, case in found["cases"].items():
+        for run in case["runs"]:
+            lines += [
+                f"| `{name}` | {run['size'] or ''} | {one['target']} | {report.number(one['value'])} {one['unit']} |"
+                for one in run["targets"]
+                if one["met"] is False
+            ]
+    return "\n".join(lines) if len(lines) > 2 else "None."
 
 
 def section(found: dict[str, Any]) -> str:
@@ -332,7 +356,8 @@ def main(argv: list[str]) -> int:
     for file, results, figure in pictures(found):
         (folder / file).write_text(draw(results, figure), encoding="utf-8")
     put(options.page, "behind", behind(found))
+    put(options.page, "missed", missed(found))
     put(options.page, "cases", section(found))
     put(options.readme, "rows", rows(found))
-    (folder / RESULT).write_text(report.as_text(found), encoding="utf-8")
+    report.write(folder / RESULT, found)
     return 0

@@ -39,15 +39,19 @@ VARIABLE = "PHALANX_PEER_PYTHON"
 FOLDER = ROOT / ".venv-peers"
 
 
+PROGRAMS = {"parallel": "parallel", "mpirun": "mpirun", "s6": "s6-svscan"}
+"""The peers that are programs of Debian's."""
+
+
 class PeerError(Exception):
     """There is no such peer to compare with; the message says why."""
 
 
-def python(name: str) -> str:
-    """Return the interpreter of a peer, there or not; our own, of those that need no package."""
+def python(name: str, own: str = sys.executable) -> str:
+    """Return the interpreter of a peer, there or not; ``own``, of those that need no package."""
     if name == TORCH and (chosen := os.environ.get(VARIABLE)):
         return chosen
-    return str(FOLDER / name / "bin" / "python") if name in PINS else sys.executable
+    return str(FOLDER / name / "bin" / "python") if name in PINS else own
 
 
 def program(name: str, file: str) -> str:
@@ -74,21 +78,45 @@ def find_or_make(name: str) -> str:
             raise PeerError(f"{VARIABLE}={chosen}: {fault}")
         return chosen
     found = python(name)
-    if _fault(name, found):
+    if _fault(name, found, pinned=True):
         _make(name, found)
-    if fault := _fault(name, found):
+    if fault := _fault(name, found, pinned=True):
         raise PeerError(f"{PINS[name]} was installed, but: {fault}")
     return found
 
 
-def _fault(name: str, interpreter: str) -> str | None:
+def version(name: str) -> str:
+    """Return a peer with the version of it that is there: of its package, or of Debian's that has its program."""
+    if name in PINS:
+        package = PINS[name].partition("==")[0]
+        asked = [python(name), "-c", f"import importlib.metadata as m; print('{package}==' + m.version('{package}'))"]
+        return _answer(asked) or package
+    if name not in PROGRAMS:
+        return name  # of Python itself
+    owner = _answer(["dpkg-query", "-S", str(Path(shutil.which(PROGRAMS[name]) or "/").resolve())])
+    package = owner.rpartition("\n")[2].partition(":")[0]  # lines before it are of diversions
+    return f"{name} {_answer(['dpkg-query', '-W', '-f', '${Version}', package])}".strip() if package else name
+
+
+def _answer(command: list[str]) -> str:
+    """Return what a command prints, or nothing if it cannot be asked."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _fault(name: str, interpreter: str, *, pinned: bool = False) -> str | None:
     """Return what is wrong with an interpreter as a peer's, or nothing."""
     command = [interpreter, "-c", f"import {_IMPORTS.get(name, name)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         return str(error)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed and said nothing"])[-1]
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["it failed and said nothing"])[-1]
+    found = version(name)
+    return f"{found} is there" if pinned and found.partition("+")[0] != PINS[name] else None
 
 
 def _make(name: str, interpreter: str) -> None:

@@ -14,7 +14,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from benchmarks import procfs
+from benchmarks import launchers, peers, procfs
 from benchmarks.case import PHALANX
 from benchmarks.cases import NAMES, load
 from benchmarks.runner import ROOT, command_of, environment
@@ -30,7 +30,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     case = load(options.case)
     size = options.size or (case.sizes[min(1, len(case.sizes) - 1)] if case.sizes else 0)
-    command = command_of(case, options.contender, sys.executable, size)
+    if options.contender not in case.contenders:
+        parser.error(f"argument --contender: {case.name} has {', '.join(case.contenders)}")
+    whose = case.interpreter or options.contender
+    if why := next(filter(None, map(launchers.missing, (options.contender, whose))), ""):
+        parser.error(f"argument --contender: {options.contender} cannot take part: {why}")
+    command = command_of(case, options.contender, peers.python(whose), size)
     stem = options.to / f"{case.name}{f'-{size}' if size else ''}-{options.contender}"
     flames, calls = stem.with_suffix(".svg"), stem.with_suffix(".strace.txt")
     made = [
@@ -43,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(tool: str, options: list[str], command: list[str]) -> bool:
-    """Run the measurement under a tool. Returns whether that is here and ended well; else what it printed is shown."""
+    """Run the measurement under a tool. Returns whether both did all they should; else what they printed is shown."""
     found = shutil.which(tool) or shutil.which(str(Path(sys.executable).with_name(tool)))
     if found is None:
         print(f"there is no {tool} here", file=sys.stderr)
@@ -57,6 +62,8 @@ def _run(tool: str, options: list[str], command: list[str]) -> bool:
             )  # fmt: skip
         finally:
             procfs.sweep(mark)
-    if done.returncode:
+    # py-spy ends with 0 when the program that it ran did not.
+    is_whole = done.returncode == 0 and done.stdout.rpartition("\n{")[2].startswith('"figures"')
+    if not is_whole:
         sys.stderr.write(done.stderr)
-    return done.returncode == 0
+    return is_whole

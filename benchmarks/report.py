@@ -106,9 +106,24 @@ def _remarks(results: Sequence[Result]) -> Iterable[str]:
             yield f"target{of}: {PHALANX} {target}: {_MET[met]}{found}"
         yield from (f"{contender}{of}: {note}" for contender, notes in result.notes.items() for note in notes)
         yield from (f"{contender}{of}: FAILED: {error}" for contender, error in result.errors.items())
+    yield from _rounds(results)
     for figure, exponents in growth(results).items():
         shown = ", ".join(f"{contender} {exponent:.2f}" for contender, exponent in exponents.items())
         yield f"grows with N to the power of: {figure}: {shown}"
+
+
+def _rounds(results: Sequence[Result]) -> Iterable[str]:
+    """Yield in how many rounds whose figures were seen, once for all sizes of which it is the same."""
+    sizes: dict[str, list[int]] = {}
+    for result in results:
+        by: dict[int, list[str]] = {}
+        for contender in result.figures:
+            by.setdefault(max(map(len, result.seen[contender].values()), default=0), []).append(contender)
+        text = "; ".join(f"{rounds} of {', '.join(names)}" for rounds, names in sorted(by.items(), reverse=True))
+        sizes.setdefault(text, []).append(result.size)
+    for text, those in sizes.items():
+        of = f" of {', '.join(map(str, those))}" if len(sizes) > 1 else ""
+        yield f"rounds{of}: {text or 'none'}"
 
 
 def table(results: Sequence[Result]) -> str:
@@ -178,6 +193,17 @@ def read(path: Path) -> dict[str, Any]:
     if version != VERSION:
         raise ValueError(f"{path}: expected a result of version {VERSION}, found {version!r}")
     return dict(found)
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Write what `as_json` has returned, beside what is there first: a full disk does not cut that. Raises OSError."""
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(as_text(found), encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def as_text(found: Mapping[str, Any]) -> str:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+_SHOWN = 5
+"""Lines of a launcher's standard error that are shown when it failed."""
+
 
 class RunError(Exception):
     """A contender did not deliver figures."""
@@ -48,19 +51,21 @@ class Result(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """Contender -> figure -> every value seen in the measured rounds."""
+        """Contender -> figure -> every value seen in the measured rounds; nothing of one that failed in any of them."""
         return {
             contender: {figure: [value for values in rounds for value in values] for figure, rounds in figures.items()}
             for contender, figures in self.seen.items()
+            if contender not in self.errors
         }
 
     def verdicts(self) -> list[Verdict]:
         """Judge every target of the case at this size."""
         return self.case.judge(self.figures, self.size)
 
-    def missed(self) -> bool:
-        """Tell whether a target was missed, or Phalanx failed to deliver."""
-        return PHALANX in self.errors or any(verdict.met is False for verdict in self.verdicts())
+    def missed(self, *, unmeasured: bool = False) -> bool:
+        """Tell whether a target was missed, or Phalanx failed to deliver; if asked, whether one was not measured."""
+        misses = (False, None) if unmeasured else (False,)
+        return PHALANX in self.errors or any(verdict.met in misses for verdict in self.verdicts())
 
     def only_counts(self) -> Result:
         """Return the same with those targets alone that are counts: no time is judged."""
@@ -100,11 +105,11 @@ def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = N
     return result
 
 
-def run_contender(case: Case, contender: str, python: str, size: int = 0) -> Sample:
+def run_contender(case: Case, contender: str, python: str, size: int = 0, tree: Path = ROOT) -> Sample:
     """Run one contender once, within ``case.limit`` seconds; raise ``RunError`` when it fails.
 
-    Whatever it leaves behind is killed, and noted. Its output goes to files and not to pipes: a worker that outlives it
-    would hold a pipe open.
+    Whatever it leaves behind is killed, and noted; of Phalanx it is a failure. Its output goes to files and not to
+    pipes: a worker that outlives it would hold a pipe open. ``tree``: of which checkout the library is.
     """
     mark = uuid.uuid4().hex
     command = command_of(case, contender, python, size)
@@ -112,7 +117,7 @@ def run_contender(case: Case, contender: str, python: str, size: int = 0) -> Sam
         out, err = Path(folder, "out"), Path(folder, "err")
         try:
             with out.open("wb") as stdout, err.open("wb") as stderr:
-                env = environment(mark, folder)
+                env = environment(mark, folder, tree)
                 code = subprocess.run(
                     command,
                     cwd=ROOT,
@@ -128,11 +133,20 @@ def run_contender(case: Case, contender: str, python: str, size: int = 0) -> Sam
         finally:
             left = procfs.sweep(mark)
         if code:
-            lines = err.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise RunError(f"exit code {code}: {lines[-1]}")
+            raise RunError(f"exit code {code}: {_why(err.read_text(errors='replace'))}")
         found = json.loads(out.read_text(errors="replace").splitlines()[-1])
-    notes = (*found["notes"], f"left {left} processes behind") if left else tuple(found["notes"])
-    return Sample(found["figures"], notes)
+    if not left:
+        return Sample(found["figures"], tuple(found["notes"]))
+    if contender == PHALANX:
+        raise RunError(f"left {left} processes behind")
+    return Sample(found["figures"], (*found["notes"], f"left {left} processes behind"))
+
+
+def _why(stderr: str) -> str:
+    """Return the error that ended a contender, and what the launcher that it measures had printed before that."""
+    before, _, raised = f"\n{stderr}".rpartition("\nTraceback (most recent call last):\n")
+    error = (raised.strip().splitlines() or ["it said nothing"])[-1]
+    return " / ".join([error, *(line.strip() for line in before.splitlines()[-_SHOWN:] if line.strip())])
 
 
 def command_of(case: Case, contender: str, python: str, size: int = 0) -> list[str]:
@@ -140,12 +154,12 @@ def command_of(case: Case, contender: str, python: str, size: int = 0) -> list[s
     return [python, "-m", "benchmarks.contender", case.name, contender, *([str(size)] if size else [])]
 
 
-def environment(mark: str, folder: str) -> dict[str, str]:
+def environment(mark: str, folder: str, tree: Path = ROOT) -> dict[str, str]:
     """Return the environment of what is measured.
 
-    This checkout comes first on the path; byte code may be kept, else each import would compile anew; and temporary
+    The checkout comes first on the path; byte code may be kept, else each import would compile anew; and temporary
     files go where they are removed.
     """
-    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": folder, procfs.MARK: mark}

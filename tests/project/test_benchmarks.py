@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import json
+import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -14,8 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import chatter, compare, etcd, page, procfs, report, runner, timers, two_launchers
-from benchmarks.__main__ import PEERS, main
+from benchmarks import chatter, compare, etcd, page, peers, procfs, report, runner, timers, two_launchers
+from benchmarks.__main__ import PEERS, find, main
 from benchmarks.case import FLOOR, PHALANX, TORCH, Case, Sample, Target
 from benchmarks.cases import (
     NAMES,
@@ -85,6 +88,109 @@ def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
 def test_contender_that_fails_is_said_to() -> None:
     with pytest.raises(RunError, match=r"exit code 1: KeyError: 'nobody'"):
         run_contender(load("memory"), "nobody", sys.executable)
+
+
+def test_a_failure_is_shown_with_what_its_launcher_printed(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho 'too many open files' >&2\nexec {sys.executable} \"$@\"\n")
+    script.chmod(0o755)
+    with pytest.raises(RunError, match=r"exit code 1: KeyError: 'nobody' / too many open files$"):
+        run_contender(load("memory"), "nobody", str(script))
+
+
+@pytest.mark.parametrize("contender", [PHALANX, FLOOR])
+def test_a_process_left_behind_is_a_failure_of_phalanx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contender: str
+) -> None:
+    monkeypatch.setattr(procfs, "LEAVE", 0.1)
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\nsleep 600 &\necho \'{"figures": {"elapsed": [1.0]}, "notes": []}\'\n')
+    script.chmod(0o755)
+    result = runner.run_case(load("programs"), {contender: str(script), PHALANX: str(script)}, 1, 8)
+    assert result.missed()
+    assert result.errors == {PHALANX: "left 1 processes behind"}
+    assert result.notes.get(FLOOR, ("left 1 processes behind",)) == ("left 1 processes behind",)
+
+
+def test_a_count_that_is_not_delivered_fails_the_smoke_alone() -> None:
+    result = Result(load("lines"), 1, {PHALANX: {"speed": [[1.0]]}}, {}, {}, 8).only_counts()
+    assert not result.missed()
+    assert result.missed(unmeasured=True)
+
+
+@pytest.mark.parametrize(
+    "words,error",
+    [
+        (["failure", "--sizes", "7"], "argument --sizes: failure has 8, 64, 256"),
+        (["launch", "watched", "--sizes", "1"], "argument --sizes: watched has 8, 64"),
+        (["--sizes", "8,9"], "argument --sizes: no case that is asked for has 9"),
+        (["launch", "--json", "/"], "argument --json: / is no file"),
+        (["launch", "--json", "/dev/full"], "argument --json: /dev/full is no file"),
+        (["profile", "functions", "--contender", "nobody"], "argument --contender: functions has phalanx, torch"),
+        (["compare", "--trees", "/", "/", "launch"], "/ has no src/phalanx"),
+        (["compare", "/dev/null", "/dev/null", "nothing"], "no such case: nothing"),
+    ],
+)
+def test_what_would_measure_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert error in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_leaves_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "result"
+    report.write(out, {"version": 1})
+    kept = out.read_text()
+
+    def full(path: Path, text: str, **_options: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device", text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        report.write(out, {"version": 2})
+    assert out.read_text() == kept
+    assert os.listdir(tmp_path) == ["result"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_runner_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    mark, temporary = f"MARK={uuid.uuid4()}", tmp_path / "temporary"
+    temporary.mkdir()
+    command = ["-m", "benchmarks", "stand", "--sizes", "8", "--rounds", "1", "--peers", "none"]
+    env = os.environ | dict([mark.split("=")]) | {"TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+
+    def count() -> int:
+        found = 0
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += mark in environ.read_text(errors="replace").split("\0")
+        return found
+
+    until(lambda: count() > 9)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert count() == 0
+    assert os.listdir(temporary) == []
+
+
+def test_another_version_than_the_pinned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FOLDER", Path("/dev/null"))  # where no environment can be made
+    monkeypatch.setattr(peers, "python", lambda _name: sys.executable)
+    monkeypatch.setitem(peers.PINS, "pytest", f"pytest=={pytest.__version__}")
+    assert peers.find_or_make("pytest") == sys.executable
+    monkeypatch.setitem(peers.PINS, "pytest", "pytest==0.1")
+    assert peers.version("pytest") == f"pytest=={pytest.__version__}"
+    with pytest.raises(PeerError, match="/dev/null/pytest could not be made"):
+        peers.find_or_make("pytest")
+
+
+def test_peers_of_python_itself_have_the_chosen_interpreter() -> None:
+    assert find(["Pool"], "/another/python")[0] == dict.fromkeys((PHALANX, FLOOR, "Pool"), "/another/python")
 
 
 def test_contender_that_hangs_is_ended_with_all_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +355,7 @@ def test_report_of_a_miss_and_of_a_failure() -> None:
         "  elapsed  ms    3 (2.5..4)  FAILED  1      -            3.00",
         "  target: phalanx elapsed <= 2 x floor: MISSED (3 x floor)",
         "  torch: FAILED: exit code 1: no torch",
+        "  rounds: 2 of phalanx; 1 of floor",
     ]
     assert not Result(case, 3, {FLOOR: seen[FLOOR]}, {}, {}).missed()
 
@@ -285,29 +392,117 @@ def test_sizes_have_a_best_peer_and_an_exponent() -> None:
     assert Result(case, 1, {PHALANX: {"lost": [[0, 1]]}}, {}, {}, 64).only_counts().missed()
 
 
-def result(factor: float, floor: float = 1.0, rounds: int = 7) -> dict[str, Any]:
-    ours = [[floor * factor * (100 + turn)] for turn in range(rounds)]
-    runs = [{"size": 8, "figures": {PHALANX: {"elapsed": ours}, FLOOR: {"elapsed": [[floor * 10]]}}}]
-    return {"version": report.VERSION, "cases": {"case": {"units": {"elapsed": "ms"}, "runs": runs}}}
+def test_nothing_is_compared_with_one_that_failed_in_a_round() -> None:
+    case = Case("case", "something", {"elapsed": "ms"}, (), dict.fromkeys((PHALANX, "hung", "other"), nothing))
+    seen = {PHALANX: {"elapsed": [[20.0]]}, "hung": {"elapsed": [[10.0]]}, "other": {"elapsed": [[30.0]]}}
+    hung = Result(case, 1, seen, {}, {"hung": "not done"}, 64)
+    assert report.best_peer(hung, "elapsed") == "other"
+    assert "| 0.67 other | - |" in report.markdown([hung])
+    found = report.as_json({}, {}, [[hung]])
+    assert page.behind(found).count("\n") == 1
+    found["cases"]["case"]["runs"][0]["errors"] = {PHALANX: "ended with 1"}
+    assert "| `case` | elapsed | phalanx FAILED (N = 64) | phalanx FAILED (N = 64) |" in page.behind(found)
+
+
+def test_the_page_shows_missed_targets_and_all_commits() -> None:
+    case = Case("case", "something", {"elapsed": "ms"}, (Target("elapsed", "<", 15),), {PHALANX: nothing})
+    machine = {"cores": "2 x One", "commit": "one", "peers": "a==1, b"}
+    results = [
+        report.as_json(machine | facts, {}, [[Result(case, 1, {PHALANX: {"elapsed": [[value]]}}, {}, {}, size)]])
+        for size, value, facts in ((8, 14.0, {}), (64, 26.0, {"commit": "two", "peers": "b, c"}))
+    ]
+    found = page.merged([json.loads(json.dumps(one)) for one in results])
+    assert page.missed(found).splitlines()[2:] == ["| `case` | 64 | elapsed < 15 ms | 26 ms |"]
+    assert found["machine"] == {"cores": "2 x One", "commit": "one, two", "peers": "a==1, b, c"}
+    results[1]["machine"]["cores"] = "2 x Other"
+    with pytest.raises(ValueError, match="different machines, cores: 2 x One and 2 x Other"):
+        page.merged(results)
+
+
+def result(factor: float, floor: float = 1.0, rounds: int = 7, left: int = 0, **run: Any) -> dict[str, Any]:
+    """Return a result of two figures, whose rounds drift, as the floor does."""
+    drift = [floor * (1 + turn / 10) for turn in range(rounds)]
+    figures = {
+        PHALANX: {"elapsed": [[100 * factor * one] for one in drift], "left": [[0]] * (rounds - 1) + [[left]]},
+        FLOOR: {"elapsed": [[10 * one] for one in drift]},
+    }
+    runs = [{"size": 8, "figures": figures, "errors": {}, "targets": []} | run]
+    units = {"elapsed": "ms", "left": "processes"}
+    return {"version": report.VERSION, "cases": {"case": {"units": units, "runs": runs}}}
 
 
 def compared(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> int:
     for name, found in (("before", before), ("after", after)):
         (tmp_path / name).write_text(json.dumps(found))
-    return main(["compare", str(tmp_path / "before"), str(tmp_path / "after")])
+    return main(["compare", "--all", str(tmp_path / "before"), str(tmp_path / "after")])
 
 
 def test_compare_tells_a_change_from_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared(tmp_path, result(1), result(1.15)) == 1
-    assert capsys.readouterr().out.startswith("WORSE: case of 8, elapsed: 103 to 118 ms (x 1.15, p = 0.00")
-    assert compared(tmp_path, result(1.15), result(1)) == 0
-    assert capsys.readouterr().out.startswith("better: case of 8, elapsed")
-    assert compared(tmp_path, result(1), result(1, floor=2.0)) == 0
-    assert compared(tmp_path, result(1, floor=2.0), result(2)) == 0  # half the floor, and the figure as before
-    assert compared(tmp_path, result(1), result(1.05)) == 0
-    assert capsys.readouterr().out == "1 figures compared, 0 changed\n" * 3
+    assert compared(tmp_path, result(1), result(2)) == 1
+    worse, alike, counts = capsys.readouterr().out.splitlines()
+    assert worse.startswith("WORSE: case of 8, elapsed: 130 to 260 ms (x 2.00, p = 0.000")
+    assert "; 10 to 20 floors of their rounds (x 2.00, p = 0.000" in worse
+    assert alike == "not told apart: case of 8, left: at most 0, then at most 0 processes"
+    assert counts == "1 WORSE, 0 better, 1 not told apart, 0 not compared"
+    assert compared(tmp_path, result(2), result(1)) == 0
+    assert capsys.readouterr().out.startswith("better: case of 8, elapsed: 260 to 130 ms (x 0.50")
+    # A slow machine; a slow floor beside the same Phalanx; and a small change.
+    for other in (result(1, floor=2), result(0.5, floor=2), result(1.05)):
+        assert compared(tmp_path, result(1), other) == 0
+        assert capsys.readouterr().out.startswith("not told apart: case of 8, elapsed")
     assert compared(tmp_path, result(1), result(2, rounds=3)) == 0
-    assert "fewer than 5 rounds" in capsys.readouterr().err
+    assert "not compared: case of 8, elapsed: fewer than 5 rounds" in capsys.readouterr().out
+
+
+def test_compare_takes_floors_only_if_both_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = result(1)
+    del after["cases"]["case"]["runs"][0]["figures"][FLOOR]
+    assert compared(tmp_path, result(1), after) == compared(tmp_path, after, result(1)) == 0
+    assert capsys.readouterr().out.count("elapsed: 130 to 130 ms (x 1.00, p = 1.0000)\n") == 2
+
+
+@pytest.mark.parametrize(
+    "after,found",
+    [
+        (result(1, left=1), "case of 8, left: at most 0, then at most 1 processes"),
+        (result(1, errors={PHALANX: "ended with 1"}), "case of 8: FAILED: ended with 1"),
+        (result(1, size=64), "case of 8: gone"),
+        (result(1, figures={}), "case of 8, left: gone"),
+        ({"version": report.VERSION, "cases": {}}, "case of 8: gone"),
+    ],
+)
+def test_compare_takes_what_is_lost_for_worse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], after: dict[str, Any], found: str
+) -> None:
+    assert compared(tmp_path, result(1), after) == 1
+    assert f"WORSE: {found}\n" in capsys.readouterr().out
+
+
+def test_compare_measures_two_trees_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = [tmp_path / "before", tmp_path / "after"]
+    for tree in trees:
+        (tree / "src" / "phalanx").mkdir(parents=True)
+    seen: list[Path] = []
+
+    def drifting(_case: Case, _contender: str, _python: str, _size: int, tree: Path) -> Sample:
+        seen.append(tree)
+        return Sample({"elapsed": [(10 + len(seen)) * (1.2 if tree == trees[1] else 1)]})
+
+    monkeypatch.setattr(compare, "run_contender", drifting)
+    words = ["compare", "--trees", *map(str, trees), "programs", "--sizes", "8", "--rounds", "8"]
+    assert main(words) == 1
+    assert capsys.readouterr().out.startswith("WORSE: programs of 8, elapsed: 20.5 to 24.6 ms (x 1.")
+    assert seen == [*trees, *trees[::-1]] * 4 + trees
+    assert main([*words, "--at-least", "50"]) == 0
+
+
+def test_the_library_is_that_of_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "src" / "phalanx").mkdir(parents=True)
+    (tmp_path / "src" / "phalanx" / "__init__.py").write_text("raise RuntimeError('the other tree')")
+    with pytest.raises(RunError, match="RuntimeError: the other tree"):
+        run_contender(load("import"), PHALANX, sys.executable, tree=tmp_path)
 
 
 @pytest.mark.parametrize("text", ["nothing", "[]", '{"version": 1}'])
@@ -341,6 +536,7 @@ def test_the_documentation_shows_the_result() -> None:
     folder = ROOT / "docs" / page.FOLDER
     found = json.loads((folder / page.RESULT).read_text())
     assert page.between_marks(ROOT / "docs" / "benchmarks.md", "behind")[1] == page.behind(found).strip()
+    assert page.between_marks(ROOT / "docs" / "benchmarks.md", "missed")[1] == page.missed(found).strip()
     assert page.between_marks(ROOT / "docs" / "benchmarks.md", "cases")[1] == page.section(found).strip()
     assert page.between_marks(ROOT / "README.md", "rows")[1] == page.rows(found).strip()
     drawn = {name for name, _, _ in page.pictures(found)}
