@@ -28,6 +28,7 @@ NOT_RUN = {
     "make bench-smoke": "tests/project/test_benchmarks.py runs it",
     "python -m benchmarks --peers none --json result.json": "as above",
     "python -m benchmarks compare before.json after.json": "tests/project/test_benchmarks.py runs it",
+    "python -m benchmarks compare --trees A B launch --sizes 8 --rounds 12": "as above",
     "python -m benchmarks profile functions --size 64": "needs py-spy and strace, and takes a while",
     "python -m benchmarks page result.json": "writes into this project's own pages, from figures that took an hour",
     "phalanx torchrun-shim -- accelerate launch --multi_gpu --num_processes 8 train.py":

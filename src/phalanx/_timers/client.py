@@ -222,12 +222,16 @@ class Seat:
 
     def describe(self, slot: int, text: bytes, span: int, thread: int) -> None:
         """Store what the timers of a free slot are about from now on; see `arm`."""
-        self.known[slot] = _NOTHING
-        at = TEXTS + (slot - FIRST) * TEXT_SIZE
-        self._memory[at : at + len(text)] = text
+        self.write_text(slot, text)
         words = self.words
         words[slot + SLOTS] = span
         words[slot + 2 * SLOTS] = thread
+
+    def write_text(self, slot: int, text: bytes) -> None:
+        """Store the scope and location of a slot; that of a breakpoint follows the person who steps."""
+        self.known[slot] = _NOTHING
+        at = TEXTS + (slot - FIRST) * TEXT_SIZE
+        self._memory[at : at + len(text)] = text
         self._flags[self._mark * 8 + _FLAG_OF[slot]] = 1
 
     def beat(self, step: int, *, wakes: bool = True) -> None:
