@@ -145,6 +145,21 @@ def test_garbage_is_collected_once_a_command_is_loaded(place: Place) -> None:
     assert place.program(sys.executable, "-c", program, *argv).out == "True\n"
 
 
+@pytest.mark.parametrize("argv", [["--version"], ["--nope"], ["run", "--help"]])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_host_of_the_command_keeps_its_garbage_collection(place: Place, before: bool, argv: list[str]) -> None:
+    program = f"""
+import gc, sys
+{"gc.enable()" if before else "gc.disable()"}
+from phalanx.cli import main
+try:
+    main()
+except SystemExit:
+    sys.exit(f"{{gc.isenabled()}} {{gc.get_freeze_count()}}")
+"""
+    assert place.program(sys.executable, "-c", program, *argv).err.splitlines()[-1] == f"{before} 0"
+
+
 # --- filters, and no logs
 
 

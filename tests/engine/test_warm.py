@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx import spawn
 from phalanx._base import procfs
 from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
@@ -26,6 +27,7 @@ from tests.support.warm_workers import (
     draw_of_torch,
     folder_is_there,
     has,
+    leave_finalizer,
     multiply,
     place,
     signals_with,
@@ -342,6 +344,13 @@ def test_a_worker_runs_its_own_finalizers_alone(modules: Modules, tmp_path: Path
             note = tmp_path / f"ended{serial}"
             assert run(folder_is_there, module, str(note)) == {0: True, 1: True}
             assert note.exists()
+
+
+def test_a_fork_of_a_launcher_with_finalizers_runs_its_own(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn.start_processes(leave_finalizer, (str(tmp_path / "note"),), start_method="fork")
+        assert (tmp_path / "note").exists()
+        assert os.path.isdir(folder)
 
 
 def test_no_two_workers_draw_alike() -> None:

@@ -67,7 +67,7 @@ def test_a_hook_gets_unix_times_and_may_rename_scopes(tmp_path: Path, worker: in
         assert [one.scope_id for one in held[worker]] == ["job/x"]
 
 
-def test_of_requests_at_once_the_last_of_each_scope_counts(tmp_path: Path, worker: int) -> None:
+def test_requests_that_come_at_once_count_in_their_order(tmp_path: Path, worker: int) -> None:
     now = time.time()
     moments = [("a", now + HOUR), ("b", -1), ("a", -1), ("b", now + HOUR), ("c", now + HOUR), ("c", now + 2 * HOUR)]
     with FileTimerServer(str(tmp_path / "timers"), "run") as server:

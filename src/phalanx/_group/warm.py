@@ -31,11 +31,11 @@ class Warm:
     with ``start_method="forkserver"`` are forks of that process. A group that is started elsewhere can be given it as
     ``warm=``. Each group has a keeper of its own, and goes on if this is closed first.
 
-    A fork has whatever the imports have made, so preload only modules that define things. At the end of a worker that
-    runs a function, no `weakref.finalize` of theirs is called: a temporary folder's would remove it from under the
-    other forks. A module that has started threads or CUDA is refused. Workers have the launcher's environment, working
-    directory and umask of the moment of their start; their resource limits and CPU affinity are those of the moment
-    when this was entered.
+    A fork has whatever the imports have made, so preload only modules that define things. No `weakref.finalize` of
+    theirs is called, in no worker that runs a function nor after all of them: that of a temporary folder would remove
+    it from under the other forks. A module that has started threads or CUDA is refused. Workers have the launcher's
+    environment, working directory and umask of the moment of their start; their resource limits and CPU affinity are
+    those of the moment when this was entered.
 
     Args:
         preload: The names of modules to import, in order. ``"__main__"`` has the main module run again there, as

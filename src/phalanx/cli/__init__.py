@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -10,16 +11,21 @@ from contextlib import suppress
 
 def main() -> None:
     """The entry point of the command ``phalanx``."""
+    collects, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()  # what is loaded stays: until it is frozen, a collection would look through all of it for nothing
+    atexit.register(gc.freeze)  # nor is the interpreter's end to look through it
     try:
         from phalanx.cli._commands import cli  # not above: `python -m phalanx.cli.run` warns if it is imported before
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as later
     try:
-        cli(prog_name="phalanx")
+        cli(prog_name="phalanx", obj=collects)
     finally:
         _give_up_what_is_refused()
-        gc.freeze()  # nor is the interpreter's end to look through it
+        if collects:  # it may be a program that has called this, and goes on
+            gc.enable()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _give_up_what_is_refused() -> None:

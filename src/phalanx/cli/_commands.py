@@ -294,9 +294,10 @@ def _options(command: click.Command | None) -> set[str]:
 
 @click.group(cls=_Commands, context_settings=SETTINGS, elsewhere=_ELSEWHERE)
 @click.version_option(__version__, "-V", "--version", prog_name="phalanx")
-def cli() -> None:
+@click.pass_obj
+def cli(collects: bool | None) -> None:  # noqa: FBT001 - click's
     """Groups of processes that start together, live together and fall together, the true cause named."""
-    if not gc.isenabled():  # `phalanx.cli.main` has called it; the command below it has been loaded
+    if collects:  # `phalanx.cli.main` has called it; the command below it has been loaded
         gc.freeze()
         gc.enable()
 

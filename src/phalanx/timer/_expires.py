@@ -120,6 +120,8 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         except IndexError:
             msg = f"{SLOTS} timers run in this process: that is the most"
             raise RuntimeError(msg) from None
+        self._seat = seat
+        self._held = slot  # from here on, the end of this object gives it back, if a signal handler raises
         frame = _frame(1)
         # A block in a loop finds its slot as it left it.
         code, at, after, scope, place, thread, span = seat.known[slot]
@@ -133,11 +135,9 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         ):
             span = self._describe(seat, slot, frame)
         words, head = seat.words, seat.head
-        self._seat = seat
         now = _now_ns()
         deadline = now + span
         # From here on nothing is called, so no signal handler can raise before `with` has entered the block.
-        self._held = slot
         words[slot] = deadline
         if not now - LATE <= head[HEAD_WAKE] <= deadline:
             self._wake_watcher(seat)

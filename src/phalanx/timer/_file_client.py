@@ -105,13 +105,13 @@ class FileTimerRequest(TimerRequest):
         """Return one line of JSON, without the newline, in ASCII."""
         # Every timer costs its worker two of these: json.dumps() takes four times as long.
         text = (
-            f'{{"version": {self.version}, "pid": {self.worker_id}, "scope_id": {_quoted(self.scope_id)},'
+            f'{{"version": {self.version}, "pid": {int(self.worker_id)}, "scope_id": {_quoted(self.scope_id)},'
             f' "expiration_time": {float(self.expiration_time)!r}, "signal": {int(self.signal)}'
         )
         if self._deadline is not None:
-            text += f', "monotonic": {self._deadline:.9f}'
+            text += f', "monotonic": {self._deadline!r}'
         if self._taken is not None:
-            text += f', "taken": {self._taken:.9f}'
+            text += f', "taken": {self._taken!r}'
         if self._born is not None:
             text += f', "born": {self._born}'
         return text + "}"
@@ -124,7 +124,9 @@ class FileTimerRequest(TimerRequest):
             ValueError: It is no request; the message gives the reason.
         """
         try:
-            fields = json.loads(line if isinstance(line, str) else line.decode())  # of bytes, it guesses the encoding
+            fields = json.loads(
+                line if isinstance(line, str) else line.decode("utf-8", "surrogatepass")
+            )  # of bytes, it guesses
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"not JSON ({exc})") from None
         if not isinstance(fields, dict):

@@ -280,8 +280,7 @@ class ProcessTimerServer(TimerServer):
         exited = set(self._requests.readable())
         for victim in [victim for victim in self._victims.values() if victim.fd in exited]:
             self._forget(victim)
-        # Of a flood, the last ones count: most timers are released before they are read.
-        for request in {(each.worker_id, each.scope_id, born_of(each)): each for each in timer_requests}.values():
+        for request in timer_requests:
             key = request.worker_id, request.scope_id
             if request.expiration_time < 0:
                 holder = self._victims.get(request.worker_id)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx._engine.mp_parent import State
 
 inherited: list[Any] = []
-"""The `weakref.finalize` objects of what was imported before the fork: they end with the process that imported it."""
+"""The `weakref.finalize` objects that were there before the fork. They are not called in it."""
 
 own_path: list[str] = []
 """The initial `sys.path` of an interpreter, in a process that preloads modules. Scripts start with it."""
@@ -118,6 +118,10 @@ def call(
     import atexit
 
     atexit._clear()  # the launcher's exit handlers must not run here
+    if "weakref" in sys.modules:
+        finalize = sys.modules["weakref"].finalize
+        inherited[:] = finalize._registry
+        finalize._registered_with_atexit = False  # those that are made here are called at the end
     if "phalanx._engine.pickling.picklers" in sys.modules:  # what the launcher itself has received, if it is a worker
         sys.modules["phalanx._engine.pickling.picklers"].received.clear()
     child = Child(state, rank, fds[REPORT], forked=True)
