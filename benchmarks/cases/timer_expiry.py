@@ -143,8 +143,8 @@ def _measure(contender: str, kinds: Sequence[str]) -> Sample:
 CASE = Case(
     name="timer_expiry",
     measures=f"a worker that sleeps in a block of {AFTER:g} s, {TIMES[PHALANX]} times for each way of watching, with"
-    f" max_interval={INTERVAL[PHALANX]:g} (the peer: {TIMES[TORCH]} times, with {INTERVAL[TORCH]:g}, its default for a"
-    f" queue being 60): from the deadline until SIGKILL has been sent, and until the worker is dead;"
+    f" max_interval={INTERVAL[PHALANX]:g} (the peer: {TIMES[TORCH]} times, with {INTERVAL[TORCH]:g}; its default for a"
+    f" queue is 60): from the deadline until SIGKILL has been sent, and until the worker is dead;"
     f" far: a block of {FAR:g} s, {FAR_TIMES} times",
     units={f"{kind}, {name}": "ms" for kind in KINDS for name in ("sent", "dead", "far, sent")},
     targets=tuple(Target(f"{kind}, {name}", "<", 2) for kind in KINDS for name in ("sent", "far, sent")),
