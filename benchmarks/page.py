@@ -106,7 +106,7 @@ STAYS: dict[tuple[str, str], str] = {
     ),
     ("log_delay", "median"): (
         "one more process reads the file and writes the line: the least Python that does this takes twice the "
-        "floor; the rest marks, cuts and compares lines, with cold caches"
+        "floor; the rest notes the moment, marks, cuts and compares lines, with cold caches"
     ),
     ("log_delay", "p99"): "as the median",
     ("timer_cost", "expires"): (

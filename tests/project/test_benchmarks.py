@@ -92,7 +92,7 @@ def test_contender_that_fails_is_said_to() -> None:
 
 def test_a_failure_is_shown_with_what_its_launcher_printed(tmp_path: Path) -> None:
     script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\necho 'too many open files' >&2\nexec {sys.executable} \"$@\"\n")
+    script.write_text(f"#!/bin/sh\necho 'too many open files' >&2\nexec '{sys.executable}' \"$@\"\n")
     script.chmod(0o755)
     with pytest.raises(RunError, match=r"exit code 1: KeyError: 'nobody' / too many open files$"):
         run_contender(load("memory"), "nobody", str(script))

@@ -92,7 +92,7 @@ STUCK = 5.0
 
 _MOST_REVEALED = 8  # ranks
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
-_TURN = 0.01  # seconds after which the files that have not been read yet wait for the next turn
+_TURN = 0.02  # seconds after which the files that have not been read yet wait for the next turn
 _FLUSH = 1.0  # seconds after which a record of the timeline is in its file
 
 
@@ -128,7 +128,6 @@ class Pump:
         self._buffer = bytearray(TURN)
         self._stream_of = {source: stream for stream in self._streams for _view, source in stream.views}
         self._dirty: dict[Stream, None] = {}  # those that may have unread bytes, in the order of their turns
-        self._grown: dict[Stream, None] = {}  # those whose size is not in the timeline yet, in the order of growth
         self._open: deque[Follower] = deque()
         self._most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
         self._revealed: set[Stream] = set()
@@ -162,7 +161,7 @@ class Pump:
     def open(self, loop: Loop) -> None:
         """Start to follow. Raises OSError, with nothing left open."""
         self._loop = loop
-        self._watch = FileWatch(loop, self._streams, self._on_growth, self._run)
+        self._watch = FileWatch(loop, self._streams, self._note_growth, self._run)
         try:
             for sink in self._sinks:
                 sink.open(loop, self._run)
@@ -226,7 +225,7 @@ class Pump:
             stream.ends = True
             if stream in self._to_reveal:
                 self._reveal(stream)
-            self._on_growth(stream)
+            self._note_growth(stream)
         assert self._watch is not None
         self._watch.end()
         self._run_soon()
@@ -239,7 +238,6 @@ class Pump:
         if self._timer is not None:
             self._timer.cancel()
         if self._timeline is not None:
-            self._note_sizes()
             self._timeline.close()
         for stream in self._streams:
             stream.follower.close()
@@ -253,21 +251,18 @@ class Pump:
         if done is not None:
             done()
 
-    def _on_growth(self, stream: Stream) -> None:
-        """Have a stream read, and its size noted after that."""
+    def _note_growth(self, stream: Stream) -> None:
+        """Have a stream read, and note its size in the timeline."""
         if stream.wanted:
             self._dirty[stream] = None
-        if self._timeline is not None and stream.number >= 0:
-            self._grown[stream] = None
-
-    def _note_sizes(self) -> None:
-        """Note the sizes of the files that grew in the timeline; after the lines are shown, whose reader waits."""
-        grown, self._grown = self._grown, {}
-        for stream in grown:
-            assert self._timeline is not None
-            with suppress(OSError):
-                for number, size in stream.growth.look():
-                    self._timeline.note(stream.number, size, number)
+        timeline = self._timeline
+        if timeline is not None and stream.number >= 0:
+            try:
+                sizes = stream.growth.look()
+            except OSError:
+                return
+            for number, size in sizes:
+                timeline.note(stream.number, size, number)
 
     # --- turns
 
@@ -294,7 +289,6 @@ class Pump:
         if self._done is not None and not self._over and not any(stream in self._dirty for stream in self._streams):
             self._end_lines()
         self._flush()
-        self._note_sizes()
         if busy:
             self._run_soon()
         if self._over and (self._gave_up or not any(sink.holds(self._shown) for sink in self._sinks)):

@@ -295,7 +295,7 @@ def _options(command: click.Command | None) -> set[str]:
 @click.group(cls=_Commands, context_settings=SETTINGS, elsewhere=_ELSEWHERE)
 @click.version_option(__version__, "-V", "--version", prog_name="phalanx")
 @click.pass_obj
-def cli(collects: bool | None) -> None:  # noqa: FBT001 - click's
+def cli(collects: bool | None) -> None:  # noqa: FBT001 - click gives it by position
     """Groups of processes that start together, live together and fall together, the true cause named."""
     if collects:  # `phalanx.cli.main` has called it; the command below it has been loaded
         gc.freeze()
