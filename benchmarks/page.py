@@ -33,6 +33,7 @@ PICTURES = {
     "stand": ("up", "cpu", "memory", "ended"),
     "failure": ("ended",),
     "lines": ("speed",),
+    "rendezvous": ("last",),
 }
 """The figures that the page has a picture of."""
 
