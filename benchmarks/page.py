@@ -79,6 +79,10 @@ STAYS: dict[tuple[str, str], str] = {
         "the report, the record of the run, the events of each worker, and the search for what the programs left behind"
     ),
     ("failure", "ended"): "the settle window of 30 ms, in which a cause may still come; then as `stand`, ended",
+    ("restart", "cold"): (
+        "the settle window of 30 ms; and what each worker does before its first line (its error file, its handler for "
+        "fatal signals), of which 64 share two cores"
+    ),
     ("rendezvous", ""): (
         "each agent is admitted by its secret, writes to the store, watches it and decides, all on two cores; the "
         "floor counts them"
