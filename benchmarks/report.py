@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,10 @@ def markdown(results: Sequence[Result]) -> str:
     rules = ["---"] * len(rows[0])
     lines = [f"### `{case.name}`", "", f"{case.measures[0].upper()}{case.measures[1:]}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in (rows[0], rules, *rows[1:])]
-    return "\n".join([*lines, "", *(f"- {remark}" for remark in _remarks(results))]).rstrip() + "\n"
+    # What a contender has said is no Markdown, and may be long: the result has all of it.
+    remarks = [textwrap.shorten(remark, 300, placeholder=" …") for remark in _remarks(results)]
+    remarks = [re.sub(r"([\[\]<>*`\\])", r"\\\1", remark) for remark in remarks]
+    return "\n".join([*lines, "", *(f"- {remark}" for remark in remarks)]).rstrip() + "\n"
 
 
 def exponent(points: Mapping[int, float]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from functools import partial
 
 from benchmarks import procfs
@@ -18,7 +19,7 @@ def _sample(workers: set[int]) -> Sample:
     peaks = [procfs.peak_mb(pid) for pid in helpers]
     return Sample(
         {"launcher": [procfs.peak_mb(os.getpid())], "helper": peaks or [0.0], "helpers": [len(helpers)]},
-        tuple(sorted(f"helper: {procfs.command(pid)[:90]}" for pid in helpers)),
+        tuple(sorted(f"helper: {procfs.command(pid).replace(sys.executable, 'python')[:60]}" for pid in helpers)),
     )
 
 
