@@ -15,10 +15,11 @@ def main() -> None:
     gc.disable()  # what is loaded stays: until it is frozen, a collection would look through all of it for nothing
     atexit.register(gc.freeze)  # nor is the interpreter's end to look through it
     try:
-        from phalanx.cli._commands import cli  # not above: `python -m phalanx.cli.run` warns if it is imported before
-    except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, as later
-    try:
+        try:
+            # Not above: `python -m phalanx.cli.run` warns if it is imported before.
+            from phalanx.cli._commands import cli
+        except KeyboardInterrupt:
+            sys.exit(130)  # 128 + SIGINT, as later
         cli(prog_name="phalanx", obj=collects)
     finally:
         _give_up_what_is_refused()

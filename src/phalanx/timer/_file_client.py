@@ -103,7 +103,7 @@ class FileTimerRequest(TimerRequest):
 
     def to_json(self) -> str:
         """Return one line of JSON, without the newline, in ASCII."""
-        # Every timer costs its worker two of these: json.dumps() takes four times as long.
+        # Every timer costs its worker two of these: json.dumps() takes twice as long.
         text = (
             f'{{"version": {self.version}, "pid": {int(self.worker_id)}, "scope_id": {_quoted(self.scope_id)},'
             f' "expiration_time": {float(self.expiration_time)!r}, "signal": {int(self.signal)}'
