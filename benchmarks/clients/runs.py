@@ -31,7 +31,7 @@ STARTED = ("run", "exception", "kill", "wedge")
 """Those of a program that starts its workers itself, and does so once."""
 
 LIMIT = 45.0
-"""Seconds after which a run counts as hung; more than any of these options gives a worker."""
+"""Seconds after which a run counts as hung, if no others are given; more than any of these options gives a worker."""
 
 OPTIONS = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "5")
 """Of both launchers; the last is 30 s without."""
@@ -113,12 +113,12 @@ class Came(NamedTuple):
         """As a cell of the table.
 
         >>> str(Came(None)), str(Came(0, finished=2, resumed="2"))
-        ('**hung** (after 45 s)', 'finished, resumed at step 2')
+        ('**hung**', 'finished, resumed at step 2')
         >>> str(Came(137, "1", "SIGKILL", 0.31, left=2)), str(Came(1))
         ('code 137, rank 1, SIGKILL, 0.3 s, **2 left behind**', 'code 1, no rank')
         """
         if self.code is None:
-            return f"**hung** (after {LIMIT:g} s)"
+            return "**hung**"
         if self.went_on:
             words = ["finished"]
             if self.resumed:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import peers
 from benchmarks.case import TORCH
-from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, PHALANX, TIMED, Came, Client, Launcher, run
+from benchmarks.clients.runs import CASES, CLIENTS, LAUNCHERS, LIMIT, PHALANX, TIMED, Came, Client, Launcher, run
 from benchmarks.page import put
 from benchmarks.report import ratio
 from benchmarks.runner import environment
@@ -106,6 +106,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at a time (default: 1)")
     parser.add_argument("--times", action="store_true", help="the table of times, of a few programs and cases")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each of these (default: 3)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="after them a run has hung (default: %(default)g)"
+    )
     parser.add_argument("--python", default=peers.python(TORCH), metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--consoles", type=Path, metavar="FOLDER", help="keep there what each run has printed")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the table between the marks of this page")
@@ -136,7 +139,7 @@ def main(argv: list[str]) -> int:
     def add(client: Client, case: str, launcher: Launcher) -> None:
         key = (client.name, case, launcher.name)
         if all(one.code is not None for one in came.get(key, ())):  # what has hung would again
-            one = run(client, case, launcher, options.python, consoles=options.consoles)
+            one = run(client, case, launcher, options.python, options.limit, options.consoles)
             came.setdefault(key, []).append(one)
             sys.stderr.write(f"{': '.join(key)}: {one}\n")
 

@@ -16,6 +16,7 @@ from benchmarks.clients.table import times
 from benchmarks.page import BEGIN, END, between_marks
 from benchmarks.runner import ROOT
 
+three_runs = pytest.mark.timeout(3 * 120 + 30)  # two interpreters import torch in each, beside other tests
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
@@ -73,13 +74,19 @@ def test_a_run_that_does_not_end_is_ended_and_counts_as_hung(tmp_path: Path, mon
     assert "is here" in (tmp_path / "late_reader-run-Phalanx.txt").read_text()
 
 
-@pytest.mark.torch
-@pytest.mark.long
-def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
     page = tmp_path / "page.md"
     marks = "".join(f"{BEGIN.format(name)}\n{END}\n" for name in ("clients", "times of clients"))
     page.write_text(f"before\n{marks}after\n")
-    words = ["ddp_checkpoints", "--case", "exception", "--page", str(page)]
+    return page
+
+
+@pytest.mark.torch
+@pytest.mark.long
+@three_runs
+def test_an_exception_beside_torchrun(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ddp_checkpoints", "--case", "exception", "--limit", "120", "--page", str(page)]
     assert main(["clients", *words, "--python", sys.executable]) == 0
     table = between_marks(page, "clients")[1]
     assert table == capsys.readouterr().out.strip()
@@ -87,6 +94,13 @@ def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixt
     assert case == "exception"
     for cell in cells:
         assert re.fullmatch(r"code 1, rank 1, ValueError, \d+\.\d s", cell)
+
+
+@pytest.mark.torch
+@pytest.mark.long
+@three_runs
+def test_the_times_of_an_exception_beside_torchrun(page: Path) -> None:
+    words = ["ddp_checkpoints", "--case", "exception", "--limit", "120", "--page", str(page)]
     assert main(["clients", *words, "--times", "--rounds", "1", "--python", sys.executable]) == 0
     timed = between_marks(page, "times of clients")[1]
     assert re.findall(r"^\| `ddp_checkpoints` \| (.+?) \|(?: \d+\.\d \|){3} \d+\.\d\d \|$", timed, re.MULTILINE) == [
@@ -98,7 +112,7 @@ def test_an_exception_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.torch
 @pytest.mark.long
 def test_a_restart_goes_on_from_the_checkpoint() -> None:
-    came = run(CLIENTS[0], "restart", PHALANX, sys.executable)
+    came = run(CLIENTS[0], "restart", PHALANX, sys.executable, limit=100)
     assert str(came) == "finished, resumed at step 2"
     assert came.went_on
     assert came.started is not None
@@ -108,6 +122,7 @@ def test_a_restart_goes_on_from_the_checkpoint() -> None:
 
 @pytest.mark.torch
 @pytest.mark.long
+@pytest.mark.timeout(2 * 150 + 30)
 def test_what_spawn_raises_is_read() -> None:
     client = next(client for client in CLIENTS if client.spawns)
     for launcher in (TORCHRUN, PHALANX):
