@@ -98,6 +98,7 @@ STAYS: dict[tuple[str, str], str] = {
     ("thousand", "helper"): (
         "the keeper has a descriptor for each worker, and what is known of it; the others have no keeper"
     ),
+    ("thousand", "start"): "within the spread of its rounds, of which torch has one",
     ("thousand", "close"): "each process is signalled, reaped and recorded, and what it left is looked for",
     ("thousand", "launcher memory"): "what is known of a worker: its state, its files, its name",
     ("import", "import"): "the library's public names",
