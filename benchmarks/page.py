@@ -56,8 +56,7 @@ _KEEPER = "the keeper and its guard, an interpreter of their own, which are ther
 STAYS: dict[tuple[str, str], str] = {
     ("launch", "elapsed"): (
         "two thirds are the start of Python and the imports of the command, of which click is a third, and no other"
-        " module a hundredth; the rest is the keeper's start, the run and its record. At 64 programs mpirun is as "
-        "fast, where it does not hang"
+        " module a hundredth; the rest is the keeper's start, the run and its record"
     ),
     ("programs", "elapsed"): (
         _KEEPER + "; with N the ratio falls. Of one program's 23 ms of CPU, 9 are the start of that interpreter, 5 its "
@@ -125,9 +124,9 @@ STAYS: dict[tuple[str, str], str] = {
     ),
     ("timer_cost", "local"): (
         "written when it returns, so a worker that is killed just after has been heard; torch's returns when it is "
-        "in a buffer, and is three times as slow until it has been written"
+        "in a buffer, and is more than twice as slow until it has been written"
     ),
-    ("timer_flood", "wall"): "torch's raises an error in 19 of 20 timers, and so does not wait",
+    ("timer_flood", "wall"): "torch's raises an error in nearly every timer, and so does not wait",
 }
 """Why a figure is behind, by case and the beginning of the figure's name."""
 
