@@ -110,8 +110,8 @@ STAYS: dict[tuple[str, str], str] = {
         " the floor's is not"
     ),
     ("log_delay", "median"): (
-        "one more process reads the file and writes the line: the least Python that does this takes nearly three times the "
-        "floor; the rest notes the moment, marks, cuts and compares lines, with cold caches"
+        "one more process reads the file and writes the line: the least Python that does this takes nearly three times "
+        "the floor; the rest notes the moment, marks, cuts and compares lines, with cold caches"
     ),
     ("log_delay", "p99"): "as the median",
     ("timer_cost", "expires"): (
