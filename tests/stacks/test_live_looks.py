@@ -29,7 +29,8 @@ LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":
         monkeypatch.setattr(py_spy, "find", lambda: "")
-    args = {rank: (str(rank), ready.address) for rank in range(len(busy.KINDS))}
+    nap = {"py-spy": "0.001", "signal": "0.05"}[way]  # by signal, who hardly sleeps is not looked at
+    args = {rank: (str(rank), ready.address, nap) for rank in range(len(busy.KINDS))}
     group = ScriptContext("busy", busy.__file__, args, {rank: {} for rank in args}, DefaultLogsSpecs(str(logs)))
     group.start()
     with group:

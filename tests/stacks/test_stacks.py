@@ -746,12 +746,16 @@ def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, mon
 
 @pytest.mark.slow
 @without_py_spy
-def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) -> None:
-    """In the midst of a line of Python the handler may find frames that make no sense, and end the process."""
-    code = """
+@pytest.mark.parametrize("line", ["pass", "time.sleep(0.001)"])
+def test_who_runs_is_not_asked_before_it_sleeps(line: str, tmp_path: Path, ready: Ready) -> None:
+    """In the midst of a line of Python the handler may find frames that make no sense, and end the process.
+
+    Nor is one that naps: it may wake up before the signal arrives.
+    """
+    code = f"""
         signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
         ready()
-        while True: pass
+        while True: {line}
         """
     with Worker(tmp_path, ready, code, runs=True) as worker:
         text = worker.look(0.1)

@@ -1,4 +1,7 @@
-"""Programs whose threads never stand still, and must survive being looked at. Run by path, with a kind and a socket."""
+"""Programs whose threads never stand still, and must survive being looked at.
+
+Run by path: with a kind, a socket, and for how many seconds the main thread naps, again and again.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def main() -> None:
         sock.sendto(b"here", sys.argv[2])
     while True:
         deep(20)
-        time.sleep(0.001)
+        time.sleep(float(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -142,16 +142,20 @@ def effective_uid(pid: int) -> int:
     raise ProcessLookupError(errno.ESRCH, "no such process", str(pid))
 
 
-def thread_states(pid: int, most: int) -> list[str]:
-    """Read the states of ``most`` threads of a process, a letter each, the main thread's first. []: it is gone."""
+def threads(pid: int, most: int) -> list[tuple[str, str]]:
+    """Read of ``most`` threads of a process, the main thread's first, what each does; []: it is gone.
+
+    Returns of each its state, a letter, and how often it has gone to sleep (voluntary_ctxt_switches of
+    proc_pid_status(5)): while that stays the same, a thread that is asleep has not woken up.
+    """
     tasks = [pid]
     if most > 1:
         try:
             tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda task: task != pid)
         except OSError:
             return []
-    stats = (read(f"/proc/{pid}/task/{task}/stat") for task in tasks[:most])
-    return [stat.rpartition(b")")[2].lstrip()[:1].decode() for stat in stats]
+    found = (status(f"{pid}/task/{task}") for task in tasks[:most])
+    return [(fields.get("State", "")[:1], fields.get("voluntary_ctxt_switches", "")) for fields in found]
 
 
 def environ(pid: int) -> list[bytes]:

@@ -144,7 +144,7 @@ class Collection:
         except OSError as error:
             request.why = f"it could not be asked: {error.strerror or error}"
         else:
-            asleep = request.target.doomed and not request.shared and request.sleeps(all_threads=True)
+            asleep = request.target.doomed and not request.shared and request.sleeps()
             if not (asleep and self._signal(request, all_threads=True)):
                 self._py_spies.add(request)
 

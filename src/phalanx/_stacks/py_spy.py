@@ -254,7 +254,7 @@ class PySpyQueue:
     def kill_pausing(self) -> None:
         """Kill those that wait for a thread in uninterruptible sleep to pause. A read that does not pause follows."""
         for spy, request in self.running.items():
-            if spy.pauses and "D" in procfs.thread_states(request.target.pid, MOST_THREADS):
+            if spy.pauses and any(state == "D" for state, _ in procfs.threads(request.target.pid, MOST_THREADS)):
                 spy.kill()
 
     def give_up(self) -> None:

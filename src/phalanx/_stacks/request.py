@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _LIMIT = 4 << 20  # bytes of a dump: 100 threads of 100 frames, faulthandler's own limits, are below 2 MiB
 _FEW = 64  # threads: to look at more of them takes longer than to read them from outside
 _QUIET = 0.005  # seconds
+_ASLEEP = 0.02  # seconds for which a thread has slept that will hardly wake up before a signal reaches it
 _CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
 _OFFERS_NONE = "it offers none"
 _NO_PYTHON = "py-spy: Failed to find python version"  # how `PySpy.why` begins when the process is no Python
@@ -124,6 +125,8 @@ class StackRequest:
         self.native_frames = ""
         self.why = ""
         self.unread = ""
+        self._seen: list[tuple[str, str]] = []  # what its threads did when it was seen to do something else
+        self._seen_at = 0.0  # and when that was: seconds, monotonic
         self._offset = 0  # of the file, where the dump begins
         self._blocks = False  # whether the main thread blocks the signal
         self._written = b""
@@ -141,6 +144,8 @@ class StackRequest:
         self.why = _OFFERS_NONE
         if self.target.error_file:
             self._read_offer()
+        if not self.target.doomed:
+            self._is_asleep()  # from when on that counts
         return self.process
 
     def _read_offer(self) -> None:
@@ -184,19 +189,26 @@ class StackRequest:
             return False
         return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
 
-    def sleeps(self, *, all_threads: bool) -> bool:
-        """Whether its main thread sleeps, or all of its threads do (which are few enough to be looked at)."""
-        most = _FEW if all_threads else 1
-        found = procfs.thread_states(self.target.pid, most + 1 if all_threads else 1)
-        return len(found) <= most and {"S", "D"}.issuperset(found)
+    def sleeps(self) -> bool:
+        """Whether all of its threads sleep, which are few enough to be looked at."""
+        found = procfs.threads(self.target.pid, _FEW + 1)
+        return len(found) <= _FEW and _asleep(found)
+
+    def _is_asleep(self) -> bool:
+        """Whether the thread that will take the signal has slept for a while, as far as it was looked at."""
+        found = procfs.threads(self.target.pid, _FEW if self._blocks else 1)
+        if found != self._seen:
+            self._seen, self._seen_at = found, clock.now()
+        return _asleep(found) and clock.now() - self._seen_at >= _ASLEEP
 
     def send(self, *, all_threads: bool) -> None:
         """Send the signal on which it writes all its threads, or one. Raises NotAskedError, BusyError, OSError.
 
-        A process that is to go on is asked while the thread that will take the signal sleeps (the main thread, or any,
-        where that one blocks it): it is in a system call then, and its frames are consistent. In the midst of a line of
-        Python they may not be, and the handler that reads them ends the process by SIGSEGV: once in some thousand
-        times.
+        A process that is to go on is asked while the thread that will take the signal (the main thread, or any, where
+        that one blocks it) sleeps, and has done so for some time: it is in a system call then, and its frames are
+        consistent. In the midst of a line of Python they may not be, and the handler that reads them ends the process
+        by SIGSEGV: once in some hundred to some thousand times. One that only naps may wake up between the look and the
+        signal.
         """
         number = (all_threads and self.signals[1]) or self.signals[0]
         if not number:
@@ -214,7 +226,7 @@ class StackRequest:
         if not procfs.signal_set(found, "SigCgt") & bit:
             raise NotAskedError(f"it does not handle signal {number}, on which it has offered one")
         self._blocks = bool(procfs.signal_set(found, "SigBlk") & bit)
-        if not (self.target.doomed or self.sleeps(all_threads=self._blocks)):
+        if not (self.target.doomed or self._is_asleep()):
             raise BusyError("it is running, and is only asked while it sleeps")
         self.number, self.waits, self._written, self._grown_at = number, True, b"", clock.now()
         try:
@@ -321,6 +333,10 @@ class StackRequest:
             return _contents(self.path, self._offset)
         except OSError:
             return self._written
+
+
+def _asleep(threads: list[tuple[str, str]]) -> bool:
+    return {"S", "D"}.issuperset(state for state, _ in threads)
 
 
 def _state(found: dict[str, str]) -> str:
