@@ -137,13 +137,14 @@ class Mirror:
         now, found = clock.now_ns(), {}
         for rank, worker in sorted(self.workers.copy().items()):
             exitcode = None if worker.exit is None else worker.exit.returncode
-            found[rank] = RankStatus(rank, worker.pid, worker.state, exitcode)
-            if (sign := signs.get(rank)) is not None:
+            sign = signs.get(rank)
+            facts: dict[str, Any] = {}
+            if sign is not None:
                 age = None if sign.beat is None else max(0, now - sign.beat) / clock.NS
-                found[rank] = found[rank].replace(beat_age=age, step=sign.step, breakpoint=sign.breakpoint)
+                facts = {"beat_age": age, "step": sign.step, "breakpoint": sign.breakpoint}
                 if (steps := sign.steps) is not None:
-                    age = max(0, now - steps.at) / clock.NS
-                    found[rank] = found[rank].replace(step_age=age, step_time=steps.summary())
+                    facts |= {"step_age": max(0, now - steps.at) / clock.NS, "step_time": steps.summary()}
+            found[rank] = RankStatus(rank, worker.pid, worker.state, exitcode, **facts)
         return found
 
     @property

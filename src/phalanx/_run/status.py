@@ -34,7 +34,7 @@ _SPENT = 0.04  # seconds of one answer after which no further memory is read: th
 _WAIT = 0.25  # seconds that an answer waits for memory and lines: a disk may not answer, nor may a process that waits
 _TAIL = 4096  # bytes of a log file in which its last line is found
 _SCAN, _SCAN_SHARE = 60.0, 1 / 5000  # of brief answers: seconds between two looks at all processes, or that CPU time
-_MEMORY_SHARE = 1 / 4000  # of the time: the CPU time for which brief answers have memory read
+_MEMORY_SHARE = 1 / 10_000  # of the time: the CPU time for which brief answers have memory read
 
 
 class RunStatus:
