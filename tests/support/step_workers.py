@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import struct
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from random import Random
 
 from phalanx import timer
-from phalanx._timers import layout
 from tests.support.forks import code_of_fork
-from tests.support.helpers import pass_gate, tell
 
 NAP = 0.05
 
@@ -186,27 +180,3 @@ def odd_numbers() -> None:
     """Steps at the ends of 64 bits, below 0, and of another type."""
     for step in (Index(3), Index(4), (1 << 63) - 1, -(1 << 63), -5, -4, (1 << 63) - 1, 0, 1):
         timer.progress(step)  # type: ignore[arg-type]
-
-
-def overwrite(ready: str, gate: str) -> None:
-    """Write what nobody expects over the own seat, again and again, until the gate is open."""
-    timer.progress(1)
-    pid, memory, *_ = os.environ[layout.TIMERS_ENV].split(":")
-    chance = Random(7)  # noqa: S311 - what it writes is to be the same each time
-    over = threading.Event()
-
-    def write() -> None:
-        with open(f"/proc/{pid}/fd/{memory}", "r+b", buffering=0) as file:
-            seats = int.from_bytes(os.pread(file.fileno(), 8, layout.HEAD_SEATS * 8), sys.byteorder)
-            while not over.is_set():
-                words = [chance.choice((-1, 0, 40, 1 << 62, chance.getrandbits(63))) for _ in range(layout.FIRST)]
-                words[layout.SEAT_RANK] = 0
-                data = struct.pack(f"{layout.FIRST}q", *words)
-                os.pwrite(file.fileno(), data, layout.head_size(seats))
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    tell(ready, "writes")
-    pass_gate(gate)
-    over.set()
-    thread.join()

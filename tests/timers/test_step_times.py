@@ -10,7 +10,7 @@ import pytest
 from phalanx import timer
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import TimerSpecs
-from tests.support import step_workers
+from tests.support import hang_workers, step_workers
 
 if TYPE_CHECKING:
     from tests.support.helpers import Gate, Ready
@@ -68,7 +68,7 @@ def test_any_number_can_be_a_step() -> None:
 @pytest.mark.slow
 def test_what_a_worker_writes_into_the_table_harms_nobody(ready: Ready, gate: Gate) -> None:
     args = (ready.address, gate.address)
-    with start_processes("s", step_workers.overwrite, args, nprocs=1, timers=TimerSpecs()) as group:
+    with start_processes("s", hang_workers.overwrite, args, nprocs=1, timers=TimerSpecs()) as group:
         assert ready.wait() == ["writes"]
         times = 0
         while times < 20:

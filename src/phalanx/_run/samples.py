@@ -145,10 +145,11 @@ class SampleFile:
     Args:
         path: The file.
         warn: Called with the first error.
+        most: The most bytes of the file.
     """
 
-    def __init__(self, path: str, warn: Callable[[str], object]) -> None:
-        self.path, self._warn = path, warn
+    def __init__(self, path: str, warn: Callable[[str], object], most: int = SAMPLES_SIZE) -> None:
+        self.path, self._warn, self._most = path, warn, most
         self._has_failed = False
 
     def write(self, sample: dict[str, Any]) -> None:
@@ -158,7 +159,7 @@ class SampleFile:
             fd = files.opened(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 size = os.fstat(fd).st_size
-                if size + len(line) > SAMPLES_SIZE:
+                if size and size + len(line) > self._most:
                     size = self._thin_out(fd, size)
                     os.close(fd)
                     fd = files.opened(self.path, os.O_RDWR | os.O_APPEND)
@@ -175,8 +176,8 @@ class SampleFile:
                 self._warn(f"{SAMPLES} is not complete: {disk.in_words(error, self.path)}")
 
     def _thin_out(self, fd: int, size: int) -> int:
-        """Remove every second line, so many that there is room. Returns the size of the file. Raises OSError."""
-        lines = files.pread(fd, min(size, 2 * SAMPLES_SIZE)).splitlines(keepends=True)[::2]
+        """Remove every second line. Returns the size of the file. Raises OSError."""
+        lines = files.pread(fd, min(size, 2 * self._most)).splitlines(keepends=True)[::2]
         data = b"".join(lines)
         temporary = f"{self.path}.new"
         with suppress(FileNotFoundError):
