@@ -16,7 +16,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from phalanx._base import clock, disk, files
-from phalanx._base.text import name_ranks
+from phalanx._base.text import name_ranks, one_line
+from phalanx._base.tty import sanitise
 from phalanx._events.agent_kinds import RankSlow
 from phalanx._run.control import nodes_of
 
@@ -266,7 +267,7 @@ class Sampler:
                 step_time, step_at = rank.get("step_time"), rank.get("step_at")
                 if step_time and step_at and rank["exitcode"] is None and not rank["breakpoint"]:
                     times[rank["rank"]] = StepTime(step_time["median"], step_time["count"], node["time"] - step_at)
-                    hosts[rank["rank"]] = str(node["host"])
+                    hosts[rank["rank"]] = sanitise(one_line(str(node["host"])))
         slow = self._stragglers.add(clock.now(), attempt, times)
         self._status.slow = self._stragglers.slow
         for host in dict.fromkeys(hosts[one.rank] for one in slow):
