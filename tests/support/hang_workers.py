@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from phalanx import timer
+from phalanx._timers import layout
 from phalanx.errors import record
 from tests.support.helpers import pass_gate, rest, tell
 
@@ -231,8 +232,6 @@ def fork_a_child_that_dies(address: str) -> None:
 
 
 def say_where_the_table_is(address: str, gate: str) -> None:
-    from phalanx._timers import layout
-
     tell(address, os.environ[layout.TIMERS_ENV])
     pass_gate(gate)
 
@@ -439,8 +438,6 @@ def beat_and_announce(step: int, address: str, gate: str) -> None:
 
 def overwrite(ready: str, gate: str) -> None:
     """Write what nobody expects over the own seat, again and again, until the gate is open."""
-    from phalanx._timers import layout
-
     timer.progress(1)
     pid, memory, *_ = os.environ[layout.TIMERS_ENV].split(":")
     chance = Random(7)  # noqa: S311 - what it writes is to be the same each time
