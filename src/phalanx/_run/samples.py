@@ -6,6 +6,7 @@ own does all of this, which may wait for a disk: nobody waits for it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -160,15 +161,13 @@ class SampleFile:
             fd = files.opened(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 size = os.fstat(fd).st_size
-                if size and size + len(line) > self._most:
-                    size = self._thin_out(fd, size)
-                    os.close(fd)
-                    fd = files.opened(self.path, os.O_RDWR | os.O_APPEND)
                 if size and os.pread(fd, 1, size - 1) != b"\n":  # a launcher before this one was killed within it
                     line = b"\n" + line
-                if os.write(fd, line) < len(line):  # the disk is full: half a line is none
+                if size and size + len(line) > self._most:
+                    self._thin_out(files.pread(fd, min(size, 2 * self._most)), line)
+                elif os.write(fd, line) < len(line):  # the disk is full: half a line is none
                     os.ftruncate(fd, size)
-                    raise OSError(28, os.strerror(28), self.path)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -176,15 +175,13 @@ class SampleFile:
                 self._has_failed = True
                 self._warn(f"{SAMPLES} is not complete: {disk.in_words(error, self.path)}")
 
-    def _thin_out(self, fd: int, size: int) -> int:
-        """Remove every second line. Returns the size of the file. Raises OSError."""
-        lines = files.pread(fd, min(size, 2 * self._most)).splitlines(keepends=True)[::2]
-        data = b"".join(lines)
+    def _thin_out(self, data: bytes, line: bytes) -> None:
+        """Write every second line of the file anew, and a further one. Raises OSError."""
         temporary = f"{self.path}.new"
         with suppress(FileNotFoundError):
             os.unlink(temporary)  # of a launcher that was killed
-        files.replace(self.path, temporary, data)
-        return len(data)
+        kept = b"".join(data.splitlines(keepends=True)[::2]).rstrip(b"\n")
+        files.replace(self.path, temporary, kept + b"\n" + line.lstrip(b"\n"))
 
 
 class Sampler:
