@@ -38,6 +38,7 @@ VALUES = {
     "--drain": (["nan", "-1"], "expected a time, 0 or more, like"),
     "--hang-timeout": (["inf", "0s"], "expected a time, more than 0, like 90 (seconds), 90s, 5m or 2h"),
     "--orphan-grace": (["-1m"], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
+    "--sample": (["-1", "inf", "often"], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
     "--min-uptime": ([""], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
     "--master-port": (["65536", "x"], "expected a whole number, 0 to 65535"),
     "--signals-to-handle": (["TREM", "SIGKILL", "SIGCHLD", "SIGTERM,STOP", ","], ""),

@@ -152,3 +152,28 @@ def test_a_terminal_of_another_host_is_attached_to_there(job: Job) -> None:
     assert log.read_bytes() == b"there in attempt 0\n"
     assert phalanx(job, 1, "stop", "--now")[0] == 0
     assert [agent.end() for agent in agents] == [137] * 3
+
+
+STEPS = """
+import os, time
+from phalanx import timer
+rank = int(os.environ["RANK"])
+os.write(1, b"there in attempt 0\\n")
+for step in range(1, 10_000):
+    time.sleep(0.4 if rank == 5 else 0.2)
+    timer.progress(step)
+"""
+
+
+def test_a_rank_of_another_host_that_is_slow_is_named_once(job: Job) -> None:
+    """By the agent of the first node, which has asked all: of two ranks of a host, nobody can say which one is slow."""
+    (job.folder / "train.py").write_text(STEPS)
+    agents = started(job)
+    agents[0].wait_for("is slow", seconds=2 * SOON)
+    (line,) = re.findall(r"^phalanx: (.*slow.*)$", agents[0].said, re.MULTILINE)
+    assert re.fullmatch(r"rank 5 \(host .+\) is slow: (1\.[89]|2\.[012]) x the median step for 3\d s", line)
+    _, out, _ = phalanx(job, 2, "status")
+    assert [row.split()[0] for row in out.splitlines() if re.search(r"slow \d\.\dx", row)] == ["5"]
+    assert phalanx(job, 1, "stop")[0] == 0
+    assert {agent.end() for agent in agents} == {128 + signal.SIGTERM}
+    assert [agent.said.count("slow") for agent in agents] == [1, 0, 0]

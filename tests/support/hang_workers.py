@@ -6,11 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
+from random import Random
 from typing import Any, NoReturn
 
 from phalanx import timer
+from phalanx._timers import layout
 from phalanx.errors import record
 from tests.support.helpers import pass_gate, rest, tell
 
@@ -229,8 +232,6 @@ def fork_a_child_that_dies(address: str) -> None:
 
 
 def say_where_the_table_is(address: str, gate: str) -> None:
-    from phalanx._timers import layout
-
     tell(address, os.environ[layout.TIMERS_ENV])
     pass_gate(gate)
 
@@ -433,3 +434,27 @@ def beat_and_announce(step: int, address: str, gate: str) -> None:
         timer.progress(step)
     tell(address, f"{step} up")
     pass_gate(gate)
+
+
+def overwrite(ready: str, gate: str) -> None:
+    """Write what nobody expects over the own seat, again and again, until the gate is open."""
+    timer.progress(1)
+    pid, memory, *_ = os.environ[layout.TIMERS_ENV].split(":")
+    chance = Random(7)  # noqa: S311 - what it writes is to be the same each time
+    over = threading.Event()
+
+    def write() -> None:
+        with open(f"/proc/{pid}/fd/{memory}", "r+b", buffering=0) as file:
+            seats = int.from_bytes(os.pread(file.fileno(), 8, layout.HEAD_SEATS * 8), sys.byteorder)
+            while not over.is_set():
+                words = [chance.choice((-1, 0, 40, 1 << 62, chance.getrandbits(63))) for _ in range(layout.FIRST)]
+                words[layout.SEAT_RANK] = 0
+                data = struct.pack(f"{layout.FIRST}q", *words)
+                os.pwrite(file.fileno(), data, layout.head_size(seats))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    tell(ready, "writes")
+    pass_gate(gate)
+    over.set()
+    thread.join()

@@ -27,8 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phalanx._base import clock, procfs
-from phalanx._base.loop import Pauses
+from phalanx._base import clock, loop, procfs
 from phalanx._timers import client, layout
 from phalanx._timers import table as table_module
 from phalanx._timers.client import Seat
@@ -803,7 +802,7 @@ class FakeLoop:
         self.calls: list[Callable[[], None]] = []
         self.deadlines: list[tuple[int, Entry]] = []
         self.waited_from, self.waited_until = float("inf"), -float("inf")
-        self.pauses = Pauses()
+        self.pauses = loop.Pauses()
 
     def wait(self, began: int, until: int, now: int) -> None:
         """A wait that was to end at ``until``, and has ended now."""

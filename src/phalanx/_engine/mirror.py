@@ -137,10 +137,14 @@ class Mirror:
         now, found = clock.now_ns(), {}
         for rank, worker in sorted(self.workers.copy().items()):
             exitcode = None if worker.exit is None else worker.exit.returncode
-            found[rank] = RankStatus(rank, worker.pid, worker.state, exitcode)
-            if (sign := signs.get(rank)) is not None:
+            sign = signs.get(rank)
+            facts: dict[str, Any] = {}
+            if sign is not None:
                 age = None if sign.beat is None else max(0, now - sign.beat) / clock.NS
-                found[rank] = found[rank].replace(beat_age=age, step=sign.step, breakpoint=sign.breakpoint)
+                facts = {"beat_age": age, "step": sign.step, "breakpoint": sign.breakpoint}
+                if (steps := sign.steps) is not None:
+                    facts |= {"step_age": max(0, now - steps.at) / clock.NS, "step_time": steps.summary()}
+            found[rank] = RankStatus(rank, worker.pid, worker.state, exitcode, **facts)
         return found
 
     @property
@@ -343,6 +347,9 @@ class RankStatus(Value):
         beat_age: Seconds since its last heartbeat; None: none has come, or heartbeats are not watched.
         step: The highest step that it has reported; None: none.
         breakpoint: The line at which it stands in a debugger, as ``FILE:LINE``; None: it does not.
+        step_age: Seconds since it has reported its last step; None: it has reported none.
+        step_time: How long its latest steps took, 32 of each process that reports them: ``min``, ``median``, ``max``
+            and ``mean`` in seconds, and ``count``, how many were timed so far; None: none was.
     """
 
     local_rank: int
@@ -352,6 +359,8 @@ class RankStatus(Value):
     beat_age: float | None = None
     step: int | None = None
     breakpoint: str | None = None
+    step_age: float | None = None
+    step_time: dict[str, float] | None = None
 
 
 _NAMED = 4  # processes that get a line each

@@ -87,6 +87,24 @@ class AttemptEnded(Event):
     seconds: float
 
 
+class RankSlow(Event):
+    """A rank is slow: its steps have taken much longer than those of the other ranks for a while.
+
+    It is emitted once for each rank of an attempt, by the agent that has found it.
+
+    Attributes:
+        rank, host: The global rank, and the machine on which it runs.
+        ratio: How long its step takes, compared with the median of all ranks.
+        seconds: For how long, so far.
+    """
+
+    name = "rank.slow"
+    rank: int
+    host: str
+    ratio: float
+    seconds: float
+
+
 class RestartDecided(Event):
     """After this attempt another follows, ``delay`` seconds later.
 

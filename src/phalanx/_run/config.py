@@ -94,6 +94,8 @@ class RunConfig(ConsoleConfig):
     keep_attempts: int | None
     keep_runs: int | None
     event_log_handler: str
+    sample: float
+    """Seconds between two samples of the workers; 0: none is taken."""
     duplicate_stdout_filters: list[str] | None
     duplicate_stderr_filters: list[str] | None
     local_ranks_filter: list[int] | None

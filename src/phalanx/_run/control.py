@@ -139,7 +139,7 @@ class Control:
         what = questions.STATUS if question.name == questions.STATUS else what
         if len(what) > MOST_QUESTION:
             raise RefusedError(f"the question is too long for the nodes of a job: {len(what)} characters")
-        job.ask(what, lambda found: reply(_of_nodes(found)))
+        job.ask(what, lambda found: reply(nodes_of(found)))
 
     # --- a node's own workers
 
@@ -209,7 +209,7 @@ def _are_numbers(ranks: object) -> TypeGuard[list[int]]:
     return isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
 
 
-def _of_nodes(found: Found) -> bytes:
+def nodes_of(found: Found) -> bytes:
     """Return the answer of all nodes of a job: of each what it has answered, or why it has not."""
     import json
 

@@ -95,6 +95,7 @@ class JobNode:
             where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
             typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
             signals=config.signals_to_handle, asked=asked, check=check,
+            sample=config.sample,
         )  # fmt: skip
         notice = 0.0 if config.notice is None else config.notice[1]
         rules = machines.rules(plan.policy, config.grace, notice, config.orphan_grace)

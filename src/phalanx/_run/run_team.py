@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
+from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import PATIENCE, EventStream
@@ -68,6 +69,7 @@ class RunTeam(GroupTeam):
         signals: Those that stop the run.
         asked: What was asked for.
         check: What this machine has to pass before each attempt; None: nothing.
+        sample: Seconds between two samples of the workers, see `phalanx._run.samples`; 0: none is taken.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RunTeam(GroupTeam):
         signals: Iterable[int],
         asked: Asked,
         check: NodeCheck | None = None,
+        sample: float = 0.0,
     ) -> None:
         self.events = EventStream()
         """Where what happens is emitted."""
@@ -108,6 +111,8 @@ class RunTeam(GroupTeam):
         """Answers those who ask about the run from outside."""
         self.on_up: Callable[[RunTeam], object] = lambda _team: None
         """Called when every worker of an attempt runs."""
+        self._sample, self._over = sample, Latch()
+        self._sampling = SerialExecutor("phalanx-sampler")
         self.control.stops, self.control.status = tuple(signals), status.collect
 
     def warn(self, text: str) -> None:
@@ -125,6 +130,16 @@ class RunTeam(GroupTeam):
         self.events.subscribe("phalanx-state", self._status.observe)
         for name, take in self._observers.items():
             self.events.subscribe(name, take)
+        if self._sample:
+            self._sampling.submit(self._take_samples)
+
+    def _take_samples(self) -> None:
+        """Take samples until the end, on a thread of its own. A run that is over before the first one has no part."""
+        if not self._over.wait(self._sample):
+            from phalanx._run.samples import Sampler
+
+            folder, sample = lambda: self._groups.log_dir, self._sample
+            Sampler(self._status, self.control, folder, sample, self.warn, self.emit).run(self._over)
 
     def _reader_gone(self, stream: str) -> None:
         """Emit, and print, that nobody reads a stream of the launcher's any more. Once for each; see `PContext`."""
@@ -146,6 +161,8 @@ class RunTeam(GroupTeam):
 
     def close_record(self) -> None:
         """End the threads, once they have handled all, or after 0.2 s; after 5 s where somebody observes them."""
+        self._over.open()
+        self._sampling.drain(_LAST)
         late = self.events.close(PATIENCE if self._observers else _LAST)
         for name in self._observers.keys() & set(late):
             self.warn(f"{name} has not taken all events of this run within {PATIENCE:g} s of its end")

@@ -44,10 +44,14 @@ from phalanx._timers.layout import (
     SEAT_SIZE,
     SEAT_STANDS,
     SEAT_STEP,
+    SEAT_STEP_AT,
+    SEAT_STEP_COUNT,
+    SEAT_STEP_TIMES,
     SEAT_WHO,
     SEATS_IN_USE,
     SLOTS,
     SLOTS_IN_USE,
+    STEP_TIMES,
     TEXT_SIZE,
     TEXTS,
     TIMERS_ENV,
@@ -98,6 +102,7 @@ class Seat:
 
     Attributes:
         expected: Whether heartbeats are expected here.
+        last_step: The last step that was reported; 0: none was.
         known: What the last timer of each slot was about, as `phalanx.timer.expires` has it: it stores what differs.
 
     Raises:
@@ -159,7 +164,7 @@ class Seat:
         # A heartbeat counts for the rank, and so does the end of a block, also of a process that has ended since.
         last = max(words[SEAT_BEAT], words[SEAT_BEFORE])
         before = last if words[SEAT_RANK] == rank and 0 < last <= clock.now_ns() else 0
-        first = bytes(SEAT_BEFORE * 8) + before.to_bytes(8, sys.byteorder)
+        first = bytes(SEAT_BEFORE * 8) + before.to_bytes(8, sys.byteorder) + bytes((FIRST - SEAT_BEFORE - 1) * 8)
         # In one step: a look that has begun before must not find a deadline of 0.
         whole[:TEXTS] = first + NEVER.to_bytes(8, sys.byteorder) * SLOTS + bytes(2 * SLOTS * 8)
         self._memory: mmap.mmap | bytearray = whole
@@ -168,6 +173,11 @@ class Seat:
         for word, part in enumerate(process_image("self"), SEAT_WHO):
             self.words[word] = part
         self.expected = self.head[HEAD_HANG] != NEVER
+        self.last_step = 0
+        self._step_from = 0  # when the step began that goes on, and later by the time that does not count; 0: unknown
+        self._timed = 0  # steps
+        self._out_since = 0  # since when the time does not count; 0: it does
+        self._waits = 0  # blocks of `wait` that are entered, in all threads
         self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
         self.known: list[tuple[Any, ...]] = [_NOTHING] * (FIRST + SLOTS)
         self._standing: list[int] = []  # the slots of breakpoints at which threads of this process stand
@@ -240,8 +250,11 @@ class Seat:
         words, head = self.words, self.head
         words[SEAT_STEP] = step
         words[SEAT_BEAT] = now
-        if wakes:
+        if wakes and words[SEAT_REST]:
             words[SEAT_REST] = 0
+            self._end_rest(now, is_step=bool(step and step != self.last_step))
+        if step and step != self.last_step:
+            self._end_step(now)
         if not now - LATE <= head[HEAD_WAKE] <= now + head[HEAD_HANG]:
             try:
                 self.wake_watcher()
@@ -253,7 +266,52 @@ class Seat:
         words = self.words
         ran = bool(words[SEAT_BEAT] and not words[SEAT_REST])
         words[SEAT_REST] = RESTS
+        self._out_since = self._out_since or clock.now_ns()
         return ran
+
+    # --- how long steps take
+
+    def _end_step(self, now: int) -> None:
+        """Store how long the step took that ends now, if its beginning is known. A jump is of so many equal steps."""
+        words, count = self.words, self._timed
+        step = words[SEAT_STEP]  # an int, whatever kind of number was given
+        steps, took = step - self.last_step, now - self._step_from
+        self.last_step = step
+        if self._out_since:  # another thread waits, or this one reports the step within the block
+            took -= now - self._out_since
+            self._out_since = now
+        if self._step_from:
+            if steps == 1:
+                words[SEAT_STEP_TIMES + count % STEP_TIMES] = took
+                self._timed = words[SEAT_STEP_COUNT] = count + 1
+            elif steps > 1:
+                for number in range(count, count + min(steps, STEP_TIMES)):
+                    words[SEAT_STEP_TIMES + number % STEP_TIMES] = took // steps
+                self._timed = words[SEAT_STEP_COUNT] = min(count + steps, LONGEST)
+        self._step_from = words[SEAT_STEP_AT] = now
+
+    def _end_rest(self, now: int, *, is_step: bool) -> None:
+        """Go on with the step that a rest has interrupted; if it ends with the rest, nobody knows how long it took."""
+        if is_step:
+            self._step_from = 0
+        if not self._waits:
+            self._go_on_with_step(now)
+
+    def _go_on_with_step(self, now: int) -> None:
+        since, self._out_since = self._out_since, 0
+        if since and self._step_from:
+            self._step_from += now - since
+
+    def wait(self) -> None:
+        """Take the time from now on out of the step that goes on, until `end_wait` was called as often."""
+        self._waits += 1
+        self._out_since = self._out_since or clock.now_ns()
+
+    def end_wait(self) -> None:
+        """End a `wait`."""
+        self._waits -= 1
+        if not self._waits and not self.words[SEAT_REST]:
+            self._go_on_with_step(clock.now_ns())
 
     def stand(self, location: str, seconds: float) -> int:
         """Record that a thread of this process stands at a breakpoint, and return its slot, for `go_on`.

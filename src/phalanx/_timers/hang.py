@@ -39,6 +39,35 @@ class Timer(Value):
     step: int = 0
 
 
+class StepTimes(Value):
+    """How long the latest steps of one rank took. Times are nanoseconds.
+
+    Args:
+        at: When the last step was reported, on CLOCK_MONOTONIC.
+        count: How many steps were timed so far.
+        times: How long the latest ones took, the shortest first.
+
+    >>> StepTimes(5, 4, (10**9, 2 * 10**9, 3 * 10**9, 6 * 10**9)).summary()
+    {'min': 1.0, 'median': 2.5, 'max': 6.0, 'mean': 3.0, 'count': 4}
+    """
+
+    at: int
+    count: int
+    times: tuple[int, ...]
+
+    def summary(self) -> dict[str, float] | None:
+        """Return the shortest, the median, the longest and the mean in seconds, and the count; None: there is none."""
+        times = self.times
+        if not times:
+            return None
+        half = len(times) // 2
+        figures = {
+            "min": times[0], "median": (times[half] + times[~half]) / 2, "max": times[-1],
+            "mean": sum(times) / len(times),
+        }  # fmt: skip
+        return {name: round(figure / clock.NS, 9) for name, figure in figures.items()} | {"count": self.count}
+
+
 class RankSigns(Value):
     """The signs of life of one rank, as its table of timers has them.
 
@@ -46,11 +75,13 @@ class RankSigns(Value):
         beat: When the last heartbeat was sent (nanoseconds of CLOCK_MONOTONIC); None: none was.
         step: The highest step above 0 that was reported; None: none was.
         breakpoint: Where a process of the rank stands at a breakpoint, as ``FILE:LINE``; None: nowhere.
+        steps: How long its latest steps took; None: none was reported.
     """
 
     beat: int | None
     step: int | None
     breakpoint: str | None
+    steps: StepTimes | None = None
 
 
 class Hang(Value):

@@ -1,9 +1,9 @@
 """The layout of a timer table: the words of its shared memory, and the texts that name its timers.
 
 The memory begins with a head, whose words are `HEAD_WAKE` and so on, then one mark for each seat. A *seat* is the part
-of the table that one process writes: a few words about the process (`SEAT_BEAT` and so on), then a deadline for each
-of its `SLOTS` slots, a span for each, a thread for each, and a text for each. A *slot* is one timer. All words have 64
-bits; all times are nanoseconds of CLOCK_MONOTONIC.
+of the table that one process writes: a few words about the process (`SEAT_BEAT` and so on), how long its latest steps
+took, then a deadline for each of its `SLOTS` slots, a span for each, a thread for each, and a text for each. A *slot*
+is one timer. All words have 64 bits; all times are nanoseconds of CLOCK_MONOTONIC.
 
 How far the table is in use is recorded by flags of one byte each that are only ever set. A number that is compared and
 then raised could be lowered again by another process, another thread, or a signal handler that interrupts its own
@@ -40,11 +40,14 @@ ATTACHED = NEVER - 1
 LATE = clock.NS
 """Nanoseconds after the published moment of the next look. A client that finds it longer ago checks for a watcher."""
 
-MAGIC = int.from_bytes(b"phalanx3", "little")
+MAGIC = int.from_bytes(b"phalanx4", "little")
 HEAD_MAGIC, HEAD_SEATS, HEAD_WAKE, HEAD_HANG, HEAD_USED, HEAD_CLOSED = 0, 1, 2, 3, 4, 5  # words of the head
 HEAD_MARKS = 8  # then one of each seat
 SEAT_BEAT, SEAT_STEP, SEAT_WHO, SEAT_RANK, SEAT_REST, SEAT_STANDS, SEAT_BEFORE = 0, 1, 2, 5, 6, 7, 8  # words of a seat
-FIRST = 9  # then the slots
+SEAT_STEP_AT, SEAT_STEP_COUNT = 9, 10  # when the last step was reported; how many durations of steps were stored so far
+SEAT_STEP_TIMES = 11  # then the latest `STEP_TIMES` of them: number n, from 0 on, is in word n % STEP_TIMES
+STEP_TIMES = 32
+FIRST = SEAT_STEP_TIMES + STEP_TIMES  # then the slots
 RESTS = 1  # in SEAT_REST: no heartbeat is expected from the seat, nor from processes below its own
 BREAKPOINT = "breakpoint"  # the scope of the slot at which a process stands; SEAT_STANDS has its number, or 0
 TEXT_SIZE = TEXT_LIMIT + 2

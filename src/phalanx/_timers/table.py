@@ -22,7 +22,7 @@ import os
 import struct
 
 from phalanx._base import clock
-from phalanx._timers.hang import RankSigns, Timer
+from phalanx._timers.hang import RankSigns, StepTimes, Timer
 from phalanx._timers.layout import (
     FIRST,
     HEAD_CLOSED,
@@ -40,10 +40,14 @@ from phalanx._timers.layout import (
     SEAT_SIZE,
     SEAT_STANDS,
     SEAT_STEP,
+    SEAT_STEP_AT,
+    SEAT_STEP_COUNT,
+    SEAT_STEP_TIMES,
     SEAT_WHO,
     SEATS_IN_USE,
     SLOTS,
     SLOTS_IN_USE,
+    STEP_TIMES,
     TEXT_SIZE,
     TEXTS,
     decode,
@@ -85,6 +89,19 @@ def _in_use(levels: tuple[int, ...], flags: int) -> int:
 def _highest_step(rows: Iterable[tuple[int, memoryview]]) -> int | None:
     steps = [row[SEAT_STEP] for _seat, row in rows if row[SEAT_BEAT]]
     return max(filter(lambda step: step > 0, steps), default=None)
+
+
+def _step_times(rows: Iterable[tuple[int, memoryview]], now: int) -> StepTimes | None:
+    """Return how long the latest steps of these seats took; None: no step was reported with a heartbeat before."""
+    at, count, times = 0, 0, list[int]()
+    for _seat, row in rows:
+        if row[SEAT_BEAT] and 0 < row[SEAT_STEP_AT] <= now:
+            at = max(at, row[SEAT_STEP_AT])
+            if 0 < row[SEAT_STEP_COUNT] <= LONGEST:
+                count += row[SEAT_STEP_COUNT]
+                times += row[SEAT_STEP_TIMES : SEAT_STEP_TIMES + min(row[SEAT_STEP_COUNT], STEP_TIMES)].tolist()
+    times = sorted(time for time in times if 0 <= time <= LONGEST)
+    return StepTimes(at, count, tuple(times)) if at else None
 
 
 def _seats_that_fit(seats: int) -> int:
@@ -322,6 +339,7 @@ class TimerTable:
 
     def signs(self) -> dict[int, RankSigns]:
         """Return the signs of life of each rank that has taken a seat."""
+        now = clock.now_ns()
         ranks: dict[int, list[tuple[int, memoryview]]] = {}
         for seat, row in self._rows():
             ranks.setdefault(row[SEAT_RANK], []).append((seat, row))
@@ -329,7 +347,8 @@ class TimerTable:
         for rank, rows in ranks.items():
             beating = any(row[SEAT_BEAT] for _, row in rows)
             at = next((timer.location for key in self._standing(rows) if (timer := self.read_now(*key[:2]))), None)
-            found[rank] = RankSigns(self._last_beat(rows) if beating else None, _highest_step(rows), at)
+            beat = self._last_beat(rows) if beating else None
+            found[rank] = RankSigns(beat, _highest_step(rows), at, _step_times(rows, now))
         return found
 
     def newly_armed(self) -> list[Key]:

@@ -282,6 +282,11 @@ class LogOptions(Declared, section=LOGS):
         sentence="Keep the folders of the first attempt and of the last N (5 or more). Default: 100.",
     )
     keep_runs = Count(least=1, sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.")
+    sample = Time(
+        endless=False,
+        default="5",
+        sentence="Time between two samples of the workers, in samples.jsonl, by which slow ranks are found; 0: none.",
+    )
     duplicate_stdout_filters = Many(
         read_strings,
         metavar="TEXT,...",

@@ -40,7 +40,7 @@ LATE = 10.0
 
 COLOURS = {
     "busy": "green", "idle": "cyan", "breakpoint": "yellow", "paused": "yellow", "late": "bold magenta",
-    "failed": "bold red", "succeeded": "dim", "ended": "dim",
+    "slow": "magenta", "failed": "bold red", "succeeded": "dim", "ended": "dim",
 }  # fmt: skip
 """How a rank is coloured, by what `Row.looks` returns."""
 
@@ -73,6 +73,7 @@ class Row(NamedTuple):
     beat: float | None
     step: int | None
     rate: float | None
+    slow: float | None
     line: str
     facts: dict[str, Any]
 
@@ -84,6 +85,8 @@ class Row(NamedTuple):
             return self.state
         if self.beat is not None and self.beat >= LATE:
             return "late"
+        if self.slow is not None:
+            return "slow"
         return "busy" if (self.cpu or 0.0) >= BUSY else "idle"
 
     def cells(self) -> dict[str, str]:
@@ -92,7 +95,7 @@ class Row(NamedTuple):
             "RANK": str(self.rank),
             "HOST": printable(self.host),
             "PID": str(self.facts["pid"] or NONE),
-            "STATE": self.state,
+            "STATE": self.state if self.slow is None else f"slow {self.slow:.1f}x",
             "UPTIME": _shown(self.uptime, format_duration),
             "CPU%": _shown(self.cpu, "{:.0f}".format),
             "MEM": _shown(self.memory, lambda size: format_size(size).replace(" ", "").removesuffix("iB")),
@@ -119,6 +122,7 @@ def rows_of(answer: Answer, before: Answer | None = None) -> list[Row]:
         for rank in node["ranks"]
     }
     rows = []
+    slow = {rank: ratio for node in answer["nodes"] for rank, ratio in node.get("slow", {}).items()}
     for node in answer["nodes"]:
         for rank in node["ranks"]:
             then, old = earlier.get((node["host"], rank["pid"], rank["started"]), (rank["started"], {}))
@@ -131,7 +135,8 @@ def rows_of(answer: Answer, before: Answer | None = None) -> list[Row]:
                 rank["rank"], node["host"], state,
                 node["time"] - rank["started"] if lives and rank["started"] else None,
                 None if cpu is None else 100 * cpu, rank.get("memory"), rank["beat"] if lives else None, rank["step"],
-                _rate(rank["step"], old.get("step"), seconds), line,
+                _rate(rank["step"], old.get("step"), seconds),
+                slow.get(str(rank["rank"])) if state == "running" else None, line,
                 rank | {"attempt": node.get("attempt"), "launcher": node.get("pid")},
             ))  # fmt: skip
     return sorted(rows, key=lambda row: row.rank)

@@ -56,8 +56,8 @@ _SORTS: dict[str, tuple[str, Callable[[status.Row], Any]]] = {
 
 _PROMPTS = {"f": "only ranks (like 0-7,12; none: all): ", "k": "signal to rank {}, like USR1: "}
 _MARKS = {
-    "busy": "#", "idle": ".", "breakpoint": "b", "paused": "p", "late": "!", "failed": "x", "succeeded": "=",
-    "ended": "-",
+    "busy": "#", "idle": ".", "breakpoint": "b", "paused": "p", "late": "!", "slow": "s", "failed": "x",
+    "succeeded": "=", "ended": "-",
 }  # fmt: skip
 """The cells of the map, which a terminal without colours tells apart, too."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from phalanx._timers.specs import TimerSpecs
     from phalanx.timer import debug_info_logging
-    from phalanx.timer._beats import NobodyWatchesError, beat, move_stack_signal, progress, rest
+    from phalanx.timer._beats import NobodyWatchesError, beat, move_stack_signal, progress, rest, waiting
     from phalanx.timer._expires import configure, expires
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
     from phalanx.timer._local_client import LocalTimerClient
@@ -39,6 +39,7 @@ _HOMES = {
     "move_stack_signal": "._beats",
     "progress": "._beats",
     "rest": "._beats",
+    "waiting": "._beats",
 }
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "move_stack_signal",
     "progress",
     "rest",
+    "waiting",
 ]
 
 

@@ -44,10 +44,15 @@ def beat() -> None:
 
 
 def progress(step: int = 0) -> None:
-    """`beat`, and say which step this is: reports name the last one.
+    """`beat`, and say which step is done: reports name the last one.
+
+    The time from one step to the next is kept, of the latest 32: ``phalanx status`` shows it, and finds ranks that are
+    slow. A jump of several steps counts as so many equal ones. Time in `waiting` and in `rest` does not count. After a
+    step that is lower than the last one (an epoch begins), and after a `rest` that this call ends, the time begins
+    anew.
 
     Args:
-        step: A number of 64 bits, as you count.
+        step: A number of 64 bits, as you count; above 0 it is timed.
     """
     global _nobody_watches  # noqa: PLW0603 - one for the process
     own = seat
@@ -117,6 +122,39 @@ class rest:  # noqa: N801 - used as a verb, as `expires` is
                 _rests[-1].ran = True  # the process still rests
             elif ran and seat is not None:
                 seat.beat(seat.words[SEAT_STEP])
+
+
+class waiting:  # noqa: N801 - used as a verb, as `rest` is
+    """Take the time in this block out of the step: here the rank waits for the others, as in a collective.
+
+    All ranks wait for the slowest one there, so all would take equally long without it. The heartbeat is expected as
+    before. Blocks may be nested, entered by several threads, and used again: together they count from the entry of the
+    first one to the exit of the last one. A fork begins outside of them.
+
+    In a process that is in no group, or that has reported no step, it does nothing. It never raises.
+
+    >>> with waiting():
+    ...     pass
+    """
+
+    __slots__ = ("_entered",)
+
+    def __init__(self) -> None:
+        self._entered: list[Seat | None] = []
+
+    def __enter__(self) -> Self:
+        with lock:
+            own = seat
+            self._entered.append(own)
+            if own is not None:
+                own.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with lock:
+            own = self._entered.pop() if self._entered else None
+            if own is not None:  # after a fork, in the child, it is the parent's, and detached
+                own.end_wait()
 
 
 def _seat_for_beats() -> Seat | None:
