@@ -6,7 +6,9 @@ Nothing is sampled unless somebody asks, and none of it by the keeper.
 
 from __future__ import annotations
 
+import math
 import os
+from _thread import allocate_lock
 from contextlib import suppress
 
 from phalanx._base import clock, files, procfs
@@ -58,6 +60,8 @@ class RunStatus:
         self._group_rank: int | None = None
         self._started: dict[int, tuple[int, float]] = {}  # by local rank: the pid of the latest worker, and when
         self._samples = _Samples()
+        self._collecting = allocate_lock()
+        self._latest: tuple[float, dict[str, Any]] = -math.inf, {}  # when its collection began, and what it has found
 
     def observe(self, events: list[Event]) -> None:
         """Handle what has happened."""
@@ -85,7 +89,7 @@ class RunStatus:
             "attempt": None if attempt < 0 else attempt, "since": round(since, 3),
         }  # fmt: skip
 
-    def collect(self) -> dict[str, Any]:
+    def collect(self, max_age: float = 0.0) -> dict[str, Any]:
         """Return what `agent` does, and what is known besides, as JSON can hold it.
 
         That are ``time`` (now, Unix seconds), ``host``, ``name``, ``restarts`` (those that count), ``group_rank``,
@@ -100,8 +104,19 @@ class RunStatus:
         - ``threads``: how many they have.
         - ``line``: the last line that it wrote to a log file, `LINE` characters of it at most.
 
-        Waits at most 0.25 s. One thread calls it.
+        Any thread may call it, but no signal handler. It waits at most 0.25 s, and as long for a thread that is at it.
+
+        Args:
+            max_age: Seconds that the answer may be old: then it is that which another one has got, and is not to be
+                changed. By default, it is no older than the call.
         """
+        asked = clock.now()
+        with self._collecting:
+            if self._latest[0] < asked - max_age:
+                self._latest = clock.now(), self._collect()
+            return self._latest[1]
+
+    def _collect(self) -> dict[str, Any]:
         group = self.group()
         ranks: list[dict[str, Any]] = []
         for local_rank, worker in ({} if group is None else group.status()).items():
