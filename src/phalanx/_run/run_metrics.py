@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from phalanx._base import clock
+from phalanx._base import clock, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._events import agent_kinds, kinds
 from phalanx._run.attempts import STATES, TERMINAL
-from phalanx._run.health import allocate_lock, loading
+from phalanx._run.health import loading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ _ENDING = ("STOPPING", "RESTARTING", *TERMINAL)  # states in which no progress i
 _FRESH = 1.0  # seconds for which all scrapes share what was collected, and its bytes
 _VERDICT = 0.1  # and those for which probes share a verdict
 _TYPES = 4  # content types of which the bytes are kept: whoever asks chooses the version that is part of them
+
+_allocate_lock = unpatched.module("_thread").allocate_lock
 
 T = TypeVar("T")
 Samples = Iterable[tuple[dict[str, str], float | None]]
@@ -61,7 +63,7 @@ class RunMetrics:
         self._resumed = 0.0  # when a pause began or ended
         self._facts = _Shared(self._collect, _FRESH)
         self._why = _Shared(self._why_unhealthy, _VERDICT)
-        self._encoding = allocate_lock()
+        self._encoding = _allocate_lock()
         self._encoded: tuple[object, dict[str, bytes]] = None, {}  # the facts, and what they are by content type
 
     def observe(self, events: list[Event]) -> None:
@@ -163,7 +165,7 @@ class _Shared(Generic[T]):
 
     def __init__(self, make: Callable[[], T], seconds: float) -> None:
         self._make, self._seconds = make, seconds
-        self._lock = allocate_lock()
+        self._lock = _allocate_lock()
         self._made: tuple[float, T] | None = None
 
     def get(self) -> T:
