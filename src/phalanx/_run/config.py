@@ -94,6 +94,7 @@ class RunConfig(ConsoleConfig):
     keep_attempts: int | None
     keep_runs: int | None
     event_log_handler: str
+    metrics_port: tuple[str, int] | None
     duplicate_stdout_filters: list[str] | None
     duplicate_stderr_filters: list[str] | None
     local_ranks_filter: list[int] | None

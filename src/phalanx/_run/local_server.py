@@ -20,21 +20,19 @@ _NEXT_TRY = 1.0  # seconds after which connections are accepted again, if no des
 
 
 class LocalServer:
-    """A listening socket and its connections, from `begin` to `end`. A slow one delays no other, up to ``most``.
+    """A listening socket and its connections, from `begin` to `end`. A slow one delays no other.
 
     Args:
         name: Of the thread, which calls all methods below `end`.
-        most: How many connections there may be at a time.
+        most: How many connections there may be at a time. Others are closed.
         seconds: After which a connection is closed.
-        waits: Whether others wait until one of them is over; else they are closed.
 
     Attributes:
         connections: What is kept of each.
     """
 
-    def __init__(self, name: str, most: int, seconds: float, *, waits: bool = False) -> None:
-        self._name, self._most, self._seconds, self._waits = name, most, seconds, waits
-        self._listens = False
+    def __init__(self, name: str, most: int, seconds: float) -> None:
+        self._name, self._most, self._seconds = name, most, seconds
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
@@ -42,9 +40,8 @@ class LocalServer:
         self.held = ExitStack()  # until the end of the thread
         self.connections: dict[socket.socket, bytes] = {}
 
-    def begin(self, listener: socket.socket | None = None) -> None:
-        """Start to listen; None: see `listen`. Raises OSError, RuntimeError: no descriptor is left, or no thread."""
-        self._listener = listener
+    def begin(self) -> None:
+        """Start to listen, see `listen`. Raises OSError, RuntimeError: no descriptor is left, or no thread."""
         with interrupts.deferred():
             loop = self.loop = Loop()
             thread = unpatched.thread(target=self._serve, args=(loop,), name=self._name)
@@ -83,12 +80,10 @@ class LocalServer:
         if self.connections.pop(connection, None) is not None and self.loop is not None:
             self.loop.forget(connection.fileno())
             connection.close()
-            if self._waits and self._listener is not None:
-                self._await(self.loop, self._listener)
 
     def _serve(self, loop: Loop) -> None:
         try:
-            listener = self._listener = self._listener or self.listen()
+            listener = self._listener = self.listen()
             self._await(loop, listener)
             loop.run()
         except Exception as error:  # noqa: BLE001 - the run goes on
@@ -99,13 +94,7 @@ class LocalServer:
             self.held.close()
 
     def _await(self, loop: Loop, listener: socket.socket) -> None:
-        if not self._listens:
-            self._listens = True
-            loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
-
-    def _pause(self, loop: Loop, listener: socket.socket) -> None:
-        self._listens = False
-        loop.forget(listener.fileno())
+        loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
 
     def _accept(self, loop: Loop, listener: socket.socket) -> None:
         try:
@@ -113,7 +102,7 @@ class LocalServer:
         except (BlockingIOError, ConnectionError):  # the other end has gone
             return
         except OSError:  # no descriptor is left: it would be reported again at once, and for ever
-            self._pause(loop, listener)
+            loop.forget(listener.fileno())
             loop.after(_NEXT_TRY, lambda: self._await(loop, listener))
             return
         if len(self.connections) >= self._most:
@@ -123,8 +112,6 @@ class LocalServer:
         self.connections[connection] = b""
         loop.watch(connection.fileno(), lambda events: self._ready(connection, events))
         loop.after(self._seconds, lambda: self.drop(connection))
-        if self._waits and len(self.connections) >= self._most:
-            self._pause(loop, listener)
         self.accepted(connection)
 
     def _ready(self, connection: socket.socket, events: int) -> None:

@@ -46,11 +46,13 @@ class RankSigns(Value):
         beat: When the last heartbeat was sent (nanoseconds of CLOCK_MONOTONIC); None: none was.
         step: The highest step above 0 that was reported; None: none was.
         breakpoint: Where a process of the rank stands at a breakpoint, as ``FILE:LINE``; None: nowhere.
+        limit: When its next heartbeat is late (nanoseconds, likewise); None: none is expected.
     """
 
     beat: int | None
     step: int | None
     breakpoint: str | None
+    limit: int | None = None
 
 
 class Hang(Value):
