@@ -117,6 +117,13 @@ def test_a_scrape_of_a_run_that_was_restarted(place: Place, ready: Ready, gate: 
     check_formats(text, open_text)
 
 
+def promtool() -> str:
+    path = shutil.which("promtool")
+    if path is None:
+        pytest.skip("all else holds, but there is no promtool to say so: it is in Debian's package prometheus")
+    return path
+
+
 def check_formats(text: str, open_text: str) -> None:
     """Both are what the library's own parsers, promtool and the page say that they are."""
     families = list(open_metrics(open_text))
@@ -132,9 +139,8 @@ def check_formats(text: str, open_text: str) -> None:
     assert {name: documented[name] for name in labels} == labels
     assert {one.name for one in text_metrics(text)} >= {one.name for one in families if one.type == "gauge"}
     assert not any(sample.name.startswith(("python_", "process_")) for one in families for sample in one.samples)
-    if (promtool := shutil.which("promtool")) is not None:  # of Debian's package prometheus
-        done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = subprocess.run([promtool(), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 ALERTS = """
@@ -173,9 +179,6 @@ FIRED = {
 
 
 def test_the_alerts_fire_for_what_they_are_about(tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("there is no promtool: it is in Debian's package prometheus")
     rules = ROOT / "docs" / "assets" / "phalanx.rules.yml"
     text = rules.read_text(encoding="utf-8")
     levels = dict(re.findall(r"alert: (\w+)\n(?:.*\n)*?.*severity: (\w+)", text))
@@ -192,7 +195,7 @@ def test_the_alerts_fire_for_what_they_are_about(tmp_path: Path) -> None:
     test = tmp_path / "test.yml"
     test.write_text(ALERTS.format(rules=bare, cases="\n".join(cases)))
     for command in (("check", "rules", rules), ("test", "rules", test)):
-        done = subprocess.run([promtool, *map(str, command)], capture_output=True, text=True, check=False)
+        done = subprocess.run([promtool(), *map(str, command)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done
 
 
