@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from phalanx._run import master_port
 from tests.support import leaks
 from tests.support.command import Place, Shell
 from tests.support.disks import Disk, mounted, small
@@ -106,6 +107,20 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     """Where workers wait until the test lets them go on."""
     with Gate(tmp_path / "gate") as it:
         yield it
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else is given."""
+    with master_port.reserve() as reserved:
+        yield reserved.number
+
+
+@pytest.fixture
+def second_port() -> Iterator[int]:
+    """Another one."""
+    with master_port.reserve() as reserved:
+        yield reserved.number
 
 
 @pytest.fixture

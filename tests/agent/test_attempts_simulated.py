@@ -258,7 +258,7 @@ def test_it_fails_twice_and_succeeds() -> None:
     decided = [facts for name, facts in events if name == "restart.decided"]
     assert decided[0] == {
         "attempt": 0, "delay": 0.0, "counted": True, "why": "", "step": None,
-        "cause": "attempt 0: rank 0, exited with code 1",
+        "cause": "attempt 0: rank 0, exited with code 1", "reason": "failure",
     }  # fmt: skip
     assert [name for name, _facts in events if name != "agent.state"] == [
         *["attempt.ended", "restart.decided"] * 2,

@@ -6,38 +6,50 @@ import errno
 import json
 import os
 import re
+import resource
+import select
 import socket
-from typing import TYPE_CHECKING, Any
+import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from phalanx._run import master_port
-from phalanx._run.services import PORT_ENV, Health, address_of_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from phalanx._run.services import PORT_ENV, Services, address_of_environment
+from tests.support.workers import open_descriptors
 
 LIMIT = 30.0
 
 
 class Status:
-    """What it answers."""
+    """What it answers from."""
+
+    group = staticmethod(lambda: None)
+    run_id = "example"
 
     def __init__(self) -> None:
-        self.state, self.attempt = "NEW", None
+        self.facts: dict[str, Any] = {"state": "NEW", "attempt": None}
+        self.ranks = 0
 
     def agent(self) -> dict[str, Any]:
-        return vars(self)
+        return self.facts
+
+    def collect(self) -> dict[str, Any]:
+        rank = dict.fromkeys(("started", "step", "beat", "cpu", "memory", "threads"), 1)
+        ranks = [{"rank": each, "local_rank": each, "state": "running", **rank} for each in range(self.ranks)]
+        known = {"run_id": "example", "host": "here", "name": "train.py", "max_restarts": 0, "paused": False}
+        return self.facts | known | {"ranks": ranks}
 
 
-STATUS: Any = Status()
+def served(address: tuple[str, int], status: Status | None = None) -> Services:
+    of: Any = status or Status()
+    return Services({address: PORT_ENV}, of)
 
 
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
+def address(port: int) -> tuple[str, int]:
     """Where nobody else can listen."""
-    with master_port.reserve() as reserved:
-        yield "127.0.0.1", reserved.number
+    return "127.0.0.1", port
 
 
 def ask(address: tuple[str, int], request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") -> tuple[str, str]:
@@ -56,15 +68,21 @@ def answer(connection: socket.socket) -> tuple[str, str]:
 
 
 def test_what_is_told(address: tuple[str, int]) -> None:
-    of: Any = Status()
-    with Health(address, of) as health:
+    of = Status()
+    with served(address, of):
         status, body = ask(address)
         assert status == "HTTP/1.1 200 OK"
         assert json.loads(body) == {"state": "NEW", "attempt": None}
-        of.state, of.attempt = "RUNNING", 2
-        found = json.loads(ask(address, b"GET /healthz HTTP/1.0\n\n")[1])
+        of.facts = {"state": "RUNNING", "attempt": 2}
+        found = json.loads(ask(address, b"GET /healthz?verbose HTTP/1.0\n\n")[1])
         assert found == {"state": "RUNNING", "attempt": 2}
-        assert health.variables() == {PORT_ENV: ""}
+        of.facts = {"state": "FAILED", "attempt": 2}
+        status, body = ask(address, b"HEAD / HTTP/1.1\r\n\r\n")
+        while status == "HTTP/1.1 200 OK":  # one that is a tenth of a second old
+            status, body = ask(address)
+        assert status == "HTTP/1.1 503 Service Unavailable"
+        found = json.loads(ask(address)[1])
+        assert found == {**of.facts, "why": "the run has failed: no other attempt follows"}
     with pytest.raises(ConnectionRefusedError):
         ask(address)
 
@@ -73,19 +91,24 @@ def test_what_is_told(address: tuple[str, int]) -> None:
     "request_, status",
     [
         (b"HEAD / HTTP/1.1\r\n\r\n", "200 OK"),
+        (b"HEAD /healthz/ HTTP/1.1\r\n\r\n", "404 Not Found"),
         (b"POST / HTTP/1.1\r\n\r\n", "405 Method Not Allowed"),
+        (b"BREW / HTTP/1.1\r\n\r\n", "405 Method Not Allowed"),
         (b"nonsense\r\n\r\n", "400 Bad Request"),
+        (b"\r\n\r\n", "400 Bad Request"),
+        (b"GET / HTTP/3.0\r\n\r\n", "505 HTTP Version Not Supported"),
+        (b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 101 + b"\r\n", "431 Request Header Fields Too Large"),
         (b"GET /".ljust(8192, b"x"), "400 Bad Request"),
         (b"\x16\x03\x01\r\n\r\n", "400 Bad Request"),  # as of TLS
     ],
 )
 def test_what_is_no_question(address: tuple[str, int], request_: bytes, status: str) -> None:
-    with Health(address, STATUS):
+    with served(address):
         assert ask(address, request_) == (f"HTTP/1.1 {status}", "")
 
 
 def test_a_question_in_pieces(address: tuple[str, int]) -> None:
-    with Health(address, STATUS), socket.create_connection(address, LIMIT) as connection:
+    with served(address), socket.create_connection(address, LIMIT) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in b"GET / HTTP/1.1\r\n\r\n":
             connection.send(bytes([byte]))
@@ -93,7 +116,7 @@ def test_a_question_in_pieces(address: tuple[str, int]) -> None:
 
 
 def test_those_who_say_nothing_hold_up_nobody(address: tuple[str, int]) -> None:
-    with Health(address, STATUS):
+    with served(address):
         silent = [socket.create_connection(address, LIMIT) for _ in range(20)]
         assert ask(address)[0] == "HTTP/1.1 200 OK"
         for connection in silent:
@@ -102,22 +125,85 @@ def test_those_who_say_nothing_hold_up_nobody(address: tuple[str, int]) -> None:
 
 
 def test_more_connections_than_are_served_at_once(address: tuple[str, int]) -> None:
-    with Health(address, STATUS):
+    with served(address):
         silent = [socket.create_connection(address, LIMIT) for _ in range(180)]
         assert ask(address)[0] == "HTTP/1.1 200 OK"
         for connection in silent:
             connection.close()
 
 
+def test_strangers_cost_few_threads_and_descriptors(address: tuple[str, int]) -> None:
+    with served(address):
+        threads, descriptors = threading.active_count(), len(open_descriptors())
+        silent = [socket.create_connection(address, LIMIT) for _ in range(180)]
+        for _ in range(20):  # those that were accepted before it have gone, or are among the few
+            assert ask(address)[0] == "HTTP/1.1 200 OK"
+            assert threading.active_count() - threads <= 32
+            assert len(open_descriptors()) - descriptors - len(silent) <= 32 + 1
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.slow
+def test_one_who_is_never_done_is_closed(address: tuple[str, int]) -> None:
+    with served(address), socket.create_connection(address, LIMIT) as connection:
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        while not poll.poll(100):  # a byte in a tenth of a second: the server is not done with it for minutes
+            connection.sendall(b"x")
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+@pytest.mark.long
+def test_one_who_takes_no_answer_holds_up_nobody(address: tuple[str, int]) -> None:
+    of = Status()
+    of.ranks = 30_000  # some 20 MB, of which the kernel keeps 10 at most
+    with served(address, of), socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        greedy.settimeout(LIMIT)
+        greedy.connect(address)
+        greedy.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert greedy.recv(9, socket.MSG_PEEK) == b"HTTP/1.1 "
+        assert ask(address)[0] == "HTTP/1.1 200 OK"
+        poll = select.poll()
+        poll.register(greedy, select.POLLRDHUP)
+        assert poll.poll(LIMIT * 1000)  # it is closed after a while, and what it has not taken is dropped
+        assert ask(address)[0] == "HTTP/1.1 200 OK"
+
+
+@pytest.mark.slow
+def test_it_goes_on_when_descriptors_are_there_again(address: tuple[str, int]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with served(address), socket.socket() as silent, socket.socket() as connection:
+        connection.settimeout(LIMIT)
+        taken = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_descriptors()) + 1, before[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(connection.fileno()))
+            silent.connect(address)  # it gets the descriptor that an accept(2) which waits has
+            connection.connect(address)
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert not select.select([connection], [], [], 0.2)[0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for fd in taken:
+                os.close(fd)
+        assert answer(connection)[0] == "HTTP/1.1 200 OK"
+
+
 def test_one_who_leaves_at_once(address: tuple[str, int]) -> None:
-    with Health(address, STATUS):
+    with served(address):
         for _ in range(50):
             socket.create_connection(address, LIMIT).close()
         assert ask(address)[0] == "HTTP/1.1 200 OK"
 
 
 def test_it_ends_with_connections_open(address: tuple[str, int]) -> None:
-    with Health(address, STATUS):
+    with served(address):
         connection = socket.create_connection(address, LIMIT)
         ask(address)
     with connection:
@@ -125,7 +211,7 @@ def test_it_ends_with_connections_open(address: tuple[str, int]) -> None:
 
 
 def test_a_fork_holds_nothing_of_it(address: tuple[str, int]) -> None:
-    with Health(address, STATUS):
+    with served(address):
         until, over = os.pipe()
         forked, is_forked = os.pipe()
         child = os.fork()
@@ -146,18 +232,18 @@ def test_a_fork_holds_nothing_of_it(address: tuple[str, int]) -> None:
 
 def test_a_port_that_is_taken(address: tuple[str, int]) -> None:
     with socket.create_server(address), pytest.raises(OSError, match=f"{PORT_ENV}: 127.0.0.1:{address[1]}: ") as raised:
-        Health(address, STATUS).start()
+        served(address)
     assert raised.value.errno == errno.EADDRINUSE
 
 
 def test_an_address_of_another_machine(address: tuple[str, int]) -> None:
     with pytest.raises(OSError, match=rf"{PORT_ENV}: 192\.0\.2\.1:{address[1]}: "):
-        Health(("192.0.2.1", address[1]), STATUS).start()
+        served(("192.0.2.1", address[1]))
 
 
 def test_ipv6(address: tuple[str, int]) -> None:
     try:
-        with Health(("::1", address[1]), STATUS):
+        with served(("::1", address[1])):
             assert ask(("::1", address[1]))[0] == "HTTP/1.1 200 OK"
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -178,7 +264,7 @@ def test_ipv6(address: tuple[str, int]) -> None:
 )
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, int] | None) -> None:
     monkeypatch.setenv(PORT_ENV, text)
-    assert address_of_environment() == expected
+    assert address_of_environment() == ({} if expected is None else {expected: PORT_ENV})
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "65536", "eighty", "localhost", "localhost:x", "1.5", "²"])
@@ -190,6 +276,7 @@ def test_a_variable_that_is_no_port(monkeypatch: pytest.MonkeyPatch, text: str) 
 
 def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PORT_ENV, raising=False)
-    assert address_of_environment() is None
-    with Health(None, STATUS) as health:
-        assert health.variables() == {}
+    assert address_of_environment() == {}
+    status: Any = Status()
+    with Services({}, status) as services:
+        assert (services.variables, services.observers) == ({}, {})

@@ -152,6 +152,7 @@ SETTINGS = {
     "numa_binding": Setting("node", "core-complex", "node", "core-complex"),
     "logs_specs": Setting("mine", "yours", "mine", "yours"),
     "event_log_handler": Setting("console", "mine", "console", "mine"),
+    "metrics_port": Setting("9100", "[::1]:9100", ("127.0.0.1", 9100), ("::1", 9100)),
 }
 FLAGS = (
     "module",

@@ -40,6 +40,10 @@ VALUES = {
     "--orphan-grace": (["-1m"], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
     "--sample": (["-1", "inf", "often"], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
     "--min-uptime": ([""], "expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"),
+    "--metrics-port": (
+        ["0", "-1", "65536", "eighty", "localhost", "localhost:x", "1.5", ""],
+        "expected a port, 1 to 65535, or an address and a port, like 0.0.0.0:8080, got ",
+    ),
     "--master-port": (["65536", "x"], "expected a whole number, 0 to 65535"),
     "--signals-to-handle": (["TREM", "SIGKILL", "SIGCHLD", "SIGTERM,STOP", ","], ""),
     "--notice": (

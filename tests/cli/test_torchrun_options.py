@@ -8,12 +8,10 @@ import re
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from phalanx._run import master_port
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
@@ -29,13 +27,6 @@ SHOW = f"""
     import json, os
     print(json.dumps([os.environ.get(name) for name in {NAMES!r}]))
     """
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """One that nobody else is given."""
-    with master_port.reserve() as reserved:
-        yield reserved.number
 
 
 # --- one machine
@@ -273,7 +264,7 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
     with place.start("--run-id", "night", "--max-restarts", 1, "-r", 1, script) as launcher:
         ready.wait()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
             found: dict[str, Any] = json.load(answer)
         assert found.pop("since") > 0
         # A worker may be faster than the note that all of them are up.

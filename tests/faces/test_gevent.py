@@ -62,27 +62,29 @@ def test_a_program_that_gevent_has_patched_starts_groups(tmp_path: Path, method:
     assert done.returncode == 0
 
 
-def test_an_agent_works_there_too(tmp_path: Path) -> None:
+def test_an_agent_works_there_too(tmp_path: Path, port: int) -> None:
     program = """
         import gevent.monkey; gevent.monkey.patch_all()
-        import os
+        import os, sys, urllib.request
         from phalanx.launcher import LaunchConfig, elastic_launch
         from phalanx.multiprocessing import DefaultLogsSpecs
 
-        def work():
+        def work(port):
             if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 raise ValueError("once")
-            return os.environ["RANK"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
+                return os.environ["RANK"], answer.status
 
         if __name__ == "__main__":
+            os.environ["TORCHELASTIC_HEALTH_CHECK_PORT"] = sys.argv[1]
             config = LaunchConfig(
                 min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
                 max_restarts=1, start_method="spawn", logs_specs=DefaultLogsSpecs(log_dir="logs"),
             )
-            print(elastic_launch(config, work)())
+            print(elastic_launch(config, work)(sys.argv[1]))
         """
-    done = _program(tmp_path, program)
-    assert done.stdout == "{0: '0', 1: '1'}\n", done
+    done = _program(tmp_path, program, str(port))
+    assert done.stdout == "{0: ('0', 200), 1: ('1', 200)}\n", done
 
 
 @pytest.mark.parametrize(

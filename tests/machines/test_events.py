@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 
-HEALTH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:29777/', timeout=5).read().decode())"
+ASK = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:29777/{}', timeout=5).read().decode())"
 
 
 def posted(agent: Agent) -> list[dict[str, Any]]:
@@ -76,6 +76,12 @@ def test_a_spare_that_was_not_needed_posts_nothing(any_job: Callable[..., Job]) 
     assert posted(spare) == []
 
 
+def asked(job: Job, number: int, path: str) -> str:
+    """What the agent on a host answers."""
+    command = [*job.hosts.on(number), sys.executable, "-c", ASK.format(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_the_health_of_an_agent_follows_its_attempts(any_job: Callable[..., Job]) -> None:
     one = any_job("2")
     agents = one.start(2, 1, options=["--max-restarts", "1"], TORCHELASTIC_HEALTH_CHECK_PORT="29777")
@@ -86,9 +92,10 @@ def test_the_health_of_an_agent_follows_its_attempts(any_job: Callable[..., Job]
             everyone(agents, 1, 4)
         until = time.monotonic() + 20
         while True:
-            command = [*one.hosts.on(number), sys.executable, "-c", HEALTH]
-            told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            told = json.loads(asked(one, number, "healthz"))
             if (told["state"], told["attempt"]) == ("RUNNING", attempt):
                 break
             assert time.monotonic() < until, told
+        counted = re.findall(r'(?m)^phalanx_restarts_total\{cause="failure"\} (.*)$', asked(one, number, "metrics"))
+        assert counted == [f"{attempt}.0"]  # on the node that has not failed, too
     one.finish(*agents)

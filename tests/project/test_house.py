@@ -97,6 +97,7 @@ PLACES = {
             *("_store/hub/messages", "_store/store"),
         )
     },
+    "prometheus_client": {"src/phalanx/_run/run_metrics.py"},
     "re2": {"src/phalanx/_logs/search.py"},
     "rich": {f"src/phalanx/cli/{name}.py" for name in ("runs", "status", "top")},
 }

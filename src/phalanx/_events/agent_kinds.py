@@ -114,6 +114,8 @@ class RestartDecided(Event):
         cause: Why the attempt failed, in one line.
         step: The highest step that a rank had reported; None: none had.
         why: Why the delay is what it is, or why it does not count; "".
+        reason: "failure" of a worker, or a start that has failed; "hang"; "membership": machines have come or gone;
+            "request": somebody asked for it.
     """
 
     name = "restart.decided"
@@ -122,6 +124,7 @@ class RestartDecided(Event):
     cause: str
     step: int | None
     why: str
+    reason: str
 
 
 class GaveUp(Event):

@@ -34,6 +34,7 @@ class AttemptEnd(NamedTuple):
         number: The attempt, from 0 on.
         began: When its start began, in seconds (monotonic).
         ended: When no process of it was left, likewise.
+        is_hang: Whether a timer has found the root cause.
     """
 
     state: str
@@ -45,6 +46,7 @@ class AttemptEnd(NamedTuple):
     number: int = 0
     began: float = 0.0
     ended: float = 0.0
+    is_hang: bool = False
 
     @property
     def uptime(self) -> float:

@@ -36,6 +36,15 @@ def told(stop: Stop) -> str:
     return stop.error
 
 
+def reason_of(stop: Stop) -> str:
+    """Return the ``reason`` of the restart that follows a generation's end, see `RestartDecided`.
+
+    >>> reason_of(Stop(0, "hang", "a", "host0")), reason_of(Stop(0, "lost", "a", "host0"))
+    ('hang', 'membership')
+    """
+    return stop.kind if stop.kind in ("failure", "hang") else "membership"
+
+
 def unreachable(job: Job) -> str:
     """Return what is wrong with where the workers of a job meet; "": nothing is known to be.
 

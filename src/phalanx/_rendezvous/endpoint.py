@@ -38,6 +38,23 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(text)
 
 
+def split_listener(text: str) -> tuple[str, int]:
+    """Return the host and the port of ``PORT`` or ``HOST:PORT``, at which something is to listen. Raises ValueError.
+
+    >>> split_listener("8080"), split_listener("0.0.0.0:8080"), split_listener("[::]:8080")
+    (('127.0.0.1', 8080), ('0.0.0.0', 8080), ('::', 8080))
+    """
+    text = text.strip()
+    try:
+        host, port = ("", int(text)) if text.isascii() and text.isdecimal() else split_endpoint(text)
+    except ValueError:
+        host, port = "", 0
+    if not 0 < port <= _MOST_PORT:
+        msg = f"expected a port, 1 to {_MOST_PORT}, or an address and a port, like 0.0.0.0:8080, got {text!r}"
+        raise ValueError(msg)
+    return host or "127.0.0.1", port
+
+
 def is_here(host: str) -> bool:
     """Whether a name or an address is this machine's: a socket can be bound to an address of it. "" is.
 

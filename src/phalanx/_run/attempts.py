@@ -219,7 +219,7 @@ class Attempts(Decider):
         if self.state == "RESTARTING" and self._decides:
             effects.append(self._emit(
                 agent_kinds.RestartDecided, delay=0.0, counted=False, cause=f"attempt {self.number}: {self._asked_why}",
-                step=end.step, why="",
+                step=end.step, why="", reason="request",
             ))  # fmt: skip
         return effects + self._step("GONE")
 
@@ -243,6 +243,7 @@ class Attempts(Decider):
             effects.append(self._emit(
                 agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted,
                 cause=f"attempt {self.number}: {end.describe()}", step=end.step, why=decision.why,
+                reason="hang" if end.is_hang else "failure",
             ))  # fmt: skip
         effects += self._step("RETRY")
         self.wake = now + decision.delay

@@ -96,6 +96,7 @@ class RunConfig(ConsoleConfig):
     event_log_handler: str
     sample: float
     """Seconds between two samples of the workers; 0: none is taken."""
+    metrics_port: tuple[str, int] | None
     duplicate_stdout_filters: list[str] | None
     duplicate_stderr_filters: list[str] | None
     local_ranks_filter: list[int] | None

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from phalanx._base import clock, files
-from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._run.local_server import LocalServer
 
 TYPE_CHECKING = False
@@ -110,12 +109,11 @@ class ControlSocket(LocalServer):
     """
 
     def __init__(self, answer: Callable[[Question, Reply], None], warn: Callable[[str], None]) -> None:
-        super().__init__("phalanx-control", MOST_CALLERS, LONGEST)
+        super().__init__("phalanx-control", MOST_CALLERS, LONGEST, MOST_QUESTION + 1)
         self._answer = answer
         self._warn = warn
         self._folder = ""
         self._inside = -1  # its descriptor
-        self._asked: set[socket.socket] = set()  # those whose question is complete
 
     def open(self, folder: str) -> None:
         """Begin to listen in a run's folder, soon. A further call does nothing."""
@@ -185,53 +183,33 @@ class ControlSocket(LocalServer):
         if unix_sockets.peer(connection)[1] not in (os.geteuid(), files.ROOT):
             self.drop(connection)
             return
-        with suppress(OSError):  # the other end has gone: `ready` handles that
+        with suppress(OSError):  # the other end has gone, which its request will show
             connection.send(ACCEPTED)
 
-    def drop(self, connection: socket.socket) -> None:
+    def is_whole(self, request: bytes) -> bool:
         """See `LocalServer`."""
-        self._asked.discard(connection)
-        super().drop(connection)
+        return b"\n" in request
 
-    def ready(self, connection: socket.socket, events: int) -> None:
-        """See `LocalServer`. After the question, whoever sends anything, or has gone, is answered no more."""
-        if connection not in self._asked:
-            self._read(connection)
-            return
-        left = self.connections[connection]
-        if not events & ~WRITE:
-            left = self.connections[connection] = left[connection.send(left) :]
-        if events & ~WRITE or not left:
-            self.drop(connection)
-
-    def _read(self, connection: socket.socket) -> None:
+    def asked(self, connection: socket.socket, request: bytes) -> None:
+        """See `LocalServer`."""
         from phalanx._base import unix_sockets
 
-        data = connection.recv(MOST_QUESTION)
-        line, end, _ = (self.connections[connection] + data).partition(b"\n")
-        self.connections[connection] = line
-        if not data or len(line) > MOST_QUESTION:
+        line, end, _ = request.partition(b"\n")
+        loop = self.loop
+        assert loop is not None
+
+        def reply(answer: bytes) -> None:
+            loop.call(lambda: self.reply(connection, answer + b"\n"))
+
+        if not end:
             self.drop(connection)
-        elif end:
-            self._asked.add(connection)
-            self.connections[connection] = b""
-            loop = self.loop
-            assert loop is not None
-
-            def reply(answer: bytes) -> None:
-                loop.call(lambda: self._send(loop, connection, answer))
-
-            try:
-                self._answer(_question(line, unix_sockets.peer(connection)), reply)
-            except RefusedError as error:
-                reply(refusal(str(error)))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next question is answered
-                reply(refusal(f"its launcher could not answer: {error}"))
-
-    def _send(self, loop: Loop, connection: socket.socket, answer: bytes) -> None:
-        if connection in self._asked and not self.connections[connection]:
-            self.connections[connection] = answer + b"\n"
-            loop.change(connection.fileno(), READ | WRITE)
+            return
+        try:
+            self._answer(_question(line, unix_sockets.peer(connection)), reply)
+        except RefusedError as error:
+            reply(refusal(str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next question is answered
+            reply(refusal(f"its launcher could not answer: {error}"))
 
 
 def _question(line: bytes, caller: tuple[int, int]) -> Question:

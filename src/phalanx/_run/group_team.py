@@ -15,6 +15,7 @@ from phalanx._base.stderr import mention
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
+from phalanx._evidence.error_file import is_of_timer
 from phalanx._group.context import PContext
 from phalanx._group.restart_policy import AttemptEnd
 from phalanx._outcomes.failure import ProcessFailure
@@ -263,7 +264,9 @@ class GroupTeam(Team):
         elif state == "failed":
             error = one_line(error or verdict(result)[1])
         survivors = sum(outcome.state == "abandoned" for outcome in result.outcomes.values())
-        return AttemptEnd(state, rank, exitcode, error, self.group.last_step, survivors, began=self._began)
+        is_hang = root is not None and is_of_timer(root.error_file_data)
+        step = self.group.last_step
+        return AttemptEnd(state, rank, exitcode, error, step, survivors, began=self._began, is_hang=is_hang)
 
     def _close_before(self, most: int) -> None:
         """Close groups that are gone, but for the ``most`` latest, whose lines may yet be shown."""

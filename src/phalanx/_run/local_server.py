@@ -6,10 +6,11 @@ Owns the thread, the descriptors and what a fork does with them. What is answere
 from __future__ import annotations
 
 import os
+import struct
 from contextlib import ExitStack, suppress
 
-from phalanx._base import interrupts, unpatched
-from phalanx._base.loop import Loop
+from phalanx._base import clock, interrupts, unpatched
+from phalanx._base.loop import READ, WRITE, Loop
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,27 +21,33 @@ _NEXT_TRY = 1.0  # seconds after which connections are accepted again, if no des
 
 
 class LocalServer:
-    """A listening socket and its connections, from `begin` to `end`. A slow one delays no other, up to ``most``.
+    """A listening socket and its connections, from `begin` to `end`: each carries a request, and its answer.
+
+    A slow one delays no other.
 
     Args:
         name: Of the thread, which calls all methods below `end`.
-        most: How many connections there may be at a time.
+        most: How many connections there may be at a time. Others are closed, unless there is a ``brief``.
         seconds: After which a connection is closed.
-        waits: Whether others wait until one of them is over; else they are closed.
+        most_bytes: Of a request.
+        brief: Seconds that a connection has in any case where others wait: then the oldest makes room. None: it stays.
 
     Attributes:
-        connections: What is kept of each.
+        connections: Of each, what has come of its request, and later what is left of its answer.
     """
 
-    def __init__(self, name: str, most: int, seconds: float, *, waits: bool = False) -> None:
-        self._name, self._most, self._seconds, self._waits = name, most, seconds, waits
-        self._listens = False
+    def __init__(self, name: str, most: int, seconds: float, most_bytes: int, brief: float | None = None) -> None:
+        self._name, self._most, self._seconds = name, most, seconds
+        self._most_bytes, self._brief = most_bytes, brief
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
+        self._is_full = False  # no connection is accepted until another is over
         self.loop: Loop | None = None
         self.held = ExitStack()  # until the end of the thread
         self.connections: dict[socket.socket, bytes] = {}
+        self._since: dict[socket.socket, float] = {}  # when each was accepted, the oldest first
+        self._asked: set[socket.socket] = set()  # those whose request has been handled
 
     def begin(self, listener: socket.socket | None = None) -> None:
         """Start to listen; None: see `listen`. Raises OSError, RuntimeError: no descriptor is left, or no thread."""
@@ -69,21 +76,39 @@ class LocalServer:
         raise NotImplementedError
 
     def accepted(self, connection: socket.socket) -> None:
-        """Handle a connection. By default, `ready` does."""
+        """Handle a connection: refuse it by `drop`, or greet it. By default, its request is read."""
 
-    def ready(self, connection: socket.socket, events: int) -> None:
-        """Read or write what can be. May raise OSError: the other end has gone."""
+    def is_whole(self, request: bytes) -> bool:
+        """Whether this is a whole request."""
         raise NotImplementedError
+
+    def asked(self, connection: socket.socket, request: bytes) -> None:
+        """Handle a request, which may be none: then it has as many bytes as one may have. `reply` answers it."""
+        raise NotImplementedError
+
+    def reply(self, connection: socket.socket, answer: bytes) -> None:
+        """Send an answer, and close the connection then. Nothing is sent to one that has gone, or was answered."""
+        if connection in self._asked and not self.connections[connection] and self.loop is not None:
+            self.connections[connection] = answer
+            self.loop.change(connection.fileno(), READ | WRITE)
+            self._ready(connection, WRITE)  # now: to make the answer may have taken all of the time
 
     def failed(self, error: Exception) -> None:
         """Handle the failure of the thread, which ends."""
 
     def drop(self, connection: socket.socket) -> None:
         """Close a connection, if that has not been done."""
-        if self.connections.pop(connection, None) is not None and self.loop is not None:
+        left = self.connections.pop(connection, None)
+        if left is not None and self.loop is not None:
             self.loop.forget(connection.fileno())
+            if left and connection in self._asked:  # the kernel would keep what the other end has not taken: socket(7)
+                import socket
+
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
-            if self._waits and self._listener is not None:
+            self._asked.discard(connection)
+            del self._since[connection]
+            if self._listener is not None and self._is_full:
                 self._await(self.loop, self._listener)
 
     def _serve(self, loop: Loop) -> None:
@@ -99,40 +124,61 @@ class LocalServer:
             self.held.close()
 
     def _await(self, loop: Loop, listener: socket.socket) -> None:
-        if not self._listens:
-            self._listens = True
-            loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
-
-    def _pause(self, loop: Loop, listener: socket.socket) -> None:
-        self._listens = False
-        loop.forget(listener.fileno())
+        self._is_full = False
+        loop.watch(listener.fileno(), lambda _events: self._accept(loop, listener))
 
     def _accept(self, loop: Loop, listener: socket.socket) -> None:
+        if self._brief is not None and len(self.connections) >= self._most:
+            self._is_full = True
+            loop.forget(listener.fileno())
+            oldest, since = next(iter(self._since.items()))
+            loop.at(since + self._brief, lambda: self.drop(oldest))
+            return
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionError):  # the other end has gone
             return
         except OSError:  # no descriptor is left: it would be reported again at once, and for ever
-            self._pause(loop, listener)
+            loop.forget(listener.fileno())
             loop.after(_NEXT_TRY, lambda: self._await(loop, listener))
             return
         if len(self.connections) >= self._most:
             connection.close()
             return
         connection.setblocking(False)
-        self.connections[connection] = b""
+        self.connections[connection], self._since[connection] = b"", clock.now()
         loop.watch(connection.fileno(), lambda events: self._ready(connection, events))
         loop.after(self._seconds, lambda: self.drop(connection))
-        if self._waits and len(self.connections) >= self._most:
-            self._pause(loop, listener)
         self.accepted(connection)
 
     def _ready(self, connection: socket.socket, events: int) -> None:
         try:
-            self.ready(connection, events)
+            if connection in self._asked:
+                self._send(connection, events)
+            else:
+                self._read(connection)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # the other end has gone
+            self.drop(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        left = self._most_bytes - len(self.connections[connection])
+        data = connection.recv(left)
+        request = self.connections[connection] = self.connections[connection] + data
+        if len(data) == left or self.is_whole(request):
+            self._asked.add(connection)
+            self.connections[connection] = b""
+            self.asked(connection, request)
+        elif not data:
+            self.drop(connection)
+
+    def _send(self, connection: socket.socket, events: int) -> None:
+        """Send what can be sent. Who has gone, or sends more than its request, is answered no more."""
+        left = self.connections[connection]
+        if not events & ~WRITE:
+            left = self.connections[connection] = left[connection.send(left) :]
+        if events & ~WRITE or not left:
             self.drop(connection)
 
     def _close(self, loop: Loop) -> None:
@@ -144,6 +190,8 @@ class LocalServer:
         for each in (*self.connections, *filter(None, (self._listener,))):
             each.close()
         self.connections.clear()
+        self._since.clear()
+        self._asked.clear()
 
     def abandon(self) -> None:
         """Close, in a fork, what belongs to the parent."""

@@ -16,7 +16,7 @@ from phalanx._base.tty import sanitise
 from phalanx._events import agent_kinds
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args
-from phalanx._rendezvous.conclusion import follows, told, unreachable
+from phalanx._rendezvous.conclusion import follows, reason_of, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
 from phalanx._rendezvous.records import Stop, first_rank
 from phalanx._run.group_team import COMMON_STOP_SECONDS
@@ -327,7 +327,7 @@ class MachineTeam(RunTeam, NodeTeam):
         cause = one_line(told(last))
         self.emit(
             agent_kinds.RestartDecided, self._job.generation, delay=what.delay, counted=last.failed, cause=cause,
-            step=last.step, why="",
+            step=last.step, why="", reason=reason_of(last),
         )  # fmt: skip
         how = "failed" if last.failed else "ended"
         step = "" if last.step is None else f", step {last.step}"

@@ -6,6 +6,7 @@ Owns also where the workers run: `phalanx.multiprocessing.Placement`, and ``OMP_
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import stat
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
-    from phalanx._run.services import Services
+    from phalanx._run.services import Addresses, Services
 
 PYTHON_EXEC_ENV = "PYTHON_EXEC"
 """The variable that chooses the interpreter of the workers, as for torchrun."""
@@ -54,7 +55,7 @@ PYTHON_EXEC_ENV = "PYTHON_EXEC"
 _ENVIRONMENTS = (".venv", "venv")
 _SILENT = ("null", "dynamic_rendezvous")  # destinations of events that lead nowhere
 _STREAMS = {Std.OUT: "stdout", Std.ERR: "stderr"}
-PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"  # that of `services`, which is not loaded where it is not set
+PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"  # that of `services`, which is not loaded where nothing asks for it
 THREADS = "OMP_NUM_THREADS"
 _LOOKED_AT = 1 << 16  # bytes of a file that is asked what it is
 _NO_PYTHONS = re.compile(
@@ -81,6 +82,7 @@ class RunPlan:
         nprocs = config.nproc_per_node
         self.config, self.policy, self.forwarded = config, policy, forwarded
         self.detached: Detached | None = None
+        self._services: Services | None = None
         # As with torchrun, --run-path goes before these.
         self._run_path = config.start_method if config.run_path else ""
         self._module, self._no_python = (given and not self._run_path for given in (config.module, config.no_python))
@@ -117,11 +119,7 @@ class RunPlan:
         self.specs = make_logs(config, *streams, makes_folder=makes_folder)
         self.specs.debug_ports = self.debug_ports
         self.events = self._events()
-        self.health_address = None
-        if PORT_ENV in os.environ:
-            from phalanx._run.services import address_of_environment
-
-            self.health_address = address_of_environment()
+        self.addresses = _addresses(config)
         doubts = [] if self._no_python else _doubts(config.script)
         if self.meeting.machines is not None:
             doubts += exposed(config.rdzv_conf)
@@ -200,20 +198,22 @@ class RunPlan:
         )  # fmt: skip
 
     def services(self, until_end: ExitStack) -> Services | None:
-        """Start what the environment asks for beside the workers; None: nothing, and what makes it is not loaded."""
-        if os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", PORT_ENV, "LOGLEVEL"}):
+        """Start what is asked for beside the workers; None: nothing, and what makes it is not loaded."""
+        if not self.addresses and os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", "LOGLEVEL"}):
             return None
         from phalanx._run.services import Services, log_shown
 
         until_end.enter_context(log_shown())
         try:
-            return until_end.enter_context(Services(self.health_address, self.status))
+            self._services = until_end.enter_context(Services(self.addresses, self.status))
         except OSError as error:
             raise RunError(error.strerror or str(error)) from None
+        return self._services
 
     def observers(self) -> dict[str, Observer]:
         """Return who takes the events of the run, beside its record and its status."""
-        return {} if self.events is None else {"phalanx-status": self.events}
+        of_services = {} if self._services is None else self._services.observers
+        return of_services | ({} if self.events is None else {"phalanx-status": self.events})
 
     def node_check(self) -> NodeCheck | None:
         """Return what this machine has to pass before each attempt; None: nothing."""
@@ -282,6 +282,21 @@ class RunPlan:
             ) | shared(rank) | self._extra[rank] | config.env
             for rank in range(config.nproc_per_node)
         }  # fmt: skip
+
+
+def _addresses(config: RunConfig) -> Addresses:
+    """Return where the run answers how it is. Raises ValueError."""
+    if config.metrics_port is None and PORT_ENV not in os.environ:
+        return {}
+    from phalanx._run.services import METRICS_PORT, address_of_environment
+
+    if config.metrics_port is None:
+        return address_of_environment()
+    if importlib.util.find_spec("prometheus_client") is None:
+        from phalanx._run.run_metrics import INSTALL
+
+        raise ValueError(f"{METRICS_PORT} needs prometheus-client, which is not installed here: {INSTALL}")
+    return address_of_environment() | {config.metrics_port: METRICS_PORT}
 
 
 def _debug_ports(config: RunConfig, python: str) -> DebugPorts | None:

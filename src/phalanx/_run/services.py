@@ -1,130 +1,43 @@
-"""What a run has beside its workers if the environment asks for it: a timer server, an answer how it is, a log."""
+"""What a run has beside its workers if it is asked for: a timer server, an answer how it is, a log."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack, contextmanager
 
-from phalanx._rendezvous.endpoint import split_endpoint
-from phalanx._run.local_server import LocalServer
+from phalanx._rendezvous.endpoint import split_listener
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Self
 
+    from phalanx._events.kinds import Event
     from phalanx._run.status import RunStatus
     from phalanx.timer import FileTimerServer
 
 PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 """The variable: a port, or an address of this machine and a port. An empty one is as none."""
 
-_HOST = "127.0.0.1"
-_WITHIN = 2.0  # seconds that a connection may take
-_MOST = 64  # connections at a time; others wait until one of them is over
-_MOST_BYTES = 8192  # of a request
-_STOP_WITHIN = 10.0
+METRICS_PORT = "--metrics-port"
+"""The option with such a value,"""
+METRICS_PORT_ENV = "PHALANX_METRICS_PORT"
+"""and its variable."""
+
+Addresses = dict[tuple[str, int], str]
+"""Where an agent answers how it is: hosts and ports, and of each the option or the variable that it comes from."""
 
 
-def address_of_environment() -> tuple[str, int] | None:
-    """Return where to listen, by the environment; None: nowhere. Raises ValueError."""
+def address_of_environment() -> Addresses:
+    """Return where to answer, by the environment. Raises ValueError."""
     text = os.environ.get(PORT_ENV, "").strip()
     if not text:
-        return None
+        return {}
     try:
-        host, port = ("", int(text)) if text.isascii() and text.isdecimal() else split_endpoint(text)
-    except ValueError:
-        host, port = "", 0
-    if not 0 < port < 1 << 16:
-        msg = f"{PORT_ENV}: expected a port, 1 to 65535, or an address and a port, like 0.0.0.0:8080, got {text!r}"
-        raise ValueError(msg)
-    return host or _HOST, port
-
-
-class Health(LocalServer):
-    """Answers over HTTP how an agent is, from `start` to `stop`. A context manager.
-
-    Torch has the variable of its port, and no server behind it. A connection is closed after 2 s: a slow or
-    silent one delays no other until there are 64.
-
-    The answer to GET is status 200 with a JSON object, see `RunStatus.agent`.
-
-    Args:
-        address: The host and the port to listen at; None: nothing is done.
-        status: That of the run.
-
-    >>> import urllib.request
-    >>> from phalanx._run import master_port
-    >>> from phalanx._run.status import RunStatus
-    >>> port = master_port.reserve()
-    >>> with Health(("127.0.0.1", port.number), RunStatus("example", 0)):
-    ...     with urllib.request.urlopen(f"http://127.0.0.1:{port.number}") as answer:
-    ...         print(answer.status, answer.read()[:20])
-    200 b'{"run_id": "example"'
-    """
-
-    def __init__(self, address: tuple[str, int] | None, status: RunStatus) -> None:
-        super().__init__("phalanx-health", _MOST, _WITHIN, waits=True)
-        self._address = address
-        self._status = status
-
-    def start(self) -> None:
-        """Listen, and answer from now on. Idempotent. Raises OSError, whose message names the variable."""
-        if self._address is None or self.loop is not None:
-            return
-        import socket
-
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        try:
-            listener = socket.create_server(self._address, family=family, backlog=2 * _MOST)
-        except OSError as error:
-            host, port = self._address
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            raise OSError(
-                error.errno, f"{PORT_ENV}: {where}: {(error.strerror or str(error)).partition(' (while ')[0]}"
-            ) from None
-        listener.setblocking(False)
-        self.begin(listener)
-
-    def stop(self) -> None:
-        """Close the port, and the connections. Idempotent."""
-        self.end(_STOP_WITHIN)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def variables(self) -> dict[str, str]:
-        """Return what workers find in place of the variable: an agent among them could not have the same port."""
-        return {PORT_ENV: ""} if self.loop is not None else {}
-
-    # --- the server's thread
-
-    def ready(self, connection: socket.socket, events: int) -> None:  # noqa: ARG002 - it reads, and has sent all
-        """See `LocalServer`."""
-        data = connection.recv(_MOST_BYTES)
-        request = self.connections[connection] = self.connections[connection] + data
-        whole = b"\r\n\r\n" in request or b"\n\n" in request
-        if whole or len(request) >= _MOST_BYTES:
-            connection.send(self._answer(request, whole=whole))  # less than any send buffer
-        if whole or not data or len(request) >= _MOST_BYTES:
-            self.drop(connection)
-
-    def _answer(self, request: bytes, *, whole: bool) -> bytes:
-        verb, _, rest = request.partition(b" ")
-        import json
-
-        head, body = "200 OK", json.dumps(self._status.agent()) + "\n"
-        if not whole or b"HTTP/" not in rest.partition(b"\n")[0]:
-            head, body = "400 Bad Request", ""
-        elif verb not in (b"GET", b"HEAD"):
-            head, body = "405 Method Not Allowed\r\nAllow: GET, HEAD", ""
-        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nCache-Control: no-store"
-        return f"HTTP/1.1 {head}\r\n{more}\r\nConnection: close\r\n\r\n{'' if verb == b'HEAD' else body}".encode()
+        return {split_listener(text): PORT_ENV}
+    except ValueError as error:
+        msg = f"{PORT_ENV}: {error}"
+        raise ValueError(msg) from None
 
 
 ENABLE_FILE_TIMER_ENV = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -138,19 +51,35 @@ class Services:
     """The services of a run. A context manager, which ends them.
 
     Args:
-        address: Where it answers how it is, see `health_address`.
+        addresses: Where it answers how it is.
         status: What it answers.
 
     Attributes:
-        variables: What workers find in the environment because of them.
+        variables: What workers find in the environment because of them: an agent among them could not have the same
+            ports.
+        observers: Take the events of the run, each on a thread of the name that is its key.
 
     Raises OSError: a service cannot be started.
     """
 
-    def __init__(self, address: tuple[str, int] | None, status: RunStatus) -> None:
+    def __init__(self, addresses: Addresses, status: RunStatus) -> None:
+        self.observers: dict[str, Callable[[list[Event]], object]] = {}
         with ExitStack() as held:
-            health = held.enter_context(Health(address, status))
-            self.variables = _start_timers(status.run_id, held) | health.variables()
+            self.variables = _start_timers(status.run_id, held) | ports_for_workers(addresses)
+            if addresses:
+                from phalanx._run.health import HealthServer, loading
+                from phalanx._run.run_metrics import RunMetrics
+
+                metrics = RunMetrics(status)
+                self.observers["phalanx-metrics"] = metrics.observe
+
+                def answer(request: bytes) -> bytes:
+                    with loading:  # now: no start is to wait for it
+                        from phalanx._run.health_pages import answer
+                    return answer(request, metrics)
+
+                for address, name in addresses.items():
+                    held.enter_context(HealthServer(address, name, answer))
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -158,6 +87,11 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+
+def ports_for_workers(addresses: Addresses) -> dict[str, str]:
+    """Return the variables that workers find empty where an agent answers at these addresses."""
+    return {name: "" for name in (PORT_ENV, METRICS_PORT_ENV) if addresses and os.environ.get(name)}
 
 
 @contextmanager

@@ -76,12 +76,14 @@ class RankSigns(Value):
         step: The highest step above 0 that was reported; None: none was.
         breakpoint: Where a process of the rank stands at a breakpoint, as ``FILE:LINE``; None: nowhere.
         steps: How long its latest steps took; None: none was reported.
+        limit: When its next heartbeat is late (nanoseconds, likewise); None: none is expected.
     """
 
     beat: int | None
     step: int | None
     breakpoint: str | None
     steps: StepTimes | None = None
+    limit: int | None = None
 
 
 class Hang(Value):

@@ -348,8 +348,16 @@ class TimerTable:
             beating = any(row[SEAT_BEAT] for _, row in rows)
             at = next((timer.location for key in self._standing(rows) if (timer := self.read_now(*key[:2]))), None)
             beat = self._last_beat(rows) if beating else None
-            found[rank] = RankSigns(beat, _highest_step(rows), at, _step_times(rows, now))
+            found[rank] = RankSigns(beat, _highest_step(rows), at, _step_times(rows, now), self._limit(rows))
         return found
+
+    def _limit(self, rows: list[tuple[int, memoryview]]) -> int | None:
+        """Return when the heartbeat of a rank's seats is late; None: none is expected, or a process of it rests."""
+        if self._hang == NEVER or not any(row[SEAT_BEAT] and not row[SEAT_REST] for _, row in rows):
+            return None
+        if any(row[SEAT_REST] == RESTS and self.holder(seat) for seat, row in rows):
+            return None
+        return self._beat_limit(rows, clock.now_ns())
 
     def newly_armed(self) -> list[Key]:
         """Return the timers that the last look saw in slots that the seat's holder had not used at a look before."""

@@ -204,14 +204,16 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run(self) -> RunResult:
         """Run, with the services that the environment asks for."""
-        run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
+        run_id, addresses = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
         status = RunStatus(run_id, self._policy.max_restarts)
         status.name, status.group = self._report_name, lambda: self._groups.group
         self._control = Control(self._groups, self._warn)
         self._control.status = status.collect
-        with Services(address, status) as self._services:
+        with Services(addresses, status) as self._services:
             if self._events is not None:
                 self._events.subscribe("phalanx-state", status.observe)
+                for name, observe in self._services.observers.items():
+                    self._events.subscribe(name, observe)
             self._node, warm, is_own = None, None, False
             if self._handler is not None:
                 from phalanx._run.node_workers import NodeWorkers

@@ -221,10 +221,10 @@ class SimpleElasticAgent(ElasticAgent):
         began = clock.now()
         info = spec.rdzv_handler.next_rendezvous()
         if self._handler is not None and self._attempt and self._events is not None:  # the machines have decided on it
-            why, delay, counted = self._handler.why_restarted
+            why, delay, counted, reason = self._handler.why_restarted
             self._events.emit(
                 agent_kinds.RestartDecided, self._attempt - 1, clock.now_ns(), delay=delay, counted=counted, cause=why,
-                step=None, why="",
+                step=None, why="", reason=reason,
             )  # fmt: skip
         where = info.bootstrap_store_info
         met = clock.now()

@@ -17,7 +17,7 @@ from phalanx._logs.layout import SYS_STREAM
 from phalanx._placement import topology
 from phalanx._run.config import RunError
 from phalanx._run.plan import in_our_words, reserve_port
-from phalanx._run.services import ENABLE_FILE_TIMER_ENV, PORT_ENV, TIMER_FILE_ENV
+from phalanx._run.services import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV, ports_for_workers
 from phalanx._run.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
@@ -49,7 +49,7 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         raise RunError(msg)
     with ExitStack() as until_end:
         port = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
-        groups = plan.groups(port, {PORT_ENV: ""} if plan.health_address else {})
+        groups = plan.groups(port, ports_for_workers(plan.addresses))
         until_end.callback(groups.close)
         group = groups.make(0, None)
         try:

@@ -11,7 +11,7 @@ from phalanx._engine import host_signals
 from phalanx._group.arguments import checked_notice
 from phalanx._logs.specs import LEAST_ATTEMPTS
 from phalanx._placement import devices, topology
-from phalanx._rendezvous.endpoint import BACKENDS, is_here, read_settings, split_endpoint
+from phalanx._rendezvous.endpoint import BACKENDS, is_here, read_settings, split_endpoint, split_listener
 from phalanx._rendezvous.rdzv_conf import FILES
 from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_LINE, MOST_NODES, MOST_RUN_ID, STATIC
 from phalanx._run.meeting import MASTER_ADDR
@@ -273,6 +273,12 @@ class LogOptions(Declared, section=LOGS):
         default="null",
         metavar="NAME",
         sentence="Destination of the agent's events: console, or an entry point of phalanx.event_handlers.",
+    )
+    metrics_port = Maybe(
+        split_listener,
+        metavar="[HOST:]PORT",
+        written=TEXT + WHOLE,
+        sentence="Serve /metrics (for Prometheus) and /healthz (for probes) over HTTP. Default host: 127.0.0.1.",
     )
     log_mode = Maybe(
         read_mode, metavar="MODE", sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700."

@@ -193,14 +193,18 @@ class ManyMachinesRendezvous(RendezvousHandler):
         return "" if part is None else part.why
 
     @property
-    def why_restarted(self) -> tuple[str, float, bool]:
-        """Why this generation follows another one, in one line; after how many seconds; whether that is counted."""
+    def why_restarted(self) -> tuple[str, float, bool, str]:
+        """Why this generation follows another one, in one line; after how many seconds; whether that is counted.
+
+        And the ``reason``, see `RestartDecided`.
+        """
         part = self._part()
         if part is None or not part.job.ends:
-            return "", 0.0, False
-        from phalanx._rendezvous.conclusion import told
+            return "", 0.0, False, "membership"
+        from phalanx._rendezvous.conclusion import reason_of, told
 
-        return told(part.job.ends[-1]), part.job.delay, part.job.ends[-1].failed
+        last = part.job.ends[-1]
+        return told(last), part.job.delay, last.failed, reason_of(last)
 
     def ending(self) -> tuple[str, int, str] | None:
         """Return how this machine's part in the job has ended, as ``phalanx run`` records it; None: it has not.
