@@ -216,6 +216,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     team = RunTeam(
         groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, status=plan.status,
         observers=plan.observers(), signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
+        commands=plan.event_commands(),
     )  # fmt: skip
 
     def stop(number: signal.Signals) -> None:
