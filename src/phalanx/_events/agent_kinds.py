@@ -110,7 +110,7 @@ class JobStopping(Event):
     """A job of many machines ends the workers of an attempt.
 
     Attributes:
-        kind: Why: "failure", "hang", "lost", "left", "grow" or "signal", see `phalanx._rendezvous.records.Stop`.
+        reason: "failure", "hang", "lost", "left", "grow" or "signal", see `phalanx._rendezvous.records.Stop`.
         host: The machine that it is about.
         group_rank: Which agent that is; None: it has no part in the attempt.
         rank: The worker that failed; None: none did, or it is not known.
@@ -118,7 +118,7 @@ class JobStopping(Event):
     """
 
     name = "job.stopping"
-    kind: str
+    reason: str
     host: str
     group_rank: int | None
     rank: int | None

@@ -26,6 +26,7 @@ from phalanx._runs.run_report import describe_run
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from phalanx._events.kinds import Event
 
@@ -112,36 +113,18 @@ class EventCommands:
     def __call__(self, events: Sequence[Event]) -> None:
         """Have the commands run of those of these events that they are about."""
         for event in events:
-            self._note(event)
+            note = _NOTES.get(event.name)
+            if note is not None:
+                note(self, event)
 
-    def _note(self, event: Event) -> None:
-        match event:
-            case kinds.GroupStarting():
-                self._folder = event.folder
-            case kinds.GroupRunning():
-                if event.attempt == 0:
-                    self._happen("started", event)
-            case agent_kinds.AgentStatus():
-                self._note_status(event)
-            case agent_kinds.RestartDecided():
-                self._restart = event.cause
-            case kinds.TimerExpired():
-                self._note_hang(event)
-            case kinds.TimerLeft():
-                self._hung.discard((event.rank, event.pid, event.scope))
-            case agent_kinds.JobStopping():
-                self._stop = event
-                is_here = event.group_rank is not None and event.group_rank == self._group_rank
-                if event.kind == "hang" and is_here and self._ends_hangs:
-                    self._happen("hung", event, event.cause, event.rank, is_here=True)
-            case agent_kinds.RunEnded():
-                self._end = Happened(event.state, event.attempt, event.cause, self._here, None, event.time)
-            case _ if event.name == "rank.slow":
-                rank, host, ratio, seconds = (getattr(event, name) for name in ("rank", "host", "ratio", "seconds"))
-                cause = f"{ratio:.1f} x the median step for {format_duration(seconds)}"
-                self._happen("straggler", event, cause, rank, host, is_here=True)
+    def note_start(self, event: kinds.GroupStarting) -> None:
+        self._folder = event.folder
 
-    def _note_status(self, event: agent_kinds.AgentStatus) -> None:
+    def note_running(self, event: kinds.GroupRunning) -> None:
+        if event.attempt == 0:
+            self._happen("started", event)
+
+    def note_status(self, event: agent_kinds.AgentStatus) -> None:
         if event.status == "START":
             self._ranks = {worker.local_rank: worker.global_rank for worker in event.workers}
         elif event.status == "RENDEZVOUS":  # an attempt begins
@@ -151,12 +134,31 @@ class EventCommands:
                 self._happen("restarted", event, self._restart)
             self._restart = ""
 
-    def _note_hang(self, event: kinds.TimerExpired) -> None:
+    def note_hang(self, event: kinds.TimerExpired) -> None:
         """Note an expiry. A hang is one until no expired timer is set any more, however many expire, and again."""
         is_new = not self._hung
         self._hung.add((event.rank, event.pid, event.scope))
         if is_new and not (self._is_job and self._ends_hangs):  # else the job says which of the ranks it is
             self._happen("hung", event, event.what, self._ranks.get(event.rank, event.rank), is_here=True)
+
+    def note_left(self, event: kinds.TimerLeft) -> None:
+        self._hung.discard((event.rank, event.pid, event.scope))
+
+    def note_stop(self, event: agent_kinds.JobStopping) -> None:
+        self._stop = event
+        is_here = event.group_rank is not None and event.group_rank == self._group_rank
+        if event.reason == "hang" and is_here and self._ends_hangs:
+            self._happen("hung", event, event.cause, event.rank, is_here=True)
+
+    def note_slow(self, event: Any) -> None:
+        cause = f"{event.ratio:.1f} x the median step for {format_duration(event.seconds)}"
+        self._happen("straggler", event, cause, event.rank, event.host, is_here=True)
+
+    def note_restart(self, event: agent_kinds.RestartDecided) -> None:
+        self._restart = event.cause
+
+    def note_end(self, event: agent_kinds.RunEnded) -> None:
+        self._end = Happened(event.state, event.attempt, event.cause, self._here, None, event.time)
 
     def _happen(
         self, name: str, event: Event, cause: str = "", rank: int | None = None, host: str = "", *,
@@ -183,7 +185,7 @@ class EventCommands:
         if self._group_rank is None:  # it has had no part
             return self._is_first
         lost = self._stop is None and self._end is not None and self._end.event == "failed"
-        if self._stop is not None and self._stop.kind == "lost":
+        if self._stop is not None and self._stop.reason == "lost":
             lost = self._stop.group_rank == 0
         return self._group_rank <= int(lost)
 
@@ -193,11 +195,11 @@ class EventCommands:
         """Queue the commands of the end: the report is printed. Those before have `LONGEST` seconds left, in all."""
         if self._until is not None:
             return
-        is_ours = self._end is not None and self._speaks_for_job()
+        end = self._end if self._speaks_for_job() else None
         self._until = clock.now() + LONGEST
         self._bell.open()
-        for names, command in self._commands if is_ours else ():
-            if self._end.event in names and not self._executor.submit(partial(self._run, self._end, command)):
+        for names, command in self._commands:
+            if end is not None and end.event in names and not self._executor.submit(partial(self._run, end, command)):
                 self._drop()
 
     def close(self, seconds: float) -> None:
@@ -251,7 +253,7 @@ class EventCommands:
 
     def _wait(self, run: ShellCommand, happened: Happened) -> str:
         self._bell = Latch()
-        run.start(lambda: self._bell.open())
+        run.start(lambda: self._bell.open())  # noqa: PLW0108 - the latch is another one then
         while True:
             bell = self._bell = Latch()  # before the questions: what changes after them opens it
             why = run.verdict()
@@ -314,6 +316,19 @@ class EventCommands:
             "logs": self._folder,
         }
         return [f"{name}: {about}", *(f"  {key:10}: {value}" for key, value in fields.items() if value)]
+
+
+_NOTES: dict[str, Callable[[EventCommands, Any], None]] = {
+    kinds.GroupStarting.name: EventCommands.note_start,
+    kinds.GroupRunning.name: EventCommands.note_running,
+    kinds.TimerExpired.name: EventCommands.note_hang,
+    kinds.TimerLeft.name: EventCommands.note_left,
+    agent_kinds.AgentStatus.name: EventCommands.note_status,
+    agent_kinds.JobStopping.name: EventCommands.note_stop,
+    agent_kinds.RestartDecided.name: EventCommands.note_restart,
+    agent_kinds.RunEnded.name: EventCommands.note_end,
+    "rank.slow": EventCommands.note_slow,
+}
 
 
 def _descriptor_of(text: str) -> int:

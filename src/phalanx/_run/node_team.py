@@ -341,7 +341,7 @@ class MachineTeam(RunTeam, NodeTeam):
         if self._job is not None:
             place = self._job.rank_of(stop.node)
             self.emit(
-                agent_kinds.JobStopping, stop.generation, kind=stop.kind, host=stop.host, rank=stop.rank,
+                agent_kinds.JobStopping, stop.generation, reason=stop.kind, host=stop.host, rank=stop.rank,
                 group_rank=place if place >= 0 else None, cause=one_line(told(stop)),
             )  # fmt: skip
 

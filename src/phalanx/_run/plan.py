@@ -216,7 +216,7 @@ class RunPlan:
         """Return who takes the events of the run, beside its record and its status."""
         return {} if self.events is None else {"phalanx-status": self.events}
 
-    def event_commands(self, *, has_store: bool = True) -> EventCommands | None:
+    def event_commands(self, *, has_store: bool | None = True) -> EventCommands | None:
         """Return what runs commands when something happens; None: nothing, and it is not loaded.
 
         ``has_store``: whether this machine has the store of the job.
@@ -228,7 +228,7 @@ class RunPlan:
 
         return EventCommands(
             config.on_event, run_id=self.run_id, is_job=machines is not None,
-            is_first=has_store or machines is None or machines.node_rank == 0,
+            is_first=has_store or (machines is not None and machines.node_rank == 0),
             ends_hangs=config.on_expiry[-1][0] in ("terminate", "kill"),
         )  # fmt: skip
 

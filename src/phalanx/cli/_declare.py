@@ -182,10 +182,10 @@ class Many(Option):
 
 
 class Pairs(Many):
-    """The declaration of an option with two values, that can be given again. In a job file and in the environment, each
-    is one text, with a space between the two.
+    """The declaration of an option with two values, that can be given again.
 
-    ``read`` returns what one pair selects.
+    In a job file and in the environment, each pair is one text, with a space between the two. ``read`` returns what one
+    pair selects.
     """
 
     def given(self, written: Any) -> Any:
