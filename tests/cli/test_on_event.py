@@ -269,6 +269,9 @@ def test_a_second_hang_is_an_event_and_two_timers_of_one_are_not(stream: EventSt
         (0, [], ["failed"]),  # the store does not answer any more: nobody knows who is left
         (1, [], ["failed"]),
         (2, [], []),
+        (1, [("left", 1)], ["failed"]),  # this machine leaves the job, as the store does not answer
+        (2, [("left", 2)], []),
+        (1, [("left", 0)], []),
         (1, [("hang", 1)], ["hung"]),
         (0, [("hang", 1)], ["failed"]),
     ],

@@ -184,10 +184,12 @@ class EventCommands:
             return True
         if self._group_rank is None:  # it has had no part
             return self._is_first
-        lost = self._stop is None and self._end is not None and self._end.event == "failed"
-        if self._stop is not None and self._stop.reason == "lost":
-            lost = self._stop.group_rank == 0
-        return self._group_rank <= int(lost)
+        stop = self._stop
+        if stop is None or (stop.reason == "left" and stop.group_rank == self._group_rank):  # the others have not said
+            is_first_lost = self._end is not None and self._end.event == "failed"
+        else:
+            is_first_lost = stop.reason == "lost" and stop.group_rank == 0
+        return self._group_rank <= int(is_first_lost)
 
     # --- the end of the run, by the main thread
 
