@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -14,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import clock
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
-from phalanx._run import event_commands
-from phalanx._run.event_commands import EventCommands
+from phalanx._run.event_commands import MOST, EventCommands
 from tests.support.command import LIMIT, Place
 from tests.support.disks import small, until
 from tests.support.helpers import wait_gone
@@ -210,7 +209,9 @@ def watched(stream: EventStream, *commands: tuple[str, str], **options: Any) -> 
 
 
 def end(stream: EventStream, watch: EventCommands, state: str = "failed", seconds: float = LIMIT) -> None:
-    stream.emit(agent_kinds.RunEnded, 0, clock.now_ns(), state=state, exitcode=1, cause="rank 1: exited with code 3")
+    stream.emit(
+        agent_kinds.RunEnded, 0, time.monotonic_ns(), state=state, exitcode=1, cause="rank 1: exited with code 3"
+    )
     assert stream.drain(LIMIT) == []
     watch.begin_end()
     watch.close(seconds)
@@ -218,19 +219,26 @@ def end(stream: EventStream, watch: EventCommands, state: str = "failed", second
 
 def begin_attempt(stream: EventStream, number: int, group_rank: int) -> None:
     stream.emit(
-        agent_kinds.AgentStatus, number, clock.now_ns(), status="RENDEZVOUS", seconds=0.0, restarts=number,
+        agent_kinds.AgentStatus, number, time.monotonic_ns(), status="RENDEZVOUS", seconds=0.0, restarts=number,
         group_rank=group_rank, group_world_size=3, workers=(),
     )  # fmt: skip
 
 
 def stop_job(stream: EventStream, kind: str, group_rank: int) -> None:
     stream.emit(
-        agent_kinds.JobStopping, 0, clock.now_ns(), reason=kind, host="h2", group_rank=group_rank, rank=5, cause="why"
+        agent_kinds.JobStopping,
+        0,
+        time.monotonic_ns(),
+        reason=kind,
+        host="h2",
+        group_rank=group_rank,
+        rank=5,
+        cause="why",
     )
 
 
 def expire(stream: EventStream, kind: type[kinds.TimerEvent] = kinds.TimerExpired, rank: int = 0) -> None:
-    stream.emit(kind, 0, clock.now_ns(), rank=rank, pid=7, scope="step", place="", overdue=0.0, what="Hang: step")
+    stream.emit(kind, 0, time.monotonic_ns(), rank=rank, pid=7, scope="step", place="", overdue=0.0, what="Hang: step")
 
 
 def test_a_straggler(stream: EventStream, pages: Pages) -> None:
@@ -294,7 +302,7 @@ def test_the_first_machine_of_the_next_attempt_tells_of_the_restart(stream: Even
     begin_attempt(stream, 0, 1)
     stop_job(stream, "lost", 0)
     stream.emit(
-        agent_kinds.RestartDecided, 0, clock.now_ns(), delay=0.0, counted=False, cause="host a is lost", step=None,
+        agent_kinds.RestartDecided, 0, time.monotonic_ns(), delay=0.0, counted=False, cause="host a is lost", step=None,
         why="",
     )  # fmt: skip
     begin_attempt(stream, 1, 0)
@@ -335,9 +343,8 @@ def test_a_command_that_goes_wrong_is_told_in_a_line(
     stream: EventStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(event_commands, "LONGEST", 0.3)
-    monkeypatch.setattr("phalanx._run.shell_command.GRACE", 0.1)
-    watch, lines = watched(stream, ("failed", command)), list[str]()
+    times = {"longest": 0.3, "grace": 0.1} if "0.3s" in said else {}
+    watch, lines = watched(stream, ("failed", command), **times), list[str]()
     watch.warn = lines.append
     end(stream, watch)
     (line,) = lines
@@ -369,7 +376,7 @@ def test_those_that_find_no_room_are_counted(
     watch.warn = lines.append
     expire(stream)
     until((tmp_path / "hung").exists)
-    for _ in range(event_commands.MOST + 3):
+    for _ in range(MOST + 3):
         expire(stream, kinds.TimerLeft)
         expire(stream)
     assert stream.drain(LIMIT) == []
@@ -378,14 +385,15 @@ def test_those_that_find_no_room_are_counted(
     end(stream, watch)
     assert lines[1:] == ["--on-event: 3 commands in all were not run"]
     assert (tmp_path / "failed").read_text() == "\n"
-    assert len((tmp_path / "hung").read_text()) == event_commands.MOST + 1
+    assert len((tmp_path / "hung").read_text()) == MOST + 1
 
 
 def test_the_end_waits_for_earlier_ones_so_long_and_its_own_runs_all_the_same(
     stream: EventStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    watch, lines = watched(stream, ("hung", "echo >> hung; exec sleep 1000"), ("failed", "echo >> failed")), list[str]()
+    both = ("hung", "echo >> hung; exec sleep 1000"), ("failed", "echo >> failed")
+    watch, lines = watched(stream, *both, last=1.0), list[str]()
     watch.warn = lines.append
     expire(stream)
     until((tmp_path / "hung").exists)
@@ -393,7 +401,6 @@ def test_the_end_waits_for_earlier_ones_so_long_and_its_own_runs_all_the_same(
         expire(stream, kinds.TimerLeft)
         expire(stream)
     assert stream.drain(LIMIT) == []
-    monkeypatch.setattr(event_commands, "LONGEST", 1.0)
     end(stream, watch)
     assert lines == [
         "--on-event hung: it was killed: the run has ended 1.0s ago",
@@ -447,6 +454,16 @@ def test_no_command_outlives_a_launcher_that_is_killed(place: Place) -> None:
     wait_gone(pids)
 
 
+def test_what_a_command_leaves_behind_is_ended_and_told_in_its_file(place: Place) -> None:
+    command = "setsid sh -c 'echo $$ > pid; exec sleep 1000' & until test -s pid; do sleep 0.01; done; exit 1"
+    done = place.run("--on-event", "succeeded", command, place.write(""))
+    assert done.status == 0
+    wait_gone([pid_of(place.folder / "pid")])
+    assert "left behind" not in done.err
+    log = (run_folder(place) / "on-event.log").read_text()
+    assert "phalanx: ended what was left behind: pid " in log
+
+
 def test_a_command_that_writes_without_end_fills_no_disk(place: Place) -> None:
     place.run("--nproc-per-node", 2, "--on-event", "failed,started", "yes | head -c 4000000", place.write(FAILS))
     assert (run_folder(place) / "on-event.log").stat().st_size < 300_000
@@ -489,6 +506,32 @@ def test_workers_go_on_while_a_command_stands_still(place: Place) -> None:
 
 
 # --- where it is given
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("failed,crashed", "true"), "'crashed' is no event; expected started, hung, straggler, restarted, failed, "),
+        (("failed;hung", "true"), "'failed;hung' is no event"),
+        (("", "true"), "'' is no event"),
+        (("failed,", "true"), "'' is no event"),
+        (("failed", ""), "failed: expected a command for the shell, as one word, got ''"),
+        (("failed", " \t"), "failed: expected a command for the shell"),
+    ],
+)
+def test_what_cannot_be_is_refused(place: Place, given: tuple[str, str], said: str) -> None:
+    done = place.run("--on-event", *given, place.write(""))
+    assert done.status == 2
+    assert f"Error: Invalid value for '--on-event': {said}" in done.err
+    assert not place.logs.exists()
+
+
+def test_a_job_file_whose_command_holds_a_nul_is_refused(place: Place) -> None:
+    (place.folder / "job.toml").write_text(f'script = "{place.write("")}"\non-event = ["failed a\\u0000b"]')
+    done = place.run("-f", "job.toml")
+    assert done.status == 2
+    assert "failed: 'a\\x00b' holds a NUL, which no command can" in done.err
+    assert "job.toml, line 2" in done.err
 
 
 def test_a_job_file_and_the_environment_have_it(place: Place, pages: Pages) -> None:

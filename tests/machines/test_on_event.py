@@ -92,8 +92,10 @@ def test_a_success_and_a_stop(tmp_path: Path, hosts: Hosts) -> None:
 
 def test_the_loss_of_the_first_machine_is_an_event_all_the_same(tmp_path: Path, job: Callable[..., Job]) -> None:
     one = job("3")
+    one.env["TMPDIR"] = str(tmp_path)  # nobody removes what is in that of a machine that is lost
     agents = one.start(1, 2, 3, options=options(tmp_path))
     everyone(agents, 0, 6)
+    until(lambda: len(events(tmp_path)) == 1)
     first = next(agent for agent in agents if 0 in agent.last(6)[1])
     first.process.kill()
     rest = [agent for agent in agents if agent is not first]
@@ -104,9 +106,11 @@ def test_the_loss_of_the_first_machine_is_an_event_all_the_same(tmp_path: Path, 
 def test_the_loss_of_the_machine_with_the_store_is_an_event_all_the_same(tmp_path: Path, hosts: Hosts) -> None:
     one = static(tmp_path, hosts, "3")
     one.conf.append("away_timeout=3")
+    one.env["TMPDIR"] = str(tmp_path)
     try:
         agents = one.start(1, 2, 3, options=options(tmp_path))
         everyone(agents, 0, 6)
+        until(lambda: len(events(tmp_path)) == 1)
         agents[0].process.kill()
         assert 0 not in [agent.end() for agent in agents[1:]], [agent.said for agent in agents]
         until(lambda: len(events(tmp_path)) > 1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
 
 LONGEST = 60.0
-"""Seconds that a command may take, with all that it starts."""
+"""Seconds that a command may take."""
 
 MOST = 16
 """How many may wait for those before them."""
@@ -43,7 +43,6 @@ FILE_SIZE = 1 << 20
 """Bytes of that, from which on nothing is added."""
 
 _LATE = 30.0  # seconds beyond those of the commands, for which the end waits for their processes to be gone
-_VARIABLE = "PHALANX_EVENT"
 
 
 class Happened(NamedTuple):
@@ -75,6 +74,9 @@ class EventCommands:
         is_job: Whether other machines take part: see `_speaks_for_job`.
         is_first: Whether this machine speaks for a job that never begins.
         ends_hangs: Whether a worker whose timer has expired is ended.
+        longest: Seconds that a command may take, with all that it starts.
+        grace: Seconds after that, between SIGTERM and SIGKILL.
+        last: Seconds that those before the end's have in all when the run has ended.
 
     Attributes:
         report: What the run's report says, set before its end is emitted; "": nothing more than the cause.
@@ -86,11 +88,12 @@ class EventCommands:
 
     def __init__(
         self, commands: Sequence[tuple[Sequence[str], str]], *, run_id: str, is_job: bool, is_first: bool,
-        ends_hangs: bool,
+        ends_hangs: bool, longest: float = LONGEST, grace: float = GRACE, last: float = LONGEST,
     ) -> None:  # fmt: skip
         self._commands = commands
         self._run_id = run_id
         self._is_job, self._is_first, self._ends_hangs = is_job, is_first, ends_hangs
+        self._longest, self._grace, self._last = longest, grace, last
         self.report = ""
         self.warn: Callable[[str], object] = say
         self._folder = ""  # of the run
@@ -194,11 +197,11 @@ class EventCommands:
     # --- the end of the run, by the main thread
 
     def begin_end(self) -> None:
-        """Queue the commands of the end: the report is printed. Those before have `LONGEST` seconds left, in all."""
+        """Queue the commands of the end: the report is printed."""
         if self._until is not None:
             return
         end = self._end if self._speaks_for_job() else None
-        self._until = clock.now() + LONGEST
+        self._until = clock.now() + self._last
         self._bell.open()
         for names, command in self._commands:
             if end is not None and end.event in names and not self._executor.submit(partial(self._run, end, command)):
@@ -209,7 +212,7 @@ class EventCommands:
         if seconds <= 0:
             self._is_hurried = True
             self._bell.open()
-        most = (LONGEST + GRACE) * (1 + len(self._commands)) + _LATE
+        most = self._last + (self._longest + self._grace) * len(self._commands) + _LATE
         if not self._executor.drain(most if seconds > 0 else _LATE):
             self.warn("--on-event: a command is left, and cannot be ended")
         dropped, self._dropped = self._dropped, 0
@@ -229,18 +232,19 @@ class EventCommands:
         return self._is_hurried or (self._until is not None and not is_of_end and clock.now() >= self._until)
 
     def _why_ended(self) -> str:
-        return "a signal has come" if self._is_hurried else f"the run has ended {format_duration(LONGEST)} ago"
+        return "a signal has come" if self._is_hurried else f"the run has ended {format_duration(self._last)} ago"
 
     def _run(self, happened: Happened, command: str) -> None:
         if self._too_late(happened):
             self._drop()
             return
-        why, output = "", ""
+        why, output, lines = "", "", list[str]()  # lines on what the command leaves behind, as `mail` does
         try:
             with open(_descriptor_of(self._report_on(happened)), "rb") as report:
                 run = ShellCommand(
-                    "on-event", command, LONGEST, env=self._env(happened), stdin=report.fileno(), linger=LONGEST,
-                    can_be_mute=True,
+                    "on-event", command, self._longest, env=self._env(happened), stdin=report.fileno(),
+                    linger=self._longest, grace=self._grace,
+                    can_be_mute=True, speak=lines.append,
                 )  # fmt: skip
                 try:
                     why = self._wait(run, happened)
@@ -249,7 +253,8 @@ class EventCommands:
                 output = run.output
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             why = f"it cannot be started: {getattr(error, 'strerror', None) or error}"
-        where = self._keep(entry(f"{happened.event}: {command}", why, output))
+        output += "".join(f"phalanx: {line}\n" for line in lines)
+        where = self._keep(entry(f"{happened.event}: {one_line(command)}", why, output))
         if why:
             self.warn(f"--on-event {happened.event}: {one_line(sanitise(why))}{where}")
 
@@ -284,12 +289,15 @@ class EventCommands:
         return f"; its output is in {path}"
 
     def _env(self, happened: Happened) -> dict[str, str]:
-        facts = {
-            "": happened.event, "_RUN_ID": self._run_id, "_RUN_DIR": self._folder, "_HOST": happened.host,
-            "_ATTEMPT": str(happened.attempt) if happened.attempt >= 0 else "",
-            "_RANK": "" if happened.rank is None else str(happened.rank), "_CAUSE": one_line(sanitise(happened.cause)),
-        }  # fmt: skip
-        return {f"{_VARIABLE}{name}": text.replace("\0", "") for name, text in facts.items()}
+        return {
+            "PHALANX_EVENT": happened.event,
+            "PHALANX_EVENT_ATTEMPT": str(happened.attempt) if happened.attempt >= 0 else "",
+            "PHALANX_EVENT_CAUSE": one_line(sanitise(happened.cause)).replace("\0", ""),
+            "PHALANX_EVENT_HOST": happened.host,
+            "PHALANX_EVENT_RANK": "" if happened.rank is None else str(happened.rank),
+            "PHALANX_EVENT_RUN_DIR": self._folder,
+            "PHALANX_EVENT_RUN_ID": self._run_id,
+        }
 
     def _report_on(self, happened: Happened) -> str:
         """Return what the command reads: of the end, what ``phalanx report`` prints; of others, what is known."""

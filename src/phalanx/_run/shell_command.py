@@ -43,18 +43,22 @@ class ShellCommand:
         longest: Seconds that it may take, with all that it starts.
         env: Variables beside those of this process, of which its secrets are left out.
         stdin: The descriptor that it reads; None: /dev/null.
+        grace: Seconds between SIGTERM and SIGKILL.
         linger: Seconds for which processes may go on that it leaves behind when it has succeeded.
         can_be_mute: Whether it runs without output if there is no room for that.
+        speak: Called with each line on its processes; default: it is printed.
     """
 
     def __init__(
         self, name: str, command: str, longest: float, *, env: Mapping[str, str] | None = None,
-        stdin: int | None = None, linger: float = 0.0, can_be_mute: bool = False,
+        stdin: int | None = None, grace: float = GRACE, linger: float = 0.0, can_be_mute: bool = False,
+        speak: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._name, self._command, self._longest = name, command, longest
         self._env = {**(env or {}), **NOT_FOR_WORKERS}
         self._stdin = {} if stdin is None else {0: stdin}
-        self._linger, self._can_be_mute = linger, can_be_mute
+        self._grace, self._linger, self._can_be_mute = grace, linger, can_be_mute
+        self._speak: Callable[[str], None] = speak or (lambda text: say(f"[{name}] {text}"))
         self._group: SubprocessContext | None = None  # until its end is known
         self._held = ExitStack()
         self._wake: Callable[[], None] = lambda: None
@@ -86,18 +90,14 @@ class ShellCommand:
 
         with interrupts.deferred():
             self._group = SubprocessContext(
-                self._name, "sh", {0: ("-c", self._command)}, {0: self._env}, logs, grace=GRACE, linger=self._linger,
-                stdin=self._stdin, announces=False, speak=self.speak,
+                self._name, "sh", {0: ("-c", self._command)}, {0: self._env}, logs, grace=self._grace, linger=self._linger,
+                stdin=self._stdin, announces=False, speak=self._speak,
             )  # fmt: skip
         try:
             self._group.start()
         except OSError:
             self.close()
             raise
-
-    def speak(self, text: str) -> None:
-        """Print a line of the command, or on its processes: no rank is meant."""
-        say(f"[{self._name}] {text}")
 
     @property
     def seconds_left(self) -> float | None:
@@ -122,7 +122,7 @@ class ShellCommand:
                 self._is_watched = True
                 group.when_gone(self._wake)
         if clock.now() >= self._until:
-            self.stop(f"it has not ended within {format_duration(self._longest)}", signal.SIGTERM, GRACE)
+            self.stop(f"it has not ended within {format_duration(self._longest)}", signal.SIGTERM, self._grace)
         return None
 
     def stop(self, why: str, death_signal: int, grace: float) -> None:
