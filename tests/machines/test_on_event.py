@@ -90,7 +90,7 @@ def test_a_success_and_a_stop(tmp_path: Path, hosts: Hosts) -> None:
         one.close()
 
 
-def test_the_loss_of_the_first_machine_is_an_event_all_the_same(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_the_loss_of_the_first_machine_is_an_event(tmp_path: Path, job: Callable[..., Job]) -> None:
     one = job("3")
     one.env["TMPDIR"] = str(tmp_path)  # nobody removes what is in that of a machine that is lost
     agents = one.start(1, 2, 3, options=options(tmp_path))
@@ -103,7 +103,7 @@ def test_the_loss_of_the_first_machine_is_an_event_all_the_same(tmp_path: Path, 
     assert [event.split(" of ")[0] for event in events(tmp_path)] == ["started", "failed"]
 
 
-def test_the_loss_of_the_machine_with_the_store_is_an_event_all_the_same(tmp_path: Path, hosts: Hosts) -> None:
+def test_the_loss_of_the_store_is_an_event_all_the_same(tmp_path: Path, hosts: Hosts) -> None:
     one = static(tmp_path, hosts, "3")
     one.conf.append("away_timeout=3")
     one.env["TMPDIR"] = str(tmp_path)

@@ -90,8 +90,8 @@ class ShellCommand:
 
         with interrupts.deferred():
             self._group = SubprocessContext(
-                self._name, "sh", {0: ("-c", self._command)}, {0: self._env}, logs, grace=self._grace, linger=self._linger,
-                stdin=self._stdin, announces=False, speak=self._speak,
+                self._name, "sh", {0: ("-c", self._command)}, {0: self._env}, logs, stdin=self._stdin,
+                grace=self._grace, linger=self._linger, announces=False, speak=self._speak,
             )  # fmt: skip
         try:
             self._group.start()
