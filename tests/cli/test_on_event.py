@@ -469,6 +469,17 @@ def test_a_command_that_writes_without_end_fills_no_disk(place: Place) -> None:
     assert (run_folder(place) / "on-event.log").stat().st_size < 300_000
 
 
+def test_a_file_of_outputs_that_is_full_is_told(stream: EventStream, tmp_path: Path) -> None:
+    log = tmp_path / "on-event.log"
+    log.write_bytes(b"x" * (1 << 20))
+    watch, lines = watched(stream, ("failed", "echo x; exit 1")), list[str]()
+    watch.warn = lines.append
+    stream.emit(kinds.GroupStarting, 0, time.monotonic_ns(), nprocs=1, folder=str(tmp_path))
+    end(stream, watch)
+    assert lines == [f"--on-event failed: exit code 1: x; its output is not kept: {log} has 1.0 MiB"]
+    assert log.stat().st_size == 1 << 20
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_full_disk_is_reported(place: Place, pages: Pages, tmp_path: Path) -> None:
     """Of the logs, and of temporary files."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
-from phalanx._base.text import how_many, one_line
+from phalanx._base.text import format_size, how_many, one_line
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._base.tty import printable, sanitise
 from phalanx._events import agent_kinds, kinds
@@ -243,8 +243,7 @@ class EventCommands:
             with open(_descriptor_of(self._report_on(happened)), "rb") as report:
                 run = ShellCommand(
                     "on-event", command, self._longest, env=self._env(happened), stdin=report.fileno(),
-                    linger=self._longest, grace=self._grace,
-                    can_be_mute=True, speak=lines.append,
+                    grace=self._grace, linger=self._longest, can_be_mute=True, speak=lines.append,
                 )  # fmt: skip
                 try:
                     why = self._wait(run, happened)
@@ -282,8 +281,9 @@ class EventCommands:
             return ""
         path = os.path.join(self._folder, FILE)
         try:
-            if not os.path.lexists(path) or os.lstat(path).st_size < FILE_SIZE:
-                append_output(self._folder, FILE, text)
+            if os.path.lexists(path) and os.lstat(path).st_size >= FILE_SIZE:
+                return f"; its output is not kept: {path} has {format_size(FILE_SIZE)}"
+            append_output(self._folder, FILE, text)
         except OSError as error:
             return f"; its output is lost: {path}: {error.strerror}"
         return f"; its output is in {path}"

@@ -157,7 +157,8 @@ class RunTeam(GroupTeam):
         """Run the commands that are about the end, which was recorded and printed. Returns at once, or after 5 s."""
         if self._commands is not None:
             with interrupts.deferred():
-                self.events.drain(PATIENCE, (self._commands.NAME,))
+                if self.events.drain(PATIENCE, (self._commands.NAME,)):
+                    self.warn(f"--on-event: no command runs for the end, of which nothing came within {PATIENCE:g} s")
                 self._commands.begin_end()
 
     def end_commands(self, seconds: float) -> None:
