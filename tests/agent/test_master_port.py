@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._run import master_port
-from phalanx._run.master_port import reserve
 from tests.support.helpers import tell
 from tests.support.workers import run_script
 
@@ -77,7 +76,7 @@ def is_reserved(number: int) -> bool:
 @pytest.fixture
 def number(settings: Callable[[str, str], None]) -> int:
     """The one port that is outside the range. Where it is not free, `reserve` takes one of the range."""
-    with reserve() as port:
+    with master_port.reserve() as port:
         number = port.number
     settings(f"1024\t{number - 1}", f"{number + 1}-65535" if number < 65535 else "")
     return number
@@ -89,7 +88,7 @@ def number(settings: Callable[[str, str], None]) -> int:
 @outside
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rank_0_can_bind_it_however_it_does(*, reuse: bool) -> None:
-    with reserve() as port:
+    with master_port.reserve() as port:
         for family, address in here(EVERYWHERE + LOOPBACK):
             listen(family, address, port.number, reuse=reuse)
         if len(here(EVERYWHERE)) > 1:
@@ -98,7 +97,7 @@ def test_rank_0_can_bind_it_however_it_does(*, reuse: bool) -> None:
 
 
 def test_rank_0_binds_it_again_while_old_connections_close() -> None:
-    with reserve() as port:
+    with master_port.reserve() as port:
         address = "127.0.0.1", port.number
         for _attempt in range(3):
             with socket.create_server(address) as server, socket.create_connection(address), server.accept()[0]:
@@ -112,7 +111,7 @@ def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None
         assert client.recv(1) == b""
     with pytest.raises(OSError, match="in use"):
         listen(socket.AF_INET, "", number, reuse=False)
-    with reserve() as port:
+    with master_port.reserve() as port:
         assert port.number != number
 
 
@@ -159,11 +158,11 @@ def test_a_port_that_somebody_has_is_not_chosen(number: int) -> None:
             if family == socket.AF_INET6:
                 other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             other.bind((address, number))  # and does not listen yet
-            with reserve() as port:
+            with master_port.reserve() as port:
                 assert port.number != number, address
-    with reserve() as port:
+    with master_port.reserve() as port:
         assert port.number == number
-        with reserve() as other_port:
+        with master_port.reserve() as other_port:
             assert other_port.number != number
 
 
@@ -184,7 +183,7 @@ def test_it_is_reserved_until_the_launcher_ends_or_is_killed() -> None:
 
 @outside
 def test_a_fork_does_not_inherit_it(ready: Ready) -> None:
-    with reserve() as port:
+    with master_port.reserve() as port:
         child = os.fork()
         if child == 0:
             try:
@@ -205,7 +204,7 @@ def test_a_fork_does_not_inherit_it(ready: Ready) -> None:
 @pytest.mark.slow
 def test_a_program_that_is_executed_does_not_inherit_it(ready: Ready) -> None:
     code = f"{ready.python()}; import signal; signal.pause()"
-    with reserve() as port:
+    with master_port.reserve() as port:
         child = subprocess.Popen([sys.executable, "-c", code], close_fds=False)
         ready.wait()
     with child:
@@ -270,7 +269,7 @@ def kernels(
 
 @pytest.mark.usefixtures("kernels")
 def test_rank_0_binds_the_port_that_a_socket_reserves() -> None:
-    with reserve() as one, reserve() as two:
+    with master_port.reserve() as one, master_port.reserve() as two:
         assert one.number != two.number
         for family, address in here(EVERYWHERE + LOOPBACK):
             for _attempt in range(2):
@@ -292,7 +291,7 @@ def test_without_ipv6_there_is_a_port_all_the_same(
     monkeypatch.setattr(master_port, "_tcp_socket", none)
     for ephemeral in ("32768 60999", "1024 65535"):
         settings(ephemeral, "")
-        with reserve() as port:
+        with master_port.reserve() as port:
             assert is_reserved(port.number) == (ephemeral == "32768 60999")
             listen(socket.AF_INET, "", port.number, reuse=True)
 
@@ -411,6 +410,6 @@ def test_runs_at_the_same_time_have_their_own_ports(place: Place, ready: Ready, 
 
 @pytest.mark.slow
 def test_a_port_that_the_user_names_is_taken_as_it_is(place: Place) -> None:
-    with reserve() as port:
+    with master_port.reserve() as port:
         script = place.write("import os; print(os.environ['MASTER_PORT'])")
         assert place.run("--master-port", port.number, script).out == f"[0] {port.number}\n"

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from phalanx._group.arguments import GRACE, SETTLE
 from phalanx._run.config import RunConfig
 from phalanx._run.stdin import NONE
-from phalanx.cli._declare import Declared, Flag, Maybe, Option, as_job_file, click_options, declarations
+from phalanx.cli._declare import Declared, Flag, Maybe, Option, Pairs, as_job_file, click_options, declarations
 from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
 from phalanx.cli.torchrun_shim import torchrun_name
@@ -129,6 +129,12 @@ SETTINGS = {
     "on_sigterm": Setting("leave", "stop", "leave", "stop"),
     "exclude_after": Setting("3", "1", 3, 1),
     "node_check": Setting("true", "nvidia-smi -L", "true", "nvidia-smi -L"),
+    "on_event": Setting(
+        "failed,hung mail -s 'a b' ada",
+        "Started true",
+        [(("failed", "hung"), "mail -s 'a b' ada")],
+        [(("started",), "true")],
+    ),
     "exit_barrier_timeout": Setting("60", "inf", 60.0, math.inf),
     "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
     "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
@@ -192,6 +198,11 @@ def printed(*argv: str) -> str:
     return as_job_file(ctx, RunOptions, config)
 
 
+def words(name: str, text: str) -> list[str]:
+    """A setting as it is typed: of two words, or one."""
+    return text.split(" ", 1) if isinstance(EVERY[name], Pairs) else [text]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_command_line_precedes_the_file_then_variables(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +211,8 @@ def test_the_command_line_precedes_the_file_then_variables(
     dashes, job = "--" + name.replace("_", "-"), tmp_path / "job.toml"
     from_file = ("-f", str(job))
     for spelling in (dashes, f"--{name}"):
-        assert parsed(spelling, text)[name] == parsed(f"{spelling}={text}")[name] == value
+        first, *more = words(name, text)
+        assert parsed(spelling, first, *more)[name] == parsed(f"{spelling}={first}", *more)[name] == value
     monkeypatch.setenv(f"PET_{name.upper()}", text)
     assert parsed()[name] == value
     assert source_of(printed(), dashes[2:]) == f"PET_{name.upper()}"
@@ -209,11 +221,11 @@ def test_the_command_line_precedes_the_file_then_variables(
     for key in (name, dashes[2:]):
         job.write_text(f'{key} = "{text}"' if str in EVERY[name].written else f"{key} = {text}")
         assert parsed(*from_file)[name] == value
-        assert parsed(dashes, other, *from_file)[name] == as_other
+        assert parsed(dashes, *words(name, other), *from_file)[name] == as_other
     job.write_text("")
     assert parsed(*from_file)[name] == as_other
     for typed in (text, other):  # what is printed is read back to the same
-        shown, values = printed(dashes, typed), parsed(dashes, typed)
+        shown, values = printed(dashes, *words(name, typed)), parsed(dashes, *words(name, typed))
         assert source_of(shown, dashes[2:]) == "command line"
         job.write_text(shown)
         again = parsed(*from_file)

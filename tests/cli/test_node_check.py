@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from phalanx._run import node_check
-from phalanx._run.node_check import NodeCheck, pass_check
 from tests.support.command import Place
 from tests.support.helpers import PYTHON, Ready, wait_gone
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_check(command: str) -> str:
-    with NodeCheck(command) as check:
+    with node_check.NodeCheck(command) as check:
         return check.wait()
 
 
@@ -54,7 +53,7 @@ def test_a_check_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_check_writes_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     has_room = f"test $(du -sk {tmp_path} | cut -f1) -lt 1000"
-    with NodeCheck(f"yes | head -c 4000000; {has_room} && echo the end") as check:
+    with node_check.NodeCheck(f"yes | head -c 4000000; {has_room} && echo the end") as check:
         assert check.wait() == ""
         check.write(str(tmp_path))
     log = (tmp_path / "node-check.log").read_text()
@@ -72,16 +71,16 @@ def test_it_is_tried_again_after_longer_and_longer_times(
 ) -> None:
     monkeypatch.setattr(node_check, "_FIRST", 0.02)
     command = f"echo >> {tmp_path}/tries; test $(wc -l < {tmp_path}/tries) = 3"
-    with NodeCheck(command) as check:
-        assert pass_check(check, 60.0, lambda: 0.0) == ""
+    with node_check.NodeCheck(command) as check:
+        assert node_check.pass_check(check, 60.0, lambda: 0.0) == ""
     said = capfd.readouterr().err
     assert len(re.findall(r"exit code 1; this machine takes no part, and is checked again in \d+ms", said)) == 2
-    with NodeCheck("exit 2") as check:
-        assert pass_check(check, 0.0) == "this machine has failed its check once: exit code 2"
+    with node_check.NodeCheck("exit 2") as check:
+        assert node_check.pass_check(check, 0.0) == "this machine has failed its check once: exit code 2"
 
 
 def test_a_check_that_could_not_be_started_counts_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with NodeCheck("sleep 600") as check:
+    with node_check.NodeCheck("sleep 600") as check:
         with monkeypatch.context() as patch:
             patch.setenv("PATH", str(tmp_path))
             with pytest.raises(OSError, match=r"--node-check: .*no such binary: 'sh'"):

@@ -47,6 +47,8 @@ NOT_RUN = {
     "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
         "waits for an editor; tests/cli/test_debugpy.py runs its like",
     "phalanx run --detach --nproc-per-node 8 train.py": "leaves a run behind; tests/cli/test_detach.py runs its like",
+    "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 phalanx run --event-log-handler spans train.py":
+        "needs opentelemetry-sdk, and a collector",
     "phalanx report": "needs a run that has ended; the transcript `report` is of it",
     "phalanx top": "needs a run that lasts; tests/cli/test_top.py runs it",
     "phalanx status": "needs a run that lasts; tests/cli/test_status.py runs it",
@@ -93,6 +95,7 @@ NO_SCRIPTS = {
     "# fail.py": "fails: the transcript `tutorial-fail` is of it",
     "# resume.py": "the transcript `tutorial-restart` is of it",
     "run = phalanx.attach()": "needs a run that lasts: the transcript `stop` is of one",
+    "# run_spans.py": "needs opentelemetry-sdk",
     "# hang.py": "hangs: the transcript `tutorial-hang` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._events import agent_kinds, kinds  # noqa: F401 - those of agents are found below `Event`
-from phalanx._events.kinds import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 LOGS = Path(__file__).parents[2] / "docs" / "logs.md"
 
 
-def all_kinds(kind: type[Event] = Event) -> Iterator[type[Event]]:
+def all_kinds(kind: type[kinds.Event] = kinds.Event) -> Iterator[type[kinds.Event]]:
     if kind.name:
         yield kind
     for below in kind.__subclasses__():
@@ -28,7 +27,7 @@ def all_kinds(kind: type[Event] = Event) -> Iterator[type[Event]]:
 KINDS = sorted(all_kinds(), key=lambda kind: kind.name)
 
 
-def fields_of(kind: type[Event]) -> list[str]:
+def fields_of(kind: type[kinds.Event]) -> list[str]:
     return [name for name in kind.__match_args__[3:] if name not in kind.KEPT]
 
 
@@ -50,7 +49,7 @@ def test_each_kind_has_a_row_and_each_row_a_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_row_has_every_field(kind: type[Event]) -> None:
+def test_a_row_has_every_field(kind: type[kinds.Event]) -> None:
     row = rows()[kind.name]
     if kind is kinds.WorkerReaped:  # "the same, and ..."
         row += rows()["timer.armed"]
@@ -58,7 +57,7 @@ def test_a_row_has_every_field(kind: type[Event]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_line_has_the_common_fields_and_those_of_the_kind(kind: type[Event]) -> None:
+def test_a_line_has_the_common_fields_and_those_of_the_kind(kind: type[kinds.Event]) -> None:
     values: dict[str, Any] = {name: index for index, name in enumerate(kind.__match_args__[3:])}
     event = kind(2, 5_000_000_000, **values)
     event.date(100.0)

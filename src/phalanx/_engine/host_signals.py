@@ -16,7 +16,7 @@ from phalanx._base import clock, interrupts, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -169,6 +169,19 @@ def forget_raised() -> None:
     """Do not raise again an exception that was raised: its receiver acts on it. On the main thread."""
     if threading.current_thread() is threading.main_thread():
         _pending.clear()
+
+
+def shortened(close: Callable[[float], object], seconds: float) -> None:
+    """Call ``close`` with the seconds that it may take; once more, with none, if a signal has come."""
+    while True:
+        try:
+            with delivering():
+                close(seconds)
+        except SignalException:
+            forget_raised()
+            seconds = 0.0
+        else:
+            return
 
 
 @contextmanager

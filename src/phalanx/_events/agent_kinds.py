@@ -127,6 +127,25 @@ class RestartDecided(Event):
     reason: str
 
 
+class JobStopping(Event):
+    """A job of many machines ends the workers of an attempt.
+
+    Attributes:
+        reason: "failure", "hang", "lost", "left", "grow" or "signal", see `phalanx._rendezvous.records.Stop`.
+        host: The machine that it is about.
+        group_rank: Which agent that is; None: it has no part in the attempt.
+        rank: The worker that failed; None: none did, or it is not known.
+        cause: Why, in one line.
+    """
+
+    name = "job.stopping"
+    reason: str
+    host: str
+    group_rank: int | None
+    rank: int | None
+    cause: str
+
+
 class GaveUp(Event):
     """After this attempt no other follows. ``why``: "" if none was allowed in the first place."""
 

@@ -27,6 +27,10 @@ GONE = "the current folder has been removed, and there is nothing at a relative 
 """Why what is relative is refused, if `is_here_gone`."""
 
 
+EVENTS = ("started", "hung", "straggler", "restarted", "failed", "stopped", "succeeded")
+"""What ``--on-event`` can be about."""
+
+
 def is_here_gone() -> bool:
     """Whether the current folder has been removed."""
     try:
@@ -97,6 +101,8 @@ class RunConfig(ConsoleConfig):
     sample: float
     """Seconds between two samples of the workers; 0: none is taken."""
     metrics_port: tuple[str, int] | None
+    on_event: list[tuple[tuple[str, ...], str]] | None
+    """Commands, each with the `EVENTS` after which it runs."""
     duplicate_stdout_filters: list[str] | None
     duplicate_stderr_filters: list[str] | None
     local_ranks_filter: list[int] | None

@@ -18,7 +18,7 @@ from phalanx._rendezvous.records import Node, first_rank
 from phalanx._rendezvous.settings import NO_FORK, agent_id
 from phalanx._run.config import RunError
 from phalanx._run.ends import RunEnd, child_failed
-from phalanx._run.job_run import JobRun, shortened
+from phalanx._run.job_run import JobRun
 from phalanx._run.node_team import MachineTeam, command_line
 from phalanx._run.plan import reserve_port
 from phalanx._store.etcd import INSTALL
@@ -94,8 +94,8 @@ class JobNode:
             status=plan.status, observers=plan.observers(),
             where=machines.where, hosted=machines.is_hosted, is_alone=is_loopback(machines.host_and_port()[0]),
             typed=typed, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
-            signals=config.signals_to_handle, asked=asked, check=check,
-            sample=config.sample,
+            signals=config.signals_to_handle, asked=asked, check=check, sample=config.sample,
+            commands=plan.event_commands(has_store=entrance.hosts),
         )  # fmt: skip
         notice = 0.0 if config.notice is None else config.notice[1]
         rules = machines.rules(plan.policy, config.grace, notice, config.orphan_grace)
@@ -134,7 +134,7 @@ class JobNode:
     def end_store(self) -> None:
         """End the store, if it is here. A signal shortens the wait."""
         if self._entrance.end is not None:
-            shortened(self._entrance.end, self.run.patience)
+            host_signals.shortened(self._entrance.end, self.run.patience)
 
 
 def digest(args: Sequence[str]) -> str:

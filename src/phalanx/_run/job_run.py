@@ -31,19 +31,6 @@ EXPECTS = 3
 """How many times within the time that an agent may be stopped it shows its keeper that it is not."""
 
 
-def shortened(close: Callable[[float], object], seconds: float) -> None:
-    """Call ``close`` with the seconds that it may take; once more, with none, if a signal has come."""
-    while True:
-        try:
-            with host_signals.delivering():
-                close(seconds)
-        except host_signals.SignalException:
-            host_signals.forget_raised()
-            seconds = 0.0
-        else:
-            return
-
-
 class NodeTeam(Team):
     """The workers of one node: a `Team` with a place in each generation, which returns how its workers ended.
 
@@ -173,7 +160,7 @@ class JobRun(Decider):
         """Leave the store. How the node has ended is known: a signal shortens this, and changes nothing else."""
         ends_job = self.finish is not None and self.finish.ends_job
         if self._is_open:
-            shortened(lambda seconds: self._store.close(seconds, ends_job=ends_job), self.patience)
+            host_signals.shortened(lambda seconds: self._store.close(seconds, ends_job=ends_job), self.patience)
 
     @property
     def wake(self) -> float:  # type: ignore[override]  # it follows from two others

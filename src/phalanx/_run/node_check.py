@@ -1,38 +1,28 @@
 """``--node-check``: what a machine runs before each attempt, and the waits after failures of one that comes to a job.
 
-Owns the processes of the command, its output and its time. What follows a failure is the team's business.
+Owns when the command runs, its verdict and its output. What follows a failure is the team's business.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
-import tempfile
-import time
 from collections import deque
-from contextlib import suppress
 
-from phalanx._base import clock, files, interrupts
+from phalanx._base import clock, interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import say
-from phalanx._base.text import one_line
 from phalanx._base.threads import Latch
 from phalanx._base.tty import sanitise
 from phalanx._engine import host_signals
-from phalanx._logs.rotated import last_bytes, rotated_files
-from phalanx._outcomes.failure import signal_name
-from phalanx._outcomes.result import verdict as verdict_on
-from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
 from phalanx._run.runner import NoAttemptError
+from phalanx._run.shell_command import GRACE, ShellCommand, append_output, entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Self
-
-    from phalanx.multiprocessing import RunProcsResult, SubprocessContext
+    from typing import Self
 
 LONGEST = 120.0
 """Seconds that a check may take."""
@@ -41,8 +31,7 @@ FILE = "node-check.log"
 """What checks have written, in the run's folder."""
 
 _FIRST, _MOST = 5.0, 600.0  # seconds between two checks: after the first failure, and at most
-_GRACE = 5.0
-_TAIL = 1 << 16  # bytes of each stream that are kept
+_NAME = "node-check"
 _MOST_KEPT = 16  # checks whose output is kept until there is a folder for it
 _MOST_SHOWN = 20  # lines
 
@@ -56,12 +45,7 @@ class NodeCheck:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._group: SubprocessContext | None = None  # of the check that is under way
-        self._files: tempfile.TemporaryDirectory[str] | None = None
-        self._is_watched = False  # whether the end of that calls `_wake`
-        self._wake: Callable[[], None] = lambda: None
-        self._until = math.inf  # when that has taken too long
-        self._ended_by_us = ""  # why it was ended before
+        self._run: ShellCommand | None = None  # that is under way
         self._when = ""
         self._why = ""  # the latest check has failed
         self._folder = ""  # of the run, as far as is known
@@ -72,20 +56,11 @@ class NodeCheck:
 
         ``when``: what it is for, to be noted with its output. Raises OSError: it cannot be started.
         """
-        from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
-
+        self._when, self._why = when, ""
+        with interrupts.deferred():
+            self._run = ShellCommand(_NAME, self._command, LONGEST)
         try:
-            with interrupts.deferred():
-                self._wake = wake
-                self._is_watched, self._when = False, when
-                self._why, self._ended_by_us, self._until = "", "", clock.now() + LONGEST
-                self._files = tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True)
-                logs: Any = DefaultLogsSpecs(self._files.name, redirects=Std.ALL, max_size=_TAIL, keep=1)
-                self._group = SubprocessContext(
-                    "node-check", "sh", {0: ("-c", self._command)}, {0: dict(NOT_FOR_WORKERS)}, logs,
-                    grace=_GRACE, announces=False, speak=_speak,
-                )  # fmt: skip
-            self._group.start()
+            self._run.start(wake)
         except OSError as error:
             self.close()
             msg = f"--node-check: {error.strerror or error}"
@@ -99,28 +74,19 @@ class NodeCheck:
     @property
     def seconds_left(self) -> float | None:
         """Seconds after which `verdict` is to be asked, though nobody was woken; None: there is no need."""
-        is_bounded = self._group is not None and self._until < math.inf
-        return max(0.0, self._until - clock.now()) if is_bounded else None
+        return None if self._run is None else self._run.seconds_left
 
     def verdict(self) -> str | None:
         """Return "" if the latest check has succeeded, or why it has not; None: it is under way. Does not wait."""
-        group = self._group
-        if group is None:
+        run = self._run
+        if run is None:
             return self._why
-        try:
-            result = group.wait_gone(0)
-        except RuntimeError as error:  # its keeper was lost; or it was never up, because a signal came
-            return self._end(one_line(error.__cause__ or error), "")
-        if result is not None:
-            why = "" if result.succeeded else self._ended_by_us or _failure(result)
-            return self._end(why, _output(result))
-        with interrupts.deferred():  # a signal between the two would leave nobody woken
-            if not self._is_watched:
-                self._is_watched = True
-                group.when_gone(self._wake)
-        if clock.now() >= self._until:
-            self._end_early(f"it has not ended within {format_duration(LONGEST)}", signal.SIGTERM, _GRACE)
-        return None
+        why = run.verdict()
+        if why is not None:
+            with interrupts.deferred():
+                self._why, self._run = why, None
+                self._kept.append(entry(self._when, why, run.output))
+        return why
 
     def has_passed(self) -> bool:
         """Return whether the latest check has succeeded; False: it is under way. Raises NoAttemptError: it failed."""
@@ -132,10 +98,10 @@ class NodeCheck:
 
     def stop(self, death_signal: int, grace: float) -> None:
         """Order the end of what is under way, within 5 s."""
-        if self.verdict() is None:  # which also sees to it that its end is told
+        if self.verdict() is None and self._run is not None:  # which also sees to it that its end is told
             # A shell that is sent SIGINT waits for the command that it runs, which was not sent it.
             number = signal.SIGKILL if death_signal == signal.SIGKILL else signal.SIGTERM
-            self._end_early("it was stopped", number, min(grace, _GRACE))
+            self._run.stop("it was stopped", number, min(grace, GRACE))
 
     def wait(self) -> str:
         """Run it, and return its `verdict`. Raises as `begin`; SignalException: a signal has come."""
@@ -155,21 +121,16 @@ class NodeCheck:
             text = "".join(self._kept)
             self._kept.clear()
         try:
-            fd = files.opened(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            with open(fd, "wb") as file:
-                file.write(text.encode())
+            append_output(folder, FILE, text)
         except OSError as error:
             say(f"--node-check: its output is lost: {os.path.join(folder, FILE)}: {error.strerror}")
 
     def close(self) -> None:
         """End what is left, and remove its files. Idempotent."""
-        group, temporary = self._group, self._files
-        if group is not None:
-            group.close(signal.SIGKILL)
-            self._group = None
-        if temporary is not None:
-            temporary.cleanup()
-            self._files = None
+        run = self._run
+        if run is not None:
+            run.close()
+            self._run = None
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +142,7 @@ class NodeCheck:
         """Show the last lines of the latest check, if the one that its verdict has is not all of it."""
         lines = self._kept[-1].splitlines()[1:] if self._kept else []
         for line in lines[-_MOST_SHOWN:] if len(lines) > 1 else []:
-            _speak(sanitise(line))
+            say(f"[{_NAME}] {sanitise(line)}")
 
     def _tell_output(self) -> str:
         """Return where the output of the latest check is; or show it, where there is no folder for it."""
@@ -190,19 +151,6 @@ class NodeCheck:
             return ""
         self.write(self._folder)
         return f"; its output is in {os.path.join(self._folder, FILE)}"
-
-    def _end_early(self, why: str, death_signal: int, grace: float) -> None:
-        assert self._group is not None
-        self._ended_by_us, self._until = self._ended_by_us or why, math.inf
-        self._group.order_close(death_signal, grace)
-
-    def _end(self, why: str, output: str) -> str:
-        with interrupts.deferred():
-            self._why = why
-            moment = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._kept.append(f"== {self._when}, {moment}: {why or 'exit code 0'}\n{output}")
-            self.close()
-        return why
 
 
 def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = random.random) -> str:
@@ -229,36 +177,3 @@ def pass_check(check: NodeCheck, patience: float, chance: Callable[[], float] = 
         say(f"--node-check: {why}; this machine takes no part, and is checked again in {format_duration(seconds)}")
         Latch().wait(seconds)
     return ""
-
-
-def _speak(text: str) -> None:
-    """Show a line of the check, or on its processes: no rank is meant."""
-    say(f"[node-check] {text}")
-
-
-def _failure(result: RunProcsResult) -> str:
-    failure = next(iter(result.failures.values()), None)
-    if failure is None:
-        return verdict_on(result)[1]
-    code = failure.exitcode
-    how = f"exit code {code}" if code >= 0 else f"ended by {signal_name(-code)}"
-    said = one_line(_last(failure.stderr_tail) or _last(_tail(failure.stdout_file)))
-    return f"{how}: {said}" if said else how
-
-
-def _output(result: RunProcsResult) -> str:
-    """Return the last lines of stdout, and those of stderr."""
-    found = [_tail(path) for streams in (result.stdouts, result.stderrs) for path in streams.values()]
-    return "".join(text if text.endswith("\n") else f"{text}\n" for text in found if text)
-
-
-def _last(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _tail(path: str) -> str:
-    data = b""
-    for name in (*rotated_files(path), path):
-        with suppress(OSError):
-            data += last_bytes(name, _TAIL)[1]
-    return data[-_TAIL:].decode("utf-8", "replace")

@@ -300,6 +300,7 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `NodeTeam`."""
         if isinstance(what, Stop):
             self._going_on = -1
+            self._emit_stop(what)
             if what.kind == "hang" and what.node != self._me.id:
                 self._workers.hangs_elsewhere(self._wake)  # before their end, which is ordered next
             if what.kind == "signal":
@@ -335,6 +336,14 @@ class MachineTeam(RunTeam, NodeTeam):
             f"phalanx: attempt {last.generation} {how} after {format_duration(last.uptime)}: {cause}{step}; "
             f"{follows(what, self.policy)}"
         )
+
+    def _emit_stop(self, stop: Stop) -> None:
+        if self._job is not None:
+            place = self._job.rank_of(stop.node)
+            self.emit(
+                agent_kinds.JobStopping, stop.generation, reason=stop.kind, host=stop.host, rank=stop.rank,
+                group_rank=place if place >= 0 else None, cause=one_line(told(stop)),
+            )  # fmt: skip
 
     def _say_spare(self, job: Job) -> None:
         """Say that the job runs without this node, which has not taken part yet."""

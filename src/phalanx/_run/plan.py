@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from phalanx._run.config import RunConfig
     from phalanx._run.debug_ports import DebugPorts
     from phalanx._run.detach import Detached
+    from phalanx._run.event_commands import EventCommands
     from phalanx._run.master_port import ReservedPort
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Observer, StatusEvents
@@ -214,6 +215,22 @@ class RunPlan:
         """Return who takes the events of the run, beside its record and its status."""
         of_services = {} if self._services is None else self._services.observers
         return of_services | ({} if self.events is None else {"phalanx-status": self.events})
+
+    def event_commands(self, *, has_store: bool | None = True) -> EventCommands | None:
+        """Return what runs commands when something happens; None: nothing, and it is not loaded.
+
+        ``has_store``: whether this machine has the store of the job.
+        """
+        config, machines = self.config, self.meeting.machines
+        if not config.on_event:
+            return None
+        from phalanx._run.event_commands import EventCommands
+
+        return EventCommands(
+            config.on_event, run_id=self.run_id, is_job=machines is not None,
+            is_first=has_store or (machines is not None and machines.node_rank == 0),
+            ends_hangs=config.on_expiry[-1][0] in ("terminate", "kill"),
+        )  # fmt: skip
 
     def node_check(self) -> NodeCheck | None:
         """Return what this machine has to pass before each attempt; None: nothing."""

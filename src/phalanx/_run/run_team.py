@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx._events.kinds import Event
     from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
     from phalanx._run.attempt_groups import AttemptGroups
+    from phalanx._run.event_commands import EventCommands
     from phalanx._run.node_check import NodeCheck
     from phalanx._run.run_events import Asked, Observers
     from phalanx._run.status import RunStatus
@@ -70,6 +72,7 @@ class RunTeam(GroupTeam):
         asked: What was asked for.
         check: What this machine has to pass before each attempt; None: nothing.
         sample: Seconds between two samples of the workers, see `phalanx._run.samples`; 0: none is taken.
+        commands: Runs commands when something happens; None: there are none.
     """
 
     def __init__(
@@ -85,12 +88,13 @@ class RunTeam(GroupTeam):
         asked: Asked,
         check: NodeCheck | None = None,
         sample: float = 0.0,
+        commands: EventCommands | None = None,
     ) -> None:
         self.events = EventStream()
         """Where what happens is emitted."""
         self._status = status
         status.name, status.group = groups.script, lambda: self.group
-        self._observers = observers
+        self._observers, self._commands = observers, commands
         self._closed: set[str] = set()  # of stdout and stderr
         self._recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs,
@@ -130,6 +134,9 @@ class RunTeam(GroupTeam):
         self.events.subscribe("phalanx-state", self._status.observe)
         for name, take in self._observers.items():
             self.events.subscribe(name, take)
+        if self._commands is not None:
+            self._commands.warn = self.warn
+            self.events.subscribe(self._commands.NAME, self._commands)
         if self._sample:
             self._sampling.submit(self._take_samples)
 
@@ -156,8 +163,23 @@ class RunTeam(GroupTeam):
         if self._number >= 0:  # else it has had no part in the run
             self._emit_end(state, cause)
         self._recorder.report = report
+        if self._commands is not None:
+            self._commands.report = report
         self.emit(agent_kinds.RunEnded, self._number, state=state, exitcode=exitcode, cause=cause)
         self._recorder.finish(self.events)
+
+    def begin_last_commands(self) -> None:
+        """Run the commands that are about the end, which was recorded and printed. Returns at once, or after 5 s."""
+        if self._commands is not None:
+            with interrupts.deferred():
+                if self.events.drain(PATIENCE, (self._commands.NAME,)):
+                    self.warn(f"--on-event: no command runs for the end, of which nothing came within {PATIENCE:g} s")
+                self._commands.begin_end()
+
+    def end_commands(self, seconds: float) -> None:
+        """Wait for the commands. ``seconds``: 0: they are killed."""
+        if self._commands is not None:
+            self._commands.close(seconds)
 
     def close_record(self) -> None:
         """End the threads, once they have handled all, or after 0.2 s; after 5 s where somebody observes them."""
@@ -289,7 +311,9 @@ def see_through(
         try:
             with suppress(SignalException):
                 team.close()  # closed already, unless an exception came
+            team.begin_last_commands()
             at_end()
+            host_signals.shortened(team.end_commands, math.inf)
         finally:
             host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)

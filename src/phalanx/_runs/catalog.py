@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import shlex
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from phalanx._base import files
+from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._runs import record
 
@@ -52,6 +55,26 @@ class RunDir(Value):
     def is_ours(self) -> bool:
         """Whether it belongs to the caller or to root."""
         return self.owner in (os.geteuid(), files.ROOT)
+
+    def heading(self) -> list[str]:
+        """Return lines on the run as such, which stand above its report."""
+        run = self.run
+        if run is None:
+            return [f"{self.name}: {self.problem}" if self.state == "unreadable" else self.name]
+        code = f" with exit code {run.exit_code}" if run.exit_code else ""
+        spent = ""
+        if self.state == "running":
+            spent = f" for {format_duration(time.time() - run.started)}"
+        elif run.ended is not None:
+            spent = f" after {format_duration(run.ended - run.started)}"
+        fields = {
+            "command": shlex.join(run.argv or run.command),
+            "folder": run.cwd,
+            "host": run.host,
+            "time": time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(run.started)),
+        }
+        lines = [f"  {key:10}: {value}" for key, value in fields.items() if value]
+        return [f"{self.name}: {self.state}{code}{spent}", *lines]
 
     def to_json(self) -> str:
         """Return one line of JSON: ``folder``, ``path``, ``state``, ``problem``, and as ``run`` the record or null."""

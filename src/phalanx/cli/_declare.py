@@ -162,13 +162,13 @@ class Many(Option):
     ``read`` returns what one text selects; the value is a list of all of it, each once.
     """
 
-    def __init__(self, read: Callable[[str], Iterable[Any]], *names: str, sentence: str, **settings: Any) -> None:
+    def __init__(self, read: Callable[[Any], Iterable[Any]], *names: str, sentence: str, **settings: Any) -> None:
         self._read_one = read
         super().__init__(
             self._read_all, *names, sentence=sentence, default=None, kind=_Each(), written=LIST, **settings
         )
 
-    def _read_all(self, texts: Sequence[str]) -> list[Any] | None:
+    def _read_all(self, texts: Sequence[Any]) -> list[Any] | None:
         found = [self._read_one(text) for text in texts]
         return [*dict.fromkeys(item for items in found for item in items)] if found else None
 
@@ -179,6 +179,35 @@ class Many(Option):
     def settings(self) -> dict[str, Any]:
         """See `Option`."""
         return {"multiple": True, "type": self.kind}
+
+
+class Pairs(Many):
+    """The declaration of an option with two values, that can be given again.
+
+    In a job file and in the environment, each pair is one text, with a space between the two. ``read`` returns what one
+    pair selects.
+    """
+
+    def given(self, written: Any) -> Any:
+        """See `Option`."""
+        return tuple(_pair(text) for text in super().given(written))
+
+    def settings(self) -> dict[str, Any]:
+        """See `Option`."""
+        return {"multiple": True, "nargs": 2, "type": _EachPair()}
+
+
+class _EachPair(click.types.StringParamType):
+    """One of two values; in the environment, a pair a line."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """See `click.ParamType`."""
+        return [part for line in rv.split("\n") if line for part in _pair(line)]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    first, _, second = text.strip().partition(" ")
+    return first, second.strip()
 
 
 class _Each(click.types.StringParamType):
@@ -406,7 +435,7 @@ def _text(ctx: click.Context, declared: Option) -> str | None:
     if value is None or ctx.params[declared.name] is None:
         return None
     if isinstance(value, (tuple, list)):
-        return _list(value)
+        return _list(each if isinstance(each, str) else " ".join(each) for each in value)
     if int in declared.written and (declared.written == WHOLE or re.fullmatch(r"0|-?[1-9]\d{0,17}", value)):
         return str(int(value))
     if float in declared.written and (str not in declared.written or re.fullmatch(r"\d{1,9}\.\d{1,9}", value)):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._logs.layout import LogsDest
+    from phalanx._run.config import RunConfig
     from phalanx._run.plan import RunPlan
 
 _AGREED = (
@@ -114,7 +115,7 @@ def show(plan: RunPlan) -> None:
         return
     for note in plan.specs.notes:
         say(note)
-    put("".join(f"{line}\n" for line in _lines(ranks)))
+    put("".join(f"{line}\n" for line in (*_lines(ranks), *_commands(plan.config))))
 
 
 def _lines(ranks: dict[int, dict[str, Any]]) -> list[str]:
@@ -128,6 +129,12 @@ def _lines(ranks: dict[int, dict[str, Any]]) -> list[str]:
     for rank, facts in each.items():
         lines += [f"rank {rank}:", *_aligned([fact for fact in facts if fact not in common])]
     return lines
+
+
+def _commands(config: RunConfig) -> list[str]:
+    """What would run beside the workers, when something happens."""
+    found = [(f"on {', '.join(names)}:", shlex.join(["sh", "-c", command])) for names, command in config.on_event or []]
+    return [f"{head} {printable(text)}" for head, text in found]
 
 
 def _aligned(facts: list[tuple[str, str]]) -> list[str]:

@@ -14,6 +14,7 @@ from phalanx._placement import devices, topology
 from phalanx._rendezvous.endpoint import BACKENDS, is_here, read_settings, split_endpoint, split_listener
 from phalanx._rendezvous.rdzv_conf import FILES
 from phalanx._rendezvous.settings import MOST_ADDRESS, MOST_LINE, MOST_NODES, MOST_RUN_ID, STATIC
+from phalanx._run.config import EVENTS
 from phalanx._run.meeting import MASTER_ADDR
 from phalanx._run.stdin import NONE
 from phalanx._timers.specs import read_steps
@@ -33,6 +34,7 @@ from phalanx.cli._declare import (
     Many,
     Maybe,
     Option,
+    Pairs,
 )
 from phalanx.cli._options import (
     MOST_RANKS,
@@ -89,6 +91,21 @@ def read_notice(text: str) -> tuple[int, float]:
         raise ValueError(wrong) from None
     assert notice is not None
     return notice
+
+
+def read_commands(pair: tuple[str, str]) -> list[tuple[tuple[str, ...], str]]:
+    """Read ``--on-event``: events and a command. Raises ValueError.
+
+    >>> read_commands(("failed,hung", "mail -s $PHALANX_EVENT ada"))
+    [(('failed', 'hung'), 'mail -s $PHALANX_EVENT ada')]
+    """
+    text, command = pair
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    if wrong := [name for name in names if name not in EVENTS]:
+        raise ValueError(f"{wrong[0]!r} is no event; expected {', '.join(EVENTS)}, and then a command, as one word")
+    if not command.strip():
+        raise ValueError(f"{text}: expected a command for the shell, as one word, got {command!r}")
+    return [(names, command)]
 
 
 def read_rank(text: str) -> int:
@@ -362,6 +379,12 @@ class EndOptions(Declared, section=END):
         section=CONSOLE, sentence="Leave FORCE_COLOR out of the workers' environment where the console has colours."
     )
     drain = Time(default="10", sentence="Time that the end waits, at most, for a console that reads slowly.")
+    on_event = Pairs(
+        read_commands,
+        metavar="EVENT,... COMMAND",
+        sentence="Command after an event, with the report as its stdin: started, hung, straggler, restarted, failed, "
+        "stopped, succeeded. Can be repeated.",
+    )
     signals_to_handle = Option(
         read_handled,
         default=host_signals.DEFAULT,

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import time
 from contextlib import suppress
 
 import click
 
 from phalanx._base import files
-from phalanx._base.clock import format_duration
 from phalanx._base.text import name_ranks, one_line
 from phalanx._base.tty import printable
 from phalanx.cli._commands import SETTINGS, Command, put
@@ -23,7 +20,6 @@ from phalanx.cli._options import resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
@@ -51,33 +47,13 @@ def report(run: str | None, *, log_dir: str | None) -> None:
     if found.run is None:
         if not text:
             raise click.ClickException(found.problem)
-        lines = [f"{found.name}: {found.problem}" if found.state == "unreadable" else found.name]
     else:
-        lines = [*_heading(found, found.run)]
         text = text or _made(found, found.run)
-    lines += text.rstrip("\n").split("\n")
+    lines = found.heading() + text.rstrip("\n").split("\n")
     if found.state == "running":
         name = found.name
         lines.append(f"phalanx stack {name} shows where its ranks are, phalanx logs -f {name} what they write")
     put("".join(f"{printable(line)}\n" for line in lines))
-
-
-def _heading(found: RunDir, run: Run) -> Iterator[str]:
-    """Yield lines on the run as such."""
-    code = f" with exit code {run.exit_code}" if run.exit_code else ""
-    spent = ""
-    if found.state == "running":
-        spent = f" for {format_duration(time.time() - run.started)}"
-    elif run.ended is not None:
-        spent = f" after {format_duration(run.ended - run.started)}"
-    yield f"{found.name}: {found.state}{code}{spent}"
-    fields = {
-        "command": shlex.join(run.argv or run.command),
-        "folder": run.cwd,
-        "host": run.host,
-        "time": time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(run.started)),
-    }
-    yield from (f"  {key:10}: {value}" for key, value in fields.items() if value)
 
 
 def _written(found: RunDir) -> str:

@@ -57,6 +57,9 @@ _PROGRAM = object()
 _OUR = "PHALANX_"
 _OURS = {
     *("PHALANX_JOB_SECRET", "PHALANX_ETCD_PASSWORD", "PHALANX_STACK_SIGNAL", "PHALANX_SHIM_PYTHON"),
+    # A command of --on-event has them.
+    *("PHALANX_EVENT", "PHALANX_EVENT_ATTEMPT", "PHALANX_EVENT_CAUSE", "PHALANX_EVENT_HOST", "PHALANX_EVENT_RANK"),
+    *("PHALANX_EVENT_RUN_DIR", "PHALANX_EVENT_RUN_ID"),
     # A worker has them.
     *("PHALANX_GROUP", "PHALANX_STEP", "PHALANX_STOP_FLAG", "PHALANX_TIMERS", "PHALANX_DESCRIPTORS"),
     *("PHALANX_TRACEBACKS", "PHALANX_DEBUGGER", "PHALANX_DEBUGPY_LISTEN"),
@@ -216,7 +219,7 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     team = RunTeam(
         groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, status=plan.status,
         observers=plan.observers(), signals=config.signals_to_handle, asked=asked, check=plan.node_check(),
-        sample=config.sample,
+        sample=config.sample, commands=plan.event_commands(),
     )  # fmt: skip
 
     def stop(number: signal.Signals) -> None:
