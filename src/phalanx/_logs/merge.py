@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import MODULO, NEWEST
-from phalanx._logs.timeline import GREW, ROTATED, TimelineReader
+from phalanx._logs.timeline import GREW, ROTATED, Record, TimelineReader
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
@@ -40,17 +40,8 @@ def merge(followers: Mapping[int, Follower], path: str, most: int | None = None)
     most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
     with contextlib.closing(TimelineReader(path)) as timeline:
         replays, size = _replays(timeline, followers)
-        unwanted = 0 if most is None else size - most
-        for time, kind, stream, value in timeline.records():
-            replay = replays.get(stream)
-            if replay is None:
-                continue
-            if unwanted > 0:
-                passed = replay.pass_over(kind, min(value, unwanted) if kind == GREW else value)
-                unwanted -= passed
-                if kind != GREW or passed == value:
-                    continue
-                value -= passed  # noqa: PLW2901 - the rest of the record
+        for time, kind, stream, value in _wanted(timeline, replays, 0 if most is None else size - most):
+            replay = replays[stream]
             for count in replay.follow(kind, value, buffer):
                 yield time, stream, bytes(memoryview(buffer)[:count])
             used.pop(replay.follower, None)
@@ -84,6 +75,20 @@ def _replays(timeline: TimelineReader, followers: Mapping[int, Follower]) -> tup
     for replay in replays.values():
         replay.follower.rotates &= replay.rotated
     return replays, size
+
+
+def _wanted(timeline: TimelineReader, replays: Mapping[int, _Replay], unwanted: int) -> Iterator[Record]:
+    """Yield the records of the followed streams; those of the first ``unwanted`` bytes are passed over."""
+    for time, kind, stream, value in timeline.records():
+        if (replay := replays.get(stream)) is None:
+            continue
+        passed = 0
+        if unwanted > 0:
+            passed = replay.pass_over(kind, min(value, unwanted) if kind == GREW else value)
+            unwanted -= passed
+            if kind != GREW or passed == value:
+                continue
+        yield time, kind, stream, value - passed
 
 
 class _Replay:

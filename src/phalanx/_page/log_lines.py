@@ -174,5 +174,5 @@ def shown(head: bytes, length: int) -> str:
     'red \\u202e\\xff\\x00'
     """
     text = plain(head.decode("utf-8", "backslashreplace"))
-    over = max(len(text) - MOST_LINE, length - len(head))
+    over = max(0, len(text) - MOST_LINE) + length - len(head)
     return text if over <= 0 else f"{text[:MOST_LINE]} … {how_many(over, 'more character')}"

@@ -36,12 +36,23 @@
       : count === lines.length ? all : `${count.toLocaleString("en")} of ${all}`;
   };
 
+  const clear = (ranks = "") => {
+    byId("q").value = byId("s").value = "";
+    byId("r").value = ranks;
+    filter();
+  };
+
   if (form) {
     form.hidden = false;
     let timer = 0;
-    form.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(filter, lines.length > 5000 ? 200 : 0); });
+    form.addEventListener("input", () => {
+      clearTimeout(timer);
+      if (lines.length > 5000) timer = setTimeout(filter, 200);
+      else filter();
+    });
+    form.addEventListener("change", filter);
     form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
-    form.addEventListener("reset", () => setTimeout(filter));
+    form.addEventListener("reset", (event) => { event.preventDefault(); clear(); });
     filter();
   }
 
@@ -51,12 +62,12 @@
     const target = location.hash.length > 1 && byId(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
     for (let one = target; one; one = one.parentElement) if (one.tagName === "DETAILS") one.open = true;
-    if (target.hidden) { form.reset(); setTimeout(() => target.scrollIntoView({ block: "center" }), 20); }
-    else target.scrollIntoView({ block: "center" });
+    if (target.hidden) clear();
+    target.scrollIntoView({ block: "center" });
   };
   addEventListener("hashchange", reveal);
   for (const jump of document.querySelectorAll("a.jump")) {
-    jump.addEventListener("click", () => { byId("r").value = jump.dataset.ranks; byId("q").value = ""; byId("s").value = ""; filter(); });
+    jump.addEventListener("click", () => clear(jump.dataset.ranks));
   }
   reveal();
 
