@@ -98,9 +98,9 @@ def draw(facts: Facts, known: set[str]) -> Drawing | None:
     scale = _Scale(begin, max(facts.ended, *(mark.time for mark in facts.history.marks), begin))
     notes = []
     if len(ranks) > MOST_ROWS:
-        failed = [w.rank for attempt in facts.attempts for w in attempt.workers if w.state == "failed"]
+        bad = {worker.rank for attempt in facts.attempts for worker in attempt.workers if worker.state == "failed"}
         notes.append(f"It has {MOST_ROWS} of {len(ranks)} ranks, those that failed among them.")
-        ranks = sorted(sorted(ranks, key=lambda rank, bad=frozenset(failed): (rank not in bad, rank))[:MOST_ROWS])  # type: ignore[misc]  # a default that binds
+        ranks = sorted([*(rank for rank in ranks if rank in bad), *(rank for rank in ranks if rank not in bad)][:MOST_ROWS])
     pitch = next(
         pitch for most, pitch in ((16, 20), (40, 14), (80, 9), (160, 6), (300, 3), (MOST_ROWS, 2)) if len(ranks) <= most
     )
@@ -152,7 +152,7 @@ def _bar(worker: Worker, attempt: AttemptFacts, scale: _Scale, y: float, pitch: 
     end = attempt.ended if worker.ended is None else worker.ended
     start = scale.at(attempt.started if worker.started is None else worker.started)
     width = max(_NARROWEST, scale.at(end) - start)
-    gap = 4 if pitch >= 14 else 2 if pitch > 5 else 1 if pitch > 3 else 0.5  # noqa: PLR2004 - pixels
+    gap = 4 if pitch >= 14 else 2 if pitch > 5 else 1 if pitch > 3 else 0.5  # noqa: PLR2004 - these are pixels
     own = f"w{attempt.number}-{worker.rank}"
     how = f", {worker.how}" if worker.how else ""
     return Bar(
@@ -181,7 +181,7 @@ def _lane(marks: Sequence[Mark], scale: _Scale) -> Iterator[Glyph]:
 
 
 def _on_rows(marks: Sequence[Mark], scale: _Scale, rows: dict[int, int], pitch: int) -> Iterator[Glyph]:
-    if pitch < 9:  # noqa: PLR2004 - pixels of a glyph
+    if pitch < 9:  # noqa: PLR2004 - a glyph has so many pixels
         return
     for index, mark in enumerate(marks):
         if mark.kind in _OF_RANKS and len(mark.ranks) <= _MOST_ON_ROWS:
@@ -195,7 +195,7 @@ def _bands(attempts: Sequence[AttemptFacts], scale: _Scale) -> Iterator[Band]:
     last = -100.0
     for attempt in attempts:
         start = scale.at(attempt.started)
-        is_labelled = len(attempts) > 1 and start - last > 8  # noqa: PLR2004 - percent of a label
+        is_labelled = len(attempts) > 1 and start - last > 8  # noqa: PLR2004 - percent that a label takes
         last = start if is_labelled else last
         yield Band(_percent(start), _percent(max(0.0, scale.at(attempt.ended) - start)), attempt.number, is_labelled)
 
@@ -207,5 +207,5 @@ def _ticks(scale: _Scale) -> Iterator[Tick]:
         moment = number * step
         at = moment / scale.span * 100
         text = "0" if not number else format_duration(moment) if step >= 1 else f"{moment:.1f}s"
-        yield Tick(_percent(at), text, "start" if not number else "end" if at > 94 else "middle")  # noqa: PLR2004 - percent
+        yield Tick(_percent(at), text, "start" if not number else "end" if at > 94 else "middle")  # noqa: PLR2004 - percent, near the end
         number += 1

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from phalanx._base import files
+from phalanx._base import disk, files
 from phalanx._base.text import format_size, how_many
+from phalanx._base.threads import SerialExecutor
 from phalanx._page.facts import Facts, gather
 from phalanx._page.page import render
 from phalanx._page.secrets import shown_arguments
-from phalanx._runs.catalog import RunDir
+from phalanx._runs.catalog import RunDir, look
 from phalanx._runs.record import CONFIG, FILE, to_object, write_file
 
 PAGE = "report.html"
@@ -31,6 +32,9 @@ BUNDLE = "report.tar.gz"
 
 TRACE = "trace.json"
 """and that of the trace."""
+
+PATIENCE = 5.0
+"""Seconds that the end of a run waits for its page: of 256 ranks, it takes about one."""
 
 MOST_BUNDLED = 256 << 20
 """Bytes of files in an archive, before they are compressed."""
@@ -50,6 +54,28 @@ def write_page(found: RunDir) -> str:
     path = os.path.join(found.path, PAGE)
     write_product(path, make_page(found))
     return path
+
+
+def page_at_end(folder: str) -> str:
+    """Write the page of a run that has ended, in `PATIENCE` seconds at most. Returns the line that says where it is.
+
+    Or why there is none. Never raises: the exit code of a run is not to depend on its page.
+    """
+    lines: list[str] = []
+
+    def write() -> None:
+        try:
+            lines.append(f"page: {write_page(look(folder))}")
+        except ImportError as error:
+            lines.append(f"the page of the run needs {error.name}, which is not installed")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
+            why = disk.in_words(error, folder) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            lines.append(f"the page of the run cannot be written: {why}")
+
+    executor = SerialExecutor("phalanx-page")
+    if executor.submit(write) and executor.drain(PATIENCE):
+        return lines[0]
+    return f"the page of the run was not written within {PATIENCE:g} s; phalanx report --html writes it"
 
 
 def write_product(path: str, data: bytes) -> None:

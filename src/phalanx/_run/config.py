@@ -93,6 +93,7 @@ class RunConfig(ConsoleConfig):
     log_mode: int | None
     keep_attempts: int | None
     keep_runs: int | None
+    on_report: str
     event_log_handler: str
     duplicate_stdout_filters: list[str] | None
     duplicate_stderr_filters: list[str] | None

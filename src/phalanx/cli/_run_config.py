@@ -282,6 +282,12 @@ class LogOptions(Declared, section=LOGS):
         sentence="Keep the folders of the first attempt and of the last N (5 or more). Default: 100.",
     )
     keep_runs = Count(least=1, sentence="Keep the newest N runs of the folder, remove the others. Default: keep all.")
+    on_report = Option(
+        str,
+        kind=click.Choice(["never", "failure", "always"]),
+        default="failure",
+        sentence="When to write the run's page, report.html, beside its logs; its path ends the report.",
+    )
     duplicate_stdout_filters = Many(
         read_strings,
         metavar="TEXT,...",

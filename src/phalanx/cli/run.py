@@ -271,6 +271,11 @@ def _see_through(
                 say(part)
             else:
                 _show_report(part, colour=use_colour(sys.stderr, plan.console.color))
+        wanted = plan.config.on_report
+        if plan.specs.is_kept and plan.specs.run_log_dir and wanted in ("always", {"failed": "failure"}.get(end.state)):
+            from phalanx._page.products import page_at_end
+
+            say(page_at_end(plan.specs.run_log_dir))
         failed = end.error
         return end.code
 
