@@ -100,7 +100,9 @@ def draw(facts: Facts, known: set[str]) -> Drawing | None:
     if len(ranks) > MOST_ROWS:
         bad = {worker.rank for attempt in facts.attempts for worker in attempt.workers if worker.state == "failed"}
         notes.append(f"It has {MOST_ROWS} of {len(ranks)} ranks, those that failed among them.")
-        ranks = sorted([*(rank for rank in ranks if rank in bad), *(rank for rank in ranks if rank not in bad)][:MOST_ROWS])
+        ranks = sorted(
+            [*(rank for rank in ranks if rank in bad), *(rank for rank in ranks if rank not in bad)][:MOST_ROWS]
+        )
     pitch = next(
         pitch for most, pitch in ((16, 20), (40, 14), (80, 9), (160, 6), (300, 3), (MOST_ROWS, 2)) if len(ranks) <= most
     )

@@ -23,10 +23,10 @@ from phalanx._outcomes.report import signature
 from phalanx._page.history import LOST, History, Span, read_history
 from phalanx._page.log_lines import MOST_BYTES, Line, read_last
 from phalanx._page.samples import Samples, read_samples
-from phalanx._page.secrets import shown_arguments
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.record import CONFIG, Attempt, Leftover, Rank, Run, to_object
 from phalanx._runs.run_report import find_failures, rank_folder, report_on
+from phalanx._runs.secrets import shown_arguments, shown_value
 from phalanx._stacks.dump import alike, describe, group_equal, location, native_part, parse, sum_up_locations
 
 MOST_ATTEMPTS = 50
@@ -187,7 +187,7 @@ def gather(found: RunDir, log_bytes: int = MOST_BYTES) -> Facts:
         lines_note=lines_note,
         ran=[(name, plain(value)) for name, value in _ran(found, run) if value],
         config=[(plain(name), plain(value)) for name, value in _config(found.path)],
-        environ=[],
+        environ=[(plain(name), plain(value)) for name, value in _environ(run)],
         report=report,
         notes=[*notes, *history.notes, *samples.notes],
         made=now,
@@ -453,8 +453,16 @@ def _ran(found: RunDir, run: Run | None) -> Iterator[tuple[str, str]]:
         yield "Folder", run.cwd
         yield "Host", run.host
         yield "Launcher", f"pid {run.pid}"
+        yield "Versions", run.versions
+        yield "Commit", run.commit and f"{run.commit}; changes since are not known"
         yield "Run id", run.run_id
     yield "Files", found.path
+
+
+def _environ(run: Run | None) -> Iterator[tuple[str, str]]:
+    for variable in run.environ if run is not None else ():
+        name, _, value = variable.partition("=")
+        yield name, shown_value(name, value)
 
 
 _SOURCES = re.compile(r"(?P<name>[\w.-]+) += (?P<value>.*\S) +# (?!default$)(?P<source>[^#\n]+)")

@@ -20,9 +20,9 @@ from phalanx._base.text import format_size, how_many
 from phalanx._base.threads import SerialExecutor
 from phalanx._page.facts import Facts, gather
 from phalanx._page.page import render
-from phalanx._page.secrets import shown_arguments
 from phalanx._runs.catalog import RunDir, look
 from phalanx._runs.record import CONFIG, FILE, to_object, write_file
+from phalanx._runs.secrets import shown_arguments
 
 PAGE = "report.html"
 """The name of the page in a run's folder;"""
@@ -144,7 +144,9 @@ def make_bundle(found: RunDir, target: io.BufferedIOBase, warn: Callable[[str], 
     with tarfile.open(fileobj=target, mode="w|gz", format=tarfile.PAX_FORMAT) as archive:
         _add(archive, f"{top}/{PAGE}", make_page(found))
         if found.run is not None:
-            run = found.run.replace(argv=shown_arguments(found.run.argv), command=shown_arguments(found.run.command))
+            run = found.run.replace(
+                **{name: shown_arguments(getattr(found.run, name)) for name in ("argv", "command", "environ")}
+            )
             _add(archive, f"{top}/{FILE}", json.dumps(to_object(run)).encode())
         for path in _bundled(found.path):
             name = os.path.relpath(path, found.path)
