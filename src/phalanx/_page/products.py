@@ -51,9 +51,13 @@ def make_page(found: RunDir) -> bytes:
 
 def write_page(found: RunDir) -> str:
     """Write the page of a run into its folder, in one step. Returns its path. Raises OSError."""
-    path = os.path.join(found.path, PAGE)
-    write_product(path, make_page(found))
-    return path
+    return write_beside(found, PAGE, make_page(found))
+
+
+def write_beside(found: RunDir, name: str, data: bytes) -> str:
+    """Write a file into a run's folder, in one step; a link there is replaced. Returns its path. Raises OSError."""
+    write_file(found.path, name, data)
+    return os.path.join(found.path, name)
 
 
 def page_at_end(folder: str) -> str:

@@ -100,6 +100,8 @@ def _write(found: RunDir, form: str, output: str | None) -> None:
     from phalanx._page import products
 
     name = {"html": products.PAGE, "bundle": products.BUNDLE, "perfetto": products.TRACE}[form]
+    if output is None and not found.is_ours:
+        raise click.ClickException(f"{found.name} belongs to uid {found.owner}; -o FILE writes elsewhere")
     if form == "bundle" and output == "-" and is_terminal(1):
         raise click.UsageError("--output: an archive is no text for a terminal; redirect stdout, or name a file")
     if form == "bundle":
@@ -118,7 +120,10 @@ def _write(found: RunDir, form: str, output: str | None) -> None:
         return
     path = os.path.join(found.path, name) if output is None else output
     try:
-        products.write_product(path, data)
+        if output is None:
+            products.write_beside(found, name, data)
+        else:
+            products.write_product(path, data)
     except OSError as error:
         hint = "; -o FILE writes it elsewhere" if output is None else ""
         raise click.ClickException(f"{path} cannot be written: {error.strerror}{hint}") from None
