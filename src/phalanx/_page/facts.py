@@ -465,6 +465,7 @@ def _environ(run: Run | None) -> Iterator[tuple[str, str]]:
         yield name, shown_value(name, value)
 
 
+_OF_COMMAND = ("script", "args")  # settings that the command line has, without its secrets
 _SOURCES = re.compile(r"(?P<name>[\w.-]+) += (?P<value>.*\S) +# (?!default$)(?P<source>[^#\n]+)")
 
 
@@ -476,7 +477,7 @@ def _config(folder: str) -> Iterator[tuple[str, str]]:
         return
     for line in data.decode("utf-8", "backslashreplace").split("\n"):
         found = _SOURCES.fullmatch(line.rstrip())
-        if found is not None and len(line) < MOST_TEXT:
+        if found is not None and len(line) < MOST_TEXT and found["name"] not in _OF_COMMAND:
             ((text),) = shown_arguments([f"{found['name']}={found['value'].strip()}"])
             yield found["name"], f"{text.partition('=')[2]} ({found['source'].strip()})"
 
