@@ -228,7 +228,8 @@ def test_hostile_output_harms_no_page(place: Place) -> None:
 def test_what_is_damaged_is_named(place: Place) -> None:
     raises(place)
     folder = run_of(place)
-    (folder / "samples.jsonl").write_bytes(os.urandom(4096) + b"\n" + b'{"time": 1e400}\n[1]\nnull\n')
+    short = b'{"time": 1, "attempt": 0, "ranks": [0, 1], "cpu": [1]}\n'
+    (folder / "samples.jsonl").write_bytes(os.urandom(4096) + b"\n" + b'{"time": 1e400}\n[1]\nnull\n' + short)
     (folder / "events.jsonl").write_bytes(
         b'{"name": "worker.exited", "rank": {}}\n{"name": "run.ended"\n' + os.urandom(999)
     )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import random
 import re
+import shutil
 import sys
 import tarfile
+import time
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -66,7 +70,7 @@ def test_without_logs_there_is_no_page(place: Place) -> None:
     assert "page" not in done.err
 
 
-def test_a_page_that_cannot_be_written_is_one_line_and_changes_no_exit_code(place: Place) -> None:
+def test_a_page_that_cannot_be_written_changes_no_exit_code(place: Place) -> None:
     script = place.write("""
         import os
         os.mkdir(os.environ["TORCHELASTIC_ERROR_FILE"].partition("attempt_")[0] + "report.html")
@@ -172,8 +176,7 @@ def test_the_log_of_a_page_is_the_end_of_each_ranks_log(place: Place, options: l
     found = lines_of(page := report(place, "--html", "-o", "-").out)
     for rank in ("0", "1"):
         numbers = [int(text.partition(" ")[0]) for owner, text in found if owner == rank]
-        assert numbers == [*range(40_000 - len(numbers), 40_000)]
-        assert numbers
+        assert numbers == [*range(40_000 - len(numbers), 40_000)]  # none, if it had ended long before the other
     assert 3_000 < len(found) <= 20_000
     assert "These are the last " in page
 
@@ -195,3 +198,67 @@ def test_a_run_that_still_runs_has_a_page(place: Place) -> None:
         page = report(place, "--html", "-o", "-").out
         assert "still running" in page
         assert launcher.end().status == 0
+
+
+VALUES: tuple[Any, ...] = (
+    None,
+    -1,
+    0,
+    2**31,
+    2**63,
+    2**70,
+    1e308,
+    "",
+    "x" * 1000,
+    [],
+    {},
+    [[]],
+    True,
+    "\x1b[31m<script>",
+)
+
+
+def damaged(chance: random.Random, value: Any) -> Any:
+    """The same value of JSON, with some of its parts replaced or left out."""
+    if chance.random() < 0.08:
+        return chance.choice(VALUES)
+    if isinstance(value, dict):
+        return {name: damaged(chance, one) for name, one in value.items() if chance.random() > 0.02}
+    return [damaged(chance, one) for one in value] if isinstance(value, list) else value
+
+
+def damage(chance: random.Random, path: Path) -> None:
+    """Damage a file, or replace it with something that is none."""
+    data, how = path.read_bytes(), chance.random()
+    if how < 0.4 and ".json" in path.name:
+        lines = [json.dumps(damaged(chance, json.loads(line))) for line in data.splitlines() if line.strip()]
+        path.write_text("\n".join(lines))
+    elif how < 0.5:
+        path.write_bytes(bytes(byte if chance.random() > 0.01 else chance.randrange(256) for byte in data))
+    elif how < 0.6:
+        path.unlink()
+        if how < 0.53:
+            path.mkdir()
+        elif how < 0.56:
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+
+
+@pytest.mark.long
+def test_whatever_is_damaged_there_is_a_page(place: Place) -> None:
+    place.run("--on-report", "never", "--nproc-per-node", 2, "--max-restarts", 1, "-r", 3, place.write(FAILS))
+    whole, now = folder(place), time.time()
+    row = {"attempt": 0, "ranks": [0, 1], "cpu": [1.0, 2.0], "memory": [1 << 20, None], "step": [3, 4]}
+    rows = [json.dumps({"time": now + number, **row}) for number in range(9)]
+    (whole / "samples.jsonl").write_text("\n".join(rows))
+    for seed in range(int(os.environ.get("PHALANX_ROUNDS", "12"))):
+        chance, copy = random.Random(seed), place.folder / f"copy {seed}"  # noqa: S311 - to be the same again
+        shutil.copytree(whole, copy, ignore=shutil.ignore_patterns("*.sock"))
+        for path in sorted(one for one in copy.rglob("*") if one.is_file()):
+            damage(chance, path)
+        done = report(place, copy, "--html", "-o", "-")
+        assert done[::2] == (0, ""), (seed, done)
+        assert done.out.endswith("</html>"), seed
+        assert "\x1b" not in done.out, seed
+        json.loads(report(place, copy, "--perfetto", "-o", "-").out)

@@ -163,7 +163,11 @@ def gather(found: RunDir, log_bytes: int = MOST_BYTES) -> Facts:
     ended = now if found.state == "running" else max([run.ended or 0.0 if run is not None else 0.0, began, *lasts])
     attempts = [] if run is None else [_attempt(found, run, one, history, ended) for one in latest]
     lines, lines_note = read_last(_folders(found.path), rank_of, log_bytes)
-    report = plain(report_on(found))
+    report = ""
+    try:
+        report = plain(report_on(found))
+    except (OSError, ValueError) as error:
+        notes.append(f"The report is unreadable: {plain(one_line(error))}.")
     if len(report) > MOST_REPORT:
         report = f"{report[:MOST_REPORT]}\n… {how_many(len(report) - MOST_REPORT, 'more character')} in its file"
     samples = read_samples(found.path)

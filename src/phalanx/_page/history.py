@@ -102,7 +102,7 @@ def read_history(folder: str, rank_of: Callable[[int, int], int]) -> History:
     latest: dict[tuple[int, str, str], int] = {}  # the marks to which more ranks may come, by what they are about
     members: dict[int, set[int]] = {}  # their ranks
     for event in _events(folder, notes):
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
+        with suppress(LookupError, TypeError, ValueError, OverflowError):
             time, attempt = _moment(event["timestamp"]), _whole(event["attempt"])
             _note_span(spans, event, attempt, time)
             if event["name"] == "attempt.ended" and event["rank"] is not None:

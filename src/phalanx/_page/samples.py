@@ -6,10 +6,8 @@ Anybody may have written the file: what is not as expected is passed over, and n
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from phalanx._base import files
@@ -24,6 +22,7 @@ _MOST_BYTES = 16 << 20
 _MOST_TIMES = 600  # of a plot: more than it has columns of pixels
 _MOST_RANKS = 1024
 _LATEST = 1 << 37
+_LARGEST = 1e18
 _DIGITS = 3
 
 
@@ -75,7 +74,7 @@ def read_samples(folder: str) -> Samples:
         try:
             if line:
                 rows.append(_row(json.loads(line)))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             damaged += 1
     notes = [f"{how_many(damaged, 'sample')} could not be read."] if damaged > 1 else []  # the last may be torn
     rows.sort(key=lambda row: row[0])
@@ -107,7 +106,7 @@ def _number(value: Any) -> float | None:
     if type(value) not in (int, float):
         return None
     number = float(value)
-    return number if math.isfinite(number) else None
+    return number if abs(number) < _LARGEST else None  # NaN is not
 
 
 def _thinned(rows: list[Row], ranks: Sequence[int], notes: list[str]) -> Samples:
@@ -156,7 +155,4 @@ def _highest(group: list[Row], rank: int, name: str) -> float | None:
     found = [number for number in numbers if number is not None]
     if not found:
         return None
-    with suppress(OverflowError, ValueError):
-        number = max(found)
-        return float(f"{number:.{_DIGITS}g}") if abs(number) < 10**15 else number
-    return None
+    return float(f"{max(found):.{_DIGITS}g}")
