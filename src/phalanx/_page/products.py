@@ -63,9 +63,12 @@ def write_beside(found: RunDir, name: str, data: bytes) -> str:
 def page_at_end(folder: str) -> str:
     """Write the page of a run that has ended, in `PATIENCE` seconds at most. Returns the line that says where it is.
 
-    Or why there is none. Never raises: the exit code of a run is not to depend on its page.
+    Or why there is none; "": the run has no record, for no worker was to be started. Never raises: the exit code of a
+    run is not to depend on its page.
     """
     lines: list[str] = []
+    if not os.path.lexists(os.path.join(folder, FILE)):
+        return ""
 
     def write() -> None:
         try:
