@@ -157,7 +157,7 @@ def test_a_check_that_fails_before_a_restart_ends_the_run(place: Place) -> None:
     (log,) = place.logs.glob("*/node-check.log")
     why = f"--node-check: exit code 4: GPU 3 is broken; its output is in {log}"
     assert f"phalanx: Error: {why}\n" in done.err
-    assert done.err.splitlines()[-1].startswith("phalanx: attempt 0, "), "what failed before is listed"
+    assert done.err.splitlines()[-2].startswith("phalanx: attempt 0, "), "what failed before is listed"
     assert "GPU 3 is broken\n" in log.read_text()
     run = record(place)
     assert (run["state"], run["exit_code"], run["cause"]) == ("failed", 1, f"attempt 1: {why}")

@@ -71,7 +71,8 @@ def test_the_report_is_kept_as_it_was_printed_but_for_colours(place: Place) -> N
     done = place.run("--nproc-per-node", 2, "-r", 3, place.write(FAILS))
     assert "\x1b[" in done.err
     printed = re.sub(r"\x1b\[[0-9;]*m", "", done.err)
-    printed = printed[printed.index(RULE) :]
+    printed, _, page = printed[printed.index(RULE) :].partition("phalanx: page: ")
+    assert page == f"{folder(place)}/report.html\n"
     assert (folder(place) / "report.txt").read_text() == printed
     first, *fields = report(place)[: -len(printed)].splitlines()
     assert re.fullmatch(rf"{folder(place).name}: failed with exit code 1 after [\d.]+m?s", first)
@@ -187,7 +188,7 @@ def test_a_report_that_cannot_be_written_fails_no_run(place: Place) -> None:
     assert done.err.count("cannot be written") == 1
     assert re.search(r"phalanx: report.txt cannot be written: .*Is a directory", done.err)
     assert record(folder(place))["state"] == "failed"
-    assert report(place).endswith(done.err[done.err.index(RULE) :])
+    assert report(place).endswith(done.err[done.err.index(RULE) :].partition("phalanx: page: ")[0])
 
 
 def test_a_failure_without_evidence_has_its_records_time(place: Place) -> None:

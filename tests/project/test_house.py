@@ -42,6 +42,7 @@ WINGS = (
         "_engine",
         "_outcomes",
         "_runs",
+        "_page",
         "_group",
     ),
     "_rendezvous",
@@ -88,6 +89,8 @@ KEPT_APART = {
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
 
 PLACES = {
+    "jinja2": {"src/phalanx/_page/page.py"},
+    "markupsafe": {"src/phalanx/_page/page.py"},
     "google": {"src/phalanx/_store/etcd/api.py"},
     "grpc": {"src/phalanx/_store/etcd/api.py"},
     "msgspec": {

@@ -100,6 +100,21 @@ class Follower:
                 return count
             self.offset = 0
 
+    def skip(self, count: int) -> int:
+        """Move on by ``count`` bytes of the open file, or to its end. Returns by how many. Raises OSError.
+
+        A compressed file is read for that; of another one nothing is.
+        """
+        self.open()
+        if self._gzip is None:
+            skipped = max(0, min(count, os.fstat(self.fd).st_size - self.offset))
+            self.offset += skipped
+            return skipped
+        scratch, left = bytearray(64 * 1024), max(0, count)
+        while left and (read := self.read_here(memoryview(scratch)[:left])):
+            left -= read
+        return max(0, count) - left
+
     def left(self) -> int:
         """Return the number of bytes that are not read yet. Raises OSError."""
         self.open()

@@ -97,6 +97,7 @@ class RunConfig(ConsoleConfig):
     log_mode: int | None
     keep_attempts: int | None
     keep_runs: int | None
+    on_report: str
     event_log_handler: str
     sample: float
     """Seconds between two samples of the workers; 0: none is taken."""

@@ -6,6 +6,7 @@ A run's folder, as `_logs.specs` lays it out:
         run.json                    the record of the run: this module
         job.toml                    what `phalanx run` was asked for, as a job file, without secrets
         report.txt                  the report, once the run has ended
+        report.html                 the same as a page: `_page`
         attempt_0/                  one start of all ranks; attempt_1 is the next
             timeline                when each log file grew: `_logs.timeline`
             filtered_stdout.log     the lines of all ranks that a filter chooses; also filtered_stderr.log
@@ -31,6 +32,7 @@ from typing import Any, Literal, get_args
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
+from phalanx._runs import launch_facts
 
 FILE = "run.json"
 """The name of the record in a run's folder."""
@@ -138,6 +140,10 @@ class Run(Value):
         command: The command line: the program and its arguments.
         argv: The whole command line of the launcher, its options as well; empty if an older version wrote the record.
         cwd: The launcher's working directory; "" if that had been removed.
+        versions: Those of Phalanx, Python and Linux, in a line; "" if an older version wrote the record.
+        commit: The git commit that was checked out in ``cwd`` at the start, with its branch; "": none.
+        environ: The launcher's variables that change how programs run, as ``NAME=value``; those named as secrets are
+            not there.
         host: The machine's name.
         pid: The launcher's process id.
         pid_started: When the launcher started, in clock ticks since boot (field 22 of proc_pid_stat(5)): pids are
@@ -159,6 +165,9 @@ class Run(Value):
     command: list[Text]
     argv: list[Text] = []  # noqa: RUF012 - nobody changes it
     cwd: Text = ""
+    versions: Text = ""
+    commit: Text = ""
+    environ: list[Text] = []  # noqa: RUF012 - nobody changes it
     host: Text
     pid: Pid
     pid_started: Ticks
@@ -209,6 +218,9 @@ def begin(
         command=command,
         argv=[*argv],
         cwd=cwd,
+        versions=launch_facts.versions(),
+        commit=launch_facts.commit(cwd) if cwd else "",
+        environ=launch_facts.environment(os.environ),
         host=os.uname().nodename,
         pid=os.getpid(),
         pid_started=procfs.Stat(os.getpid()).start,
@@ -321,7 +333,7 @@ def brief(run: Run) -> Run:
         command.append(part)
         left -= len(part) + 1
     attempts = [attempt.replace(ranks=[], leftovers=[], cause="") for attempt in run.attempts[-1:]]
-    return run.replace(command=command, argv=[], attempts=attempts)
+    return run.replace(command=command, argv=[], environ=[], attempts=attempts)
 
 
 def read(run_dir: str) -> Run:

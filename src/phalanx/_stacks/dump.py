@@ -35,6 +35,7 @@ _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")
 _STARTERS = tuple(os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("keeper", "worker"))
 _CALLED = "mp_child.py"  # the one file there that may be, too: it requests the resource tracker for the program
 _IMPORTED = "<module>"  # the frame of a file that is being imported, as by a program that starts a group of its own
+_PACKAGES = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
 _SHOWN = 4  # locations that `sum_up_locations` names one by one
 
 
@@ -271,6 +272,63 @@ def alike(text: str) -> object:
     first = text.partition("\n")[0]
     state = first if first.startswith("# ") else ""
     return state, tuple(tuple(program_frames(thread.frames)) for thread in threads)
+
+
+def describe(name: str, text: str, cwd: str) -> list[tuple[str, str]]:
+    """Return the lines by which the stacks of a group of ranks are shown, each with its kind.
+
+    Args:
+        name: What the ranks are called.
+        text: The dump of one of them.
+        cwd: The folder that paths are shown from.
+
+    Returns:
+        Kinds and lines: "heading", the name; "state", what is above the dump; "thread"; "library" and "text", frames.
+    """
+    threads = parse(text)
+    first, _, rest = text.partition("\n")
+    if not threads:
+        said = first.removeprefix("# ")
+        return [("heading", f"{name}: {said}"), *(("text", f"  {line}") for line in rest.splitlines())]
+    lines = [("heading", f"{name}:")]
+    if first.startswith("# "):
+        lines.append(("state", f"  {first.removeprefix('# ')}"))
+    *others, main = threads
+    if others:
+        lines.append(("thread", "  main thread:"))
+    lines += _frame_lines(main.frames, cwd)
+    groups: dict[tuple[Frame, ...], list[Thread]] = {}
+    for thread in others:
+        groups.setdefault(thread.frames, []).append(thread)
+    for equal in groups.values():
+        many = len(equal) > 1
+        heads = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
+        lines += [("thread", f"  {heads}"), *_frame_lines(equal[0].frames, cwd)]
+    native = native_part(text)
+    if native:
+        lines += [("thread", "  native frames (py-spy):"), *(("text", f"    {line}") for line in native.splitlines())]
+    return lines
+
+
+def _frame_lines(frames: Sequence[Frame], cwd: str) -> list[tuple[str, str]]:
+    shown = program_frames(frames)
+    rows = [(frame.function, f"{_short(frame.path, cwd)}:{frame.line or '?'}", frame) for frame in shown]
+    width = max((len(function) for function, _, _ in rows), default=0)
+    if not rows:
+        return [("text", "    (no Python frame)")]
+    return [
+        ("library" if is_library(frame) else "text", f"    {function.ljust(width)}  {place}")
+        for function, place, frame in rows
+    ]
+
+
+def _short(path: str, cwd: str) -> str:
+    """Shorten a path to that from the run's folder, or from where packages are."""
+    library = _PACKAGES.match(path)
+    if library:
+        return path[library.end() :]
+    root = os.path.join(cwd, "")
+    return path.removeprefix(root) if cwd else path
 
 
 def native_part(text: str) -> str:

@@ -45,7 +45,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 
-_LIBRARIES = ("msgspec", "rich")
+_LIBRARIES = ("jinja2", "msgspec", "rich")
 """What single commands take, and may be missing: there may be no build for a new Python."""
 
 _ARGV = "phalanx.cli.argv"

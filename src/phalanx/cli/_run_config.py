@@ -310,6 +310,12 @@ class LogOptions(Declared, section=LOGS):
         default="5",
         sentence="Time between two samples of the workers, in samples.jsonl, by which slow ranks are found; 0: none.",
     )
+    on_report = Option(
+        str,
+        kind=click.Choice(["never", "failure", "always"]),
+        default="failure",
+        sentence="When to write the run's page, report.html, beside its logs; its path ends the report.",
+    )
     duplicate_stdout_filters = Many(
         read_strings,
         metavar="TEXT,...",

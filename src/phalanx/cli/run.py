@@ -275,6 +275,7 @@ def _see_through(
                 say(part)
             else:
                 _show_report(part, colour=use_colour(sys.stderr, plan.console.color))
+        _write_page(plan, end)
         failed = end.error
         return end.code
 
@@ -284,6 +285,16 @@ def _see_through(
     if failed is not None:
         raise _WorkersFailed(code, failed)
     return code
+
+
+def _write_page(plan: RunPlan, end: RunEnd) -> None:
+    """Write the page of a run that has ended, if it is to have one, and print where it is."""
+    folder, wanted = plan.specs.run_log_dir, plan.config.on_report
+    if plan.specs.is_kept and folder and wanted in ("always", {"failed": "failure"}.get(end.state)):
+        from phalanx._page.products import page_at_end
+
+        if line := page_at_end(folder):
+            say(line)
 
 
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:

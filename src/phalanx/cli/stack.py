@@ -10,8 +10,8 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import sys
+from typing import Any
 
 import click
 
@@ -22,12 +22,10 @@ from phalanx._stacks.dump import (
     EXITED,
     NO_STACK,
     alike,
+    describe,
     group_equal,
-    is_library,
     location,
-    native_part,
     parse,
-    program_frames,
     sum_up_locations,
 )
 from phalanx.cli._commands import SETTINGS, Command
@@ -35,20 +33,24 @@ from phalanx.cli._options import Whole, live_run, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable
 
     from phalanx._rendezvous.stack_report import JobStacks
     from phalanx._runs.catalog import RunDir
     from phalanx._runs.record import Rank, Run
-    from phalanx._stacks.dump import Frame, Thread
 
 _PATIENCE = 0.3
 """Seconds that a person waits for the ranks of a look, at the most, and `_EACH` for every rank: py-spy takes 10 ms."""
 
 _EACH = 0.012
 _NATIVE_PATIENCE = 15.0  # py-spy reads the symbols of every library first
-_LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
+_STYLES: dict[str, dict[str, Any]] = {
+    "heading": {"fg": "cyan", "bold": True},
+    "state": {"fg": "yellow"},
+    "thread": {"bold": True},
+    "library": {"dim": True},
+    "text": {},
+}
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -99,8 +101,8 @@ def _show(texts: dict[int, str], cwd: str, name: Callable[[Iterable[int]], str],
     click.secho(printable(summary), color=colour, bold=True)
     for group, text in group_equal(texts, functools.cache(alike)):
         click.echo()
-        for line, style in _lines(name(group), text, cwd):
-            click.secho(printable(line), color=colour, reset=bool(style), **style)
+        for kind, line in describe(name(group), text, cwd):
+            click.secho(printable(line), color=colour, reset=bool(_STYLES[kind]), **_STYLES[kind])
     if notes:
         click.echo()
     for note in notes:
@@ -197,52 +199,3 @@ def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> Process:
     if owner is not None and os.stat(f"/proc/{rank.pid}").st_uid != owner:
         raise PermissionError(errno.EPERM, f"process {rank.pid} is not that of uid {owner}, whose run this is")
     return process
-
-
-def _lines(name: str, text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
-    """What is shown of a group: lines, each with its looks."""
-    heading = {"fg": "cyan", "bold": True}
-    threads = parse(text)
-    first, _, rest = text.partition("\n")
-    if not threads:
-        said = first.removeprefix("# ")
-        return [(f"{name}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
-    lines: list[tuple[str, dict[str, Any]]] = [(f"{name}:", heading)]
-    if first.startswith("# "):
-        lines.append((f"  {first.removeprefix('# ')}", {"fg": "yellow"}))
-    *others, main = threads
-    if others:
-        lines.append(("  main thread:", {"bold": True}))
-    lines += _frames(main.frames, cwd)
-    groups: dict[tuple[Frame, ...], list[Thread]] = {}
-    for thread in others:
-        groups.setdefault(thread.frames, []).append(thread)
-    for equal in groups.values():
-        many = len(equal) > 1
-        heads = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
-        lines += [(f"  {heads}", {"bold": True}), *_frames(equal[0].frames, cwd)]
-    native = native_part(text)
-    if native:
-        lines += [("  native frames (py-spy):", {"bold": True}), *((f"    {line}", {}) for line in native.splitlines())]
-    return lines
-
-
-def _frames(frames: Sequence[Frame], cwd: str) -> list[tuple[str, dict[str, Any]]]:
-    shown = program_frames(frames)
-    rows = [(frame.function, f"{_short(frame.path, cwd)}:{frame.line or '?'}", frame) for frame in shown]
-    width = max((len(function) for function, _, _ in rows), default=0)
-    if not rows:
-        return [("    (no Python frame)", {})]
-    return [
-        (f"    {function.ljust(width)}  {place}", {"dim": True} if is_library(frame) else {})
-        for function, place, frame in rows
-    ]
-
-
-def _short(path: str, cwd: str) -> str:
-    """The path from the run's folder, or from where packages lie."""
-    library = _LIBRARY.match(path)
-    if library:
-        return path[library.end() :]
-    root = os.path.join(cwd, "")
-    return path.removeprefix(root) if cwd else path

@@ -1,0 +1,201 @@
+"""Renders a run as one HTML file: no network, no inline handlers, nothing but its own script and style is let in.
+
+Owns what of a run goes where on the page, and that nothing of a worker's is markup: the template escapes every value,
+data for the script is JSON in which no tag can begin, and the page's Content-Security-Policy names the hashes of the
+one script and the one style that may be used. The charts are uPlot's, which is small enough to be a part of each page,
+see ``assets/README.md``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import pkgutil
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from phalanx import __version__
+from phalanx._base.clock import format_duration
+from phalanx._base.text import format_size, name_ranks
+from phalanx._page.drawing import draw
+from phalanx._page.facts import AttemptFacts, Facts, Worker
+from phalanx._page.history import Mark
+from phalanx._page.log_lines import Line
+from phalanx._page.samples import Metric, Samples
+
+MOST_WORKERS = 1024
+"""Rows of the tables of ranks together."""
+
+_CHUNK = 200  # lines that a browser lays out together, once they are seen
+
+
+def render(facts: Facts) -> str:
+    """Return the page of a run."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    filters: dict[str, Any] = {
+        "clock": _clock,
+        "day": lambda moment: time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment)),
+        "duration": format_duration,
+        "ranks": name_ranks,
+    }
+    environment.filters.update(filters)
+    style = "\n".join(_asset(name) for name in ("uPlot.min.css", "report.css"))
+    script = "\n".join(_asset(name) for name in ("uPlot.iife.min.js", "report.js"))
+    tables = _tables(facts.attempts)
+    known = {f"w{number}-{worker.rank}" for number, workers in tables.items() for worker in workers}
+    anchors, jumps = _jumps(facts.history.marks, facts.lines)
+    text: str = environment.from_string(_asset("report.html.j2")).render(
+        facts=facts,
+        policy="; ".join(
+            (
+                "default-src 'none'",
+                f"script-src '{_hash(script)}'",
+                f"style-src '{_hash(style)}'",
+                "img-src data:",
+                "base-uri 'none'",
+                "form-action 'none'",
+            )
+        ),
+        # What is ours, and not a worker's, is not escaped.
+        style=_ours(style),
+        script=_ours(script),
+        data=_ours(_json(_plotted(facts))),
+        drawing=draw(facts, known),
+        tables=tables,
+        numbers=_numbers(facts.samples),
+        jumps=jumps,
+        chunks=_chunks(facts.lines, anchors),
+        version=__version__,
+    )
+    return text
+
+
+def _asset(name: str) -> str:
+    data = pkgutil.get_data(__package__, f"assets/{name}")  # also out of a zip file
+    assert data is not None
+    return data.decode()
+
+
+def _ours(text: str) -> Any:
+    import markupsafe
+
+    return markupsafe.Markup(text)  # noqa: S704 - the package's own files, and JSON without a "<"
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json(value: object) -> str:
+    r"""Encode data for a script element, which ends at the first "</script", whatever is around that.
+
+    >>> _json("</script>")
+    '"\\u003c/script>"'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII alone: no U+2028 either
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _clock(moment: float | None) -> str:
+    return "" if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))
+
+
+def _tables(attempts: Sequence[AttemptFacts]) -> dict[int, list[Worker]]:
+    """Return the workers that have a row, by attempt: all of the last one, and those before that have failed."""
+    tables: dict[int, list[Worker]] = {}
+    room = MOST_WORKERS
+    for attempt in reversed(attempts):
+        every = attempt.workers if not tables else [one for one in attempt.workers if one.state == "failed"]
+        tables[attempt.number] = sorted(sorted(every, key=_interest)[:room], key=lambda worker: worker.rank)
+        room -= len(tables[attempt.number])
+    return tables
+
+
+def _interest(worker: Worker) -> tuple[bool, bool, int]:
+    return worker.state != "failed", worker.state == "succeeded", worker.rank
+
+
+# --- the log
+
+
+class Row(NamedTuple):
+    """A line of the log, and its id if something refers to it."""
+
+    line: Line
+    id: str
+
+
+def _jumps(marks: Sequence[Mark], lines: Sequence[Line]) -> tuple[set[int], dict[int, int]]:
+    """Return, by mark, the line that was written last before it, of its ranks if it has any; and all such lines."""
+    jumps: dict[int, int] = {}
+    times = [line.time for line in lines]
+    for number, mark in enumerate(marks):
+        if not lines or mark.time < times[0]:
+            continue
+        at = min(bisect_left(times, mark.time), len(lines)) - 1
+        wanted = set(mark.ranks)
+        for index in range(at, max(-1, at - 2000), -1):
+            if lines[index].attempt == mark.attempt and (not wanted or lines[index].rank in wanted):
+                jumps[number] = index
+                break
+    return set(jumps.values()), jumps
+
+
+def _chunks(lines: Sequence[Line], anchors: set[int]) -> list[list[Row]]:
+    rows = [Row(line, f"l{index}" if index in anchors else "") for index, line in enumerate(lines)]
+    return [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+
+
+# --- samples
+
+
+def _plotted(facts: Facts) -> dict[str, Any]:
+    samples = facts.samples
+    return {
+        "times": [round(moment - facts.began, 2) for moment in samples.times],
+        "plots": [
+            {
+                "name": plot.metric.name,
+                "title": plot.metric.title,
+                "unit": plot.metric.unit,
+                "ranks": [*plot.values],
+                "values": [*plot.values.values()],
+            }
+            for plot in samples.plots
+        ],
+    }
+
+
+class Numbers(NamedTuple):
+    """The table beside the plots: what its columns are, and the cells of each rank."""
+
+    columns: list[str]
+    rows: list[tuple[int, list[str]]]
+
+
+def _numbers(samples: Samples) -> Numbers:
+    """Return the median and the highest value of each metric, by rank."""
+    columns = [f"{plot.metric.title}, {what}" for plot in samples.plots for what in ("median", "highest")]
+    ranks = sorted({rank for plot in samples.plots for rank in plot.values})
+    rows = []
+    for rank in ranks:
+        cells = [str(samples.steps.get(rank, ""))]
+        for plot in samples.plots:
+            values = [value for value in plot.values[rank] if value is not None]
+            cells += [_formatted(plot.metric, what(values)) if values else "" for what in (statistics.median, max)]
+        rows.append((rank, cells))
+    return Numbers(columns, rows)
+
+
+def _formatted(metric: Metric, value: float) -> str:
+    if metric.unit == "B":
+        return format_size(int(value))
+    return f"{value:.3g} {metric.unit}".rstrip()

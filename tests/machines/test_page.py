@@ -1,0 +1,49 @@
+"""The page of a job of three hosts, one of which is lost; in a real browser, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.page.test_pages import check
+from tests.support.browser import browser
+from tests.support.helpers import descendants, wait_gone
+from tests.support.jobs import Job, ending
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.hosts import Hosts
+
+pytestmark = pytest.mark.long
+
+
+def test_each_host_has_a_page_that_names_the_lost_one(tmp_path: Path, hosts: Hosts) -> None:
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(1)}:29400", "--run-id", "night"]
+    with ending(hosts) as made:
+        job = Job(tmp_path, hosts, "3", lambda _number: where)
+        job.env = {"PHALANX_JOB_SECRET": "0123456789abcdef0123456789abcdef"}
+        made.append(job)
+        first, second, third = job.start(1, 2, 3)
+        for agent in job.agents:
+            agent.workers(0, 6)
+        below = descendants(third.process.pid)
+        os.kill(third.launcher(), signal.SIGKILL)
+        assert not wait_gone(below)
+        pages = []
+        for agent in (first, second):
+            assert agent.end() == 1
+            (page,) = agent.home.glob("phalanx/runs/*/report.html")
+            assert agent.said.splitlines()[-1] == f"phalanx: page: {page}"
+            pages.append(page)
+    with browser() as one:
+        for page in pages:
+            check(page, one)
+            assert one.shown("#machines dt") == ["h3"]
+            assert one.shown("h1 .verdict") == ["failed"]
+            assert "A machine is lost" in "".join(one.shown(".sentence"))
+            one.click(".plot a[aria-label*='is lost'] .g")
+            assert "is lost" in one.ask("return document.querySelector(':target').textContent")
