@@ -110,6 +110,7 @@ SETTINGS = {
     "log_mode": Setting("750", "2755", 0o750, 0o2755),
     "keep_attempts": Setting("7", "5", 7, 5),
     "keep_runs": Setting("3", "1", 3, 1),
+    "sample": Setting("2", "7", 2.0, 7.0),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
     "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
