@@ -111,6 +111,7 @@ SETTINGS = {
     "keep_attempts": Setting("7", "5", 7, 5),
     "keep_runs": Setting("3", "1", 3, 1),
     "on_report": Setting("never", "always", "never", "always"),
+    "sample": Setting("2", "7", 2.0, 7.0),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
     "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
