@@ -299,7 +299,7 @@ def test_the_next_first_machine_tells_of_the_restart(stream: EventStream, pages:
     stop_job(stream, "lost", 0)
     stream.emit(
         agent_kinds.RestartDecided, 0, time.monotonic_ns(), delay=0.0, counted=False, cause="host a is lost", step=None,
-        why="",
+        why="", reason="membership",
     )  # fmt: skip
     begin_attempt(stream, 1, 0)
     end(stream, watch)
