@@ -373,7 +373,7 @@ def test_a_breakpoint_is_no_hang(place: Place, ready: Ready, port: int) -> None:
     options = ("--hang-timeout", "0.2", "--on-expiry", "report", "--metrics-port", port, "--nproc-per-node", 2)
     with place.start(*options, script) as launcher:
         ready.wait(2)
-        launcher.read_until("breakpoint")
+        launcher.read_until("rank 0 stopped at ")
         until(port, 200)
         told = [get(port, "/healthz")[0] for _ in range(200)]
         assert told == [200] * 200
