@@ -8,13 +8,17 @@ import os
 import re
 import resource
 import select
+import signal
 import socket
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
+from phalanx._run.local_server import LocalServer
 from phalanx._run.services import PORT_ENV, Services, address_of_environment
 from tests.support.workers import open_descriptors
 
@@ -35,7 +39,7 @@ class Status:
         return self.facts
 
     def collect(self) -> dict[str, Any]:
-        rank = dict.fromkeys(("started", "step", "beat", "cpu", "memory", "threads"), 1)
+        rank = dict.fromkeys(("pid", "started", "step", "beat", "cpu", "memory", "threads"), 1)
         ranks = [{"rank": each, "local_rank": each, "state": "running", **rank} for each in range(self.ranks)]
         known = {"run_id": "example", "host": "here", "name": "train.py", "max_restarts": 0, "paused": False}
         return self.facts | known | {"ranks": ranks}
@@ -228,6 +232,101 @@ def test_a_fork_holds_nothing_of_it(address: tuple[str, int]) -> None:
         for fd in (until, over, forked, is_forked):
             os.close(fd)
         os.waitpid(child, 0)
+
+
+class Shouting(LocalServer):
+    """Answers a line in capitals, and "BAD" not at all. Counts those that it accepts."""
+
+    def __init__(self, most: int = 9) -> None:
+        super().__init__("shouting", most, LIMIT, 10, 0.0)
+        self.count = threading.Semaphore(0)
+
+    def accepted(self, connection: socket.socket) -> None:  # noqa: ARG002 - the base has it
+        self.count.release()
+
+    def is_whole(self, request: bytes) -> bool:
+        return request.endswith(b"\n")
+
+    def asked(self, connection: socket.socket, request: bytes) -> None:
+        if request == b"bad\n":
+            raise ValueError(request)
+        self.reply(connection, request.upper())
+
+
+@contextmanager
+def shouting(listener: socket.socket, most: int = 9) -> Iterator[tuple[Shouting, tuple[str, int]]]:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    listener.setblocking(False)
+    server = Shouting(most)
+    server.begin(listener)
+    address = listener.getsockname()
+    try:
+        yield server, address
+    finally:
+        server.end(LIMIT)
+
+
+def test_a_fork_waits_until_a_connection_is_recorded() -> None:
+    """Else the child would keep it open for as long as it lives: what it closes is what is recorded."""
+    accepted, goes_on, inodes = threading.Event(), threading.Event(), []
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            connection, of = super().accept()
+            inodes.append(os.fstat(connection.fileno()).st_ino)
+            accepted.set()
+            goes_on.wait(LIMIT)
+            return connection, of
+
+    read, write = os.pipe()
+    with shouting(Listener()) as (_, address), socket.create_connection(address, LIMIT):
+        accepted.wait(LIMIT)
+        threading.Timer(0.2, goes_on.set).start()
+        child = os.fork()
+        if not child:
+            found = [os.fstat(fd).st_ino for fd in open_descriptors()]
+            os.write(write, b"%d" % found.count(inodes[0]))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"0"
+    os.close(read)
+    os.close(write)
+
+
+def test_who_makes_room_is_answered_if_it_has_asked() -> None:
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        goes_on.wait(LIMIT)
+
+    with shouting(socket.socket(), most=1) as (server, address), socket.create_connection(address, LIMIT) as first:
+        server.count.acquire(timeout=LIMIT)
+        assert server.loop is not None
+        server.loop.call(hold)
+        is_held.wait(LIMIT)
+        with socket.create_connection(address, LIMIT) as second:  # the server learns of it first
+            first.sendall(b"first\n")
+            second.sendall(b"second\n")
+            goes_on.set()
+            assert (first.recv(9), second.recv(9)) == (b"FIRST\n", b"SECOND\n")
+
+
+def test_a_mistake_in_an_answer_leaves_the_others() -> None:
+    with shouting(socket.socket()) as (_, address):
+        assert ask(address, b"bad\n") == ("", "")
+        assert ask(address, b"good\n") == ("GOOD\n", "")
+
+
+def test_a_folder_with_a_module_of_the_librarys_names(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "phalanx._run.health_pages", raising=False)
+    monkeypatch.setitem(sys.modules, "http.server", None)
+    with served(address):
+        for _ in range(2):
+            assert ask(address) == ("", "")  # and not a port that is closed
 
 
 def test_a_port_that_is_taken(address: tuple[str, int]) -> None:

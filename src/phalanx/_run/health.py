@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
-from phalanx._base import unpatched
 from phalanx._run.local_server import LocalServer
 
 TYPE_CHECKING = False
@@ -14,16 +12,11 @@ if TYPE_CHECKING:
     from typing import Self
 
 _MOST = 32  # connections at a time; of more, the oldest is closed that has had
-_BRIEF = 0.25  # seconds
+_BRIEF = 0.01  # seconds: whoever asks does so at once. A slower one has no chance against hundreds of silent ones
 _WITHIN = 5.0  # seconds that a connection may take
 _MOST_BYTES = 8192  # of a request
 _BACKLOG = 128
 _STOP_WITHIN = 10.0  # seconds
-
-loading = unpatched.module("_thread").allocate_lock()
-"""Held while the server's thread imports a module: a fork in the midst of that would never have it."""
-
-os.register_at_fork(before=loading.acquire, after_in_parent=loading.release, after_in_child=loading.release)
 
 
 class HealthServer(LocalServer):

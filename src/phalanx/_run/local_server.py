@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _NEXT_TRY = 1.0  # seconds after which connections are accepted again, if no descriptor was left
 
+no_fork = unpatched.module("_thread").RLock()
+"""Held where a fork would never have the rest of what a server's thread is at: a descriptor's record, an import."""
+
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
+
 
 class LocalServer:
     """A listening socket and its connections, from `begin` to `end`: each carries a request, and its answer.
@@ -30,7 +35,7 @@ class LocalServer:
         most: How many connections there may be at a time. Others are closed, unless there is a ``brief``.
         seconds: After which a connection is closed.
         most_bytes: Of a request.
-        brief: Seconds that a connection has in any case where others wait: then the oldest makes room. None: it stays.
+        brief: Seconds that a connection has to ask where others wait: then the oldest makes room. None: it stays.
 
     Attributes:
         connections: Of each, what has come of its request, and later what is left of its answer.
@@ -98,16 +103,17 @@ class LocalServer:
 
     def drop(self, connection: socket.socket) -> None:
         """Close a connection, if that has not been done."""
-        left = self.connections.pop(connection, None)
+        left = self.connections.get(connection)
         if left is not None and self.loop is not None:
             self.loop.forget(connection.fileno())
             if left and connection in self._asked:  # the kernel would keep what the other end has not taken: socket(7)
                 import socket
 
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()
+            with no_fork:
+                connection.close()
+                del self.connections[connection], self._since[connection]
             self._asked.discard(connection)
-            del self._since[connection]
             if self._listener is not None and self._is_full:
                 self._await(self.loop, self._listener)
 
@@ -132,24 +138,31 @@ class LocalServer:
             self._is_full = True
             loop.forget(listener.fileno())
             oldest, since = next(iter(self._since.items()))
-            loop.at(since + self._brief, lambda: self.drop(oldest))
+            loop.at(since + self._brief, lambda: self._make_room(oldest))
             return
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):  # the other end has gone
-            return
-        except OSError:  # no descriptor is left: it would be reported again at once, and for ever
-            loop.forget(listener.fileno())
-            loop.after(_NEXT_TRY, lambda: self._await(loop, listener))
-            return
-        if len(self.connections) >= self._most:
-            connection.close()
-            return
-        connection.setblocking(False)
-        self.connections[connection], self._since[connection] = b"", clock.now()
+        with no_fork:
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):  # the other end has gone
+                return
+            except OSError:  # no descriptor is left: it would be reported again at once, and for ever
+                loop.forget(listener.fileno())
+                loop.after(_NEXT_TRY, lambda: self._await(loop, listener))
+                return
+            if len(self.connections) >= self._most:
+                connection.close()
+                return
+            connection.setblocking(False)
+            self.connections[connection], self._since[connection] = b"", clock.now()
         loop.watch(connection.fileno(), lambda events: self._ready(connection, events))
         loop.after(self._seconds, lambda: self.drop(connection))
         self.accepted(connection)
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """Close a connection, once what it has asked by now is answered."""
+        if connection in self.connections:
+            self._ready(connection, READ)
+            self.drop(connection)
 
     def _ready(self, connection: socket.socket, events: int) -> None:
         try:
@@ -159,7 +172,7 @@ class LocalServer:
                 self._read(connection)
         except BlockingIOError:
             return
-        except OSError:  # the other end has gone
+        except Exception:  # noqa: BLE001 - the other end has gone, or there is no answer: others have theirs
             self.drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
@@ -187,11 +200,12 @@ class LocalServer:
         loop.close()
 
     def _close_sockets(self) -> None:
-        for each in (*self.connections, *filter(None, (self._listener,))):
-            each.close()
-        self.connections.clear()
-        self._since.clear()
-        self._asked.clear()
+        with no_fork:
+            for each in (*self.connections, *filter(None, (self._listener,))):
+                each.close()
+            self.connections.clear()
+            self._since.clear()
+            self._asked.clear()
 
     def abandon(self) -> None:
         """Close, in a fork, what belongs to the parent."""

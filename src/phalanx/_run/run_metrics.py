@@ -14,7 +14,7 @@ from phalanx._base import clock, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._events import agent_kinds, kinds
 from phalanx._run.attempts import STATES, TERMINAL
-from phalanx._run.health import loading
+from phalanx._run.local_server import no_fork
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class RunMetrics:
         self._lost = 0.0  # seconds, until the last restart was complete
         self._down: float | None = None  # since when not all workers of an attempt run; None: they do, or none has yet
         self._follows = False  # whether another attempt is going to
-        self._resumed = 0.0  # when a pause began or ended
+        self._told = 0.0  # the most that was told of it: the clock is ahead of the events, and a counter never falls
+        self._cpu: dict[int, float] = {}  # likewise, by the pid of the worker: a process below it may have left
+        self._paused, self._resumed = False, 0.0  # whether the workers are, and since when, or when that ended
         self._facts = _Shared(self._collect, _FRESH)
         self._why = _Shared(self._why_unhealthy, _VERDICT)
         self._encoding = _allocate_lock()
@@ -77,13 +79,13 @@ class RunMetrics:
                 self._down = self._down or moment
             elif isinstance(event, kinds.GroupRunning):
                 self._lost += moment - self._down if self._down and self._follows else 0.0
-                self._down, self._follows = None, False
+                self._down, self._follows, self._paused = None, False, False
             elif isinstance(event, kinds.WorkerExited):
                 self._exits[event.state] = self._exits.get(event.state, 0) + 1
             elif isinstance(event, kinds.TimerExpired):
                 self._hangs["heartbeat" if event.scope == "heartbeat" else "expires"] += 1
             elif isinstance(event, kinds.GroupPaused):
-                self._resumed = moment
+                self._paused, self._resumed = event.paused, moment
 
     # --- whether it is healthy
 
@@ -100,7 +102,8 @@ class RunMetrics:
     def _why_stuck(self) -> str:
         """Return why no rank has made progress, by the heartbeats of those that are to send any; "": one has."""
         group = self.status.group()
-        report = None if group is None or not group.is_open or group.is_paused else group.hang_report
+        is_paused = self._paused or (group is not None and group.is_paused)  # from the order on, until it was followed
+        report = None if group is None or not group.is_open or is_paused else group.hang_report
         timeout = None if report is None else report.hang_timeout
         if group is None or report is None or timeout is None:
             return ""
@@ -127,7 +130,7 @@ class RunMetrics:
 
         Raises ImportError, which says what to install.
         """
-        with loading:
+        with no_fork:
             try:
                 from prometheus_client.exposition import choose_encoder
             except ImportError as error:
@@ -137,7 +140,7 @@ class RunMetrics:
             encode, kind = choose_encoder(accept)
         except (TypeError, ValueError):  # of a version that is none
             encode, kind = choose_encoder("")
-        facts = self._facts.get()
+        facts = self._facts.get(self.status.agent())  # a state that lasts no second is seen, too
         with self._encoding:
             of, known = self._encoded
             if of is not facts or len(known) >= _TYPES:
@@ -149,10 +152,18 @@ class RunMetrics:
 
     def _collect(self) -> dict[str, Any]:
         lost = self._lost + (clock.now() - self._down if self._down and self._follows else 0.0)
-        return self.status.collect() | {
+        self._told = max(self._told, lost)
+        facts = self.status.collect()
+        return facts | {
+            "ranks": self._with_most_cpu(facts["ranks"]),
             "restarts_by_cause": self._restarts.copy(), "exits": self._exits.copy(), "hangs": dict(self._hangs),
-            "lost": lost, "healthy": not self.why_unhealthy(), "hang_timeout": self._hang_timeout(),
+            "lost": self._told, "healthy": not self.why_unhealthy(), "hang_timeout": self._hang_timeout(),
         }  # fmt: skip
+
+    def _with_most_cpu(self, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        used = {rank["pid"]: rank["cpu"] for rank in ranks if rank["cpu"] is not None}
+        self._cpu = {pid: max(cpu, self._cpu.get(pid, 0.0)) for pid, cpu in used.items()}
+        return [rank | {"cpu": self._cpu.get(rank["pid"])} for rank in ranks]
 
     def _hang_timeout(self) -> float | None:
         group = self.status.group()
@@ -166,14 +177,14 @@ class _Shared(Generic[T]):
     def __init__(self, make: Callable[[], T], seconds: float) -> None:
         self._make, self._seconds = make, seconds
         self._lock = _allocate_lock()
-        self._made: tuple[float, T] | None = None
+        self._made: tuple[float, object, T] | None = None
 
-    def get(self) -> T:
-        """Return it."""
+    def get(self, of: object = None) -> T:
+        """Return it. It is made anew, too, when it is asked for ``of`` something else than before."""
         with self._lock:
-            if self._made is None or clock.now() - self._made[0] >= self._seconds:
-                self._made = clock.now(), self._make()
-            return self._made[1]
+            if self._made is None or clock.now() - self._made[0] >= self._seconds or self._made[1] != of:
+                self._made = clock.now(), of, self._make()
+            return self._made[2]
 
 
 class _Collector:

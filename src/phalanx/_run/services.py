@@ -67,14 +67,15 @@ class Services:
         with ExitStack() as held:
             self.variables = _start_timers(status.run_id, held) | ports_for_workers(addresses)
             if addresses:
-                from phalanx._run.health import HealthServer, loading
+                from phalanx._run.health import HealthServer
+                from phalanx._run.local_server import no_fork
                 from phalanx._run.run_metrics import RunMetrics
 
                 metrics = RunMetrics(status)
                 self.observers["phalanx-metrics"] = metrics.observe
 
                 def answer(request: bytes) -> bytes:
-                    with loading:  # now: no start is to wait for it
+                    with no_fork:  # now: no start is to wait for it
                         from phalanx._run.health_pages import answer
                     return answer(request, metrics)
 
