@@ -151,6 +151,21 @@ def a_fork() -> Bounds:
     return 0.0, watch.end()[1] - NAP
 
 
+def a_child_that_has_ended() -> Bounds:
+    """It has reported steps, which took longer."""
+    timer.progress(1)
+
+    def child() -> None:
+        for step in range(1, 4):
+            timer.progress(step)
+            nap()
+
+    code_of_fork(child)
+    timer.rest()
+    watch = Stopwatch(2)
+    return 0.0, watch.end(3)[1]
+
+
 def many_steps() -> Bounds:
     """Long ones first, which are not among the latest."""
     for step in range(1, 4):

@@ -39,6 +39,7 @@ def carried_out(worker: Any, *args: object) -> tuple[Any, dict[str, float] | Non
         (step_workers.a_rest, 1),
         (step_workers.a_wait_in_a_rest, 1),
         (step_workers.a_fork, 1),
+        (step_workers.a_child_that_has_ended, 1),
         (step_workers.many_steps, 68),
     ],
 )
