@@ -123,6 +123,11 @@ def a_rest_that_a_step_ends() -> None:
     timer.progress(2)
 
 
+def a_step_and_a_beat() -> None:
+    timer.progress(41)
+    timer.beat()
+
+
 def a_lower_step() -> None:
     timer.progress(9)
     nap()

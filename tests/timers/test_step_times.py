@@ -60,6 +60,13 @@ def test_a_step_whose_beginning_is_not_known_is_not_timed(worker: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_beat_leaves_the_last_step() -> None:
+    with start_processes("s", step_workers.a_step_and_a_beat, (), nprocs=1, timers=TimerSpecs()) as group:
+        assert group.wait().succeeded
+        assert group.status()[0].step == 41
+
+
+@pytest.mark.slow
 def test_any_number_can_be_a_step() -> None:
     _, found = carried_out(step_workers.odd_numbers)
     assert found is not None
