@@ -58,6 +58,10 @@ def test_one_that_is_found_is_slow_as_long_as_it_is() -> None:
     assert list(told(stragglers, *[ONE] * 7, attempt=1)) == [30.0]
 
 
+def test_one_whose_short_step_delays_all_is_found() -> None:
+    assert list(told(Stragglers(), *[{0: 0.05, 1: 0.05, 2: 0.1}] * 10, steps=50)) == [30.0]
+
+
 def test_ranks_that_become_slow_together_are_found_together() -> None:
     both = {**dict.fromkeys(range(6), 1.0), 4: 1.6, 5: 3.0}
     (slow,) = told(Stragglers(), *[both] * 9).values()
@@ -73,6 +77,7 @@ def test_ranks_that_become_slow_together_are_found_together() -> None:
         ([{0: 1.0, 1: 2.0}] * 20, {}),  # of two ranks nobody can say which one is slow
         ([{0: 1.0, 1: 1.0, 2: 2.0, 3: 2.0}] * 20, {}),
         ([{0: 0.0, 1: 0.0, 2: 1.0}] * 20, {}),
+        ([{0: 0.001, 1: 0.001, 2: 0.004}] * 20, {"steps": 50}),  # all wait for most of their time
         ([ONE] * 20, {"steps": 0}),  # they take no step
         ([ONE] * 20, {"age": 31.0}),
         ([{}] * 20, {}),
@@ -181,20 +186,21 @@ def test_there_are_none_if_nobody_wants_them_or_so_soon(place: Place, options: t
     assert len(list(place.logs.iterdir())) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_full_disk_is_said_once(place: Place, ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    script = place.write(STEPS.format(ready=ready.python(), gate=gate.python()))
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
     with small(tmp_path, kib=1024, inodes=200) as disk:
-        options = ("--log-dir", disk, "--sample", "0.02", "-r", "0", script)
-        with place.start(*options, logs=False) as launcher:
-            ready.wait()
-            fill(disk)
-            shown = launcher.read_until("samples.jsonl is not complete")
-            gate.open()
-            done = launcher.end()
-        assert (shown + done.err).count("samples.jsonl is not complete: No space left on device") == 1
-        assert done.status == 0
+        path = disk / "samples.jsonl"
+        file = SampleFile(str(path), said.append)
+        file.write(sample(0))
+        fill(disk)
+        for number in range(1, 1000):  # what is left of the last block takes some
+            file.write(sample(number))
+        lines = path.read_text().splitlines(keepends=True)
+    assert len(said) == 1
+    assert said[0].startswith("samples.jsonl is not complete: No space left on device")
+    assert [json.loads(line)["number"] for line in lines] == list(range(len(lines)))
 
 
 COUPLED = """\

@@ -158,22 +158,37 @@ STEPS = """
 import os, time
 from phalanx import timer
 rank = int(os.environ["RANK"])
-os.write(1, b"there in attempt 0\\n")
+os.write(1, b"there in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"].encode() + b"\\n")
 for step in range(1, 10_000):
     time.sleep(0.4 if rank == 5 else 0.2)
     timer.progress(step)
 """
 
 
+def metrics(job: Job, number: int) -> str:
+    """What a host's agent has for Prometheus."""
+    code = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    command = [*job.hosts.on(number), sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SOON).stdout
+
+
 def test_a_rank_of_another_host_that_is_slow_is_named_once(job: Job) -> None:
     """By the agent of the first node, which has asked all: of two ranks of a host, nobody can say which one is slow."""
     (job.folder / "train.py").write_text(STEPS)
+    job.env = {"PHALANX_METRICS_PORT": "127.0.0.1:9100"}
     agents = started(job)
     agents[0].wait_for("is slow", seconds=2 * SOON)
     (line,) = re.findall(r"^phalanx: (.*slow.*)$", agents[0].said, re.MULTILINE)
     assert re.fullmatch(r"rank 5 \(host .+\) is slow: (1\.[89]|2\.[012]) x the median step for 3\d s", line)
     _, out, _ = phalanx(job, 2, "status")
     assert [row.split()[0] for row in out.splitlines() if re.search(r"slow \d\.\dx", row)] == ["5"]
+    assert [re.findall(r'^phalanx_rank_slow_ratio{rank="(.+)"} ', metrics(job, number), re.MULTILINE)
+            for number in (1, 2, 3)] == [["5"], [], []]  # fmt: skip
+    assert phalanx(job, 2, "restart")[0] == 0
+    for agent in agents:
+        agent.wait_for("there in attempt 1", 2)
+    _, out, _ = phalanx(job, 2, "status")
+    assert "slow" not in out  # nobody knows yet
     assert phalanx(job, 1, "stop")[0] == 0
     assert {agent.end() for agent in agents} == {128 + signal.SIGTERM}
     assert [agent.said.count("slow") for agent in agents] == [1, 0, 0]

@@ -123,6 +123,11 @@ def a_rest_that_a_step_ends() -> None:
     timer.progress(2)
 
 
+def a_step_and_a_beat() -> None:
+    timer.progress(41)
+    timer.beat()
+
+
 def a_lower_step() -> None:
     timer.progress(9)
     nap()
@@ -149,6 +154,21 @@ def a_fork() -> Bounds:
         code_of_fork(child)
         held.pop_all()  # it was never left here: so all that follows does not count
     return 0.0, watch.end()[1] - NAP
+
+
+def a_child_that_has_ended() -> Bounds:
+    """It has reported steps, which took longer."""
+    timer.progress(1)
+
+    def child() -> None:
+        for step in range(1, 4):
+            timer.progress(step)
+            nap()
+
+    code_of_fork(child)
+    timer.rest()
+    watch = Stopwatch(2)
+    return 0.0, watch.end(3)[1]
 
 
 def many_steps() -> Bounds:

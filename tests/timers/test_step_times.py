@@ -39,6 +39,7 @@ def carried_out(worker: Any, *args: object) -> tuple[Any, dict[str, float] | Non
         (step_workers.a_rest, 1),
         (step_workers.a_wait_in_a_rest, 1),
         (step_workers.a_fork, 1),
+        (step_workers.a_child_that_has_ended, 1),
         (step_workers.many_steps, 68),
     ],
 )
@@ -56,6 +57,13 @@ def test_a_step_takes_what_counts(worker: Any, count: int) -> None:
 )
 def test_a_step_whose_beginning_is_not_known_is_not_timed(worker: Any) -> None:
     assert carried_out(worker) == (None, None)
+
+
+@pytest.mark.slow
+def test_a_beat_leaves_the_last_step() -> None:
+    with start_processes("s", step_workers.a_step_and_a_beat, (), nprocs=1, timers=TimerSpecs()) as group:
+        assert group.wait().succeeded
+        assert group.status()[0].step == 41
 
 
 @pytest.mark.slow

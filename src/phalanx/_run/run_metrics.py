@@ -290,7 +290,7 @@ FAMILIES = (
     Family("phalanx_rank_step_max_seconds", "gauge", "Seconds of the longest of the latest steps.", _step_time("max")),
     Family("phalanx_rank_step_mean_seconds", "gauge", "Mean of the seconds of the latest steps.", _step_time("mean")),
     Family("phalanx_rank_slow_ratio", "gauge", "Step time of a slow rank over the median of all ranks.",
-           _ranks(lambda rank: rank.get("slow"))),
+           _each("rank", "slow")),
     Family("phalanx_rank_cpu_seconds", "counter", "CPU seconds of the rank and of the processes below it.",
            _ranks(lambda rank: rank["cpu"])),
     Family("phalanx_rank_memory_bytes", "gauge", "Memory of the rank and of the processes below it (PSS, or RSS).",

@@ -44,7 +44,10 @@ SLOW_SECONDS = 30.0
 """for so many seconds, over"""
 
 SLOW_STEPS = 3
-"""so many new steps at least."""
+"""so many new steps at least,"""
+
+SLOW_SHARE = 0.1
+"""and has lost so much of that time by it: else the steps are short, and the rank hardly delays the others."""
 
 SLOW_RANKS = 3
 """Of so many ranks, at least, it must be known how long their steps take."""
@@ -132,8 +135,10 @@ class Stragglers:
             held = self._held.get(rank)
             seconds, samples, first = (0.0, 0, one.steps) if held is None else (held.seconds + elapsed, *held[1:])
             held = self._held[rank] = _Held(seconds, samples + 1, first)
-            is_slow = held.seconds >= SLOW_SECONDS and one.steps - held.first >= SLOW_STEPS
-            if is_slow and held.samples >= SLOW_STEPS and rank not in self._found:
+            steps = one.steps - held.first
+            is_slow = held.seconds >= SLOW_SECONDS and steps >= SLOW_STEPS
+            is_felt = (one.median - middle) * steps >= SLOW_SHARE * held.seconds
+            if is_slow and is_felt and held.samples >= SLOW_STEPS and rank not in self._found:
                 self._found.add(rank)
                 found.append(Slow(rank, ratio, held.seconds))
             if rank in self._found:
@@ -245,7 +250,7 @@ class Sampler:
             self._compare(attempt, [found])
             return
         if found["group_rank"] != 0:
-            self._status.slow = {}
+            self._status.slow = attempt, {}
             return
         while self._answers:
             nodes = json.loads(nodes_of(self._answers.popleft())).get("nodes", ())
@@ -266,7 +271,7 @@ class Sampler:
                     times[rank["rank"]] = StepTime(step_time["median"], step_time["count"], node["time"] - step_at)
                     hosts[rank["rank"]] = sanitise(one_line(str(node["host"])))
         slow = self._stragglers.add(clock.now(), attempt, times)
-        self._status.slow = self._stragglers.slow
+        self._status.slow = attempt, self._stragglers.slow
         for host in dict.fromkeys(hosts[one.rank] for one in slow):
             self._warn(say_slow(host, [one for one in slow if hosts[one.rank] == host]))
         for one in slow:

@@ -48,7 +48,8 @@ class RunStatus:
         name: What the workers run.
         group: Returns the group of the attempt that runs, or ran last; None: there was none.
         max_restarts: See the arguments.
-        slow: The ranks of the job that are slow, as far as it is known here, and how much: see `phalanx._run.samples`.
+        slow: An attempt, and those ranks of the job that are slow in it, as far as it is known here, and how much: see
+            `phalanx._run.samples`.
 
     >>> status = RunStatus("night", 3)
     >>> status.observe([AgentState(0, 10**9, state="RUNNING")])
@@ -60,7 +61,7 @@ class RunStatus:
         self.run_id, self.max_restarts = run_id, max_restarts
         self.name = ""
         self.group: Callable[[], PContext | None] = lambda: None
-        self.slow: Mapping[int, float] = {}
+        self.slow: tuple[int, Mapping[int, float]] = -1, {}
         self._state: tuple[str, int, float] = ("NEW", -1, clock.wall())
         self._restarts = 0
         self._group_rank: int | None = None
@@ -95,7 +96,7 @@ class RunStatus:
             "attempt": None if attempt < 0 else attempt, "since": round(since, 3),
         }  # fmt: skip
 
-    def collect(self, max_age: float = 0.0) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """Return what `agent` does, and what is known besides, as JSON can hold it.
 
         That are ``time`` (now, Unix seconds), ``host``, ``name``, ``restarts`` (those that count), ``group_rank``,
@@ -115,14 +116,11 @@ class RunStatus:
         - ``line``: the last line that it wrote to a log file, `LINE` characters of it at most.
 
         Any thread may call it, but no signal handler. It waits at most 0.25 s, and as long for a thread that is at it.
-
-        Args:
-            max_age: Seconds that the answer may be old: then it is that which another one has got, and is not to be
-                changed. By default, it is no older than the call.
+        What it returns is no older than the call, and not to be changed: threads that call it at once get the same.
         """
         asked = clock.now()
         with self._collecting:
-            if self._latest[0] < asked - max_age:
+            if self._latest[0] < asked:
                 self._latest = clock.now(), self._collect()
             return self._latest[1]
 
@@ -135,7 +133,10 @@ class RunStatus:
             return self._collect(is_brief=True)
 
     def _collect(self, *, is_brief: bool = False) -> dict[str, Any]:
-        group, now = self.group(), clock.wall()
+        group, now, agent = self.group(), clock.wall(), self.agent()
+        attempt, slow = self.slow
+        if (agent["state"], agent["attempt"]) != ("RUNNING", attempt):  # what was found of an attempt is of no other
+            slow = {}
         ranks: list[dict[str, Any]] = []
         for local_rank, worker in ({} if group is None else group.status()).items():
             assert group is not None
@@ -147,15 +148,15 @@ class RunStatus:
                 "started": round(started, 3) if pid == worker.pid else None, "step": worker.step,
                 "beat": None if worker.beat_age is None else round(worker.beat_age, 3), "breakpoint": worker.breakpoint,
                 "step_at": None if worker.step_age is None else round(now - worker.step_age, 3),
-                "step_time": worker.step_time, "slow": self.slow.get(number),
+                "step_time": worker.step_time, "slow": slow.get(number),
             })  # fmt: skip
         if group is not None:
             self._samples.add(ranks, *(() if is_brief else (group.logs.stdouts, group.logs.stderrs)))
-        return self.agent() | {
+        return agent | {
             "time": round(now, 3), "host": os.uname().nodename, "name": self.name, "restarts": self._restarts,
             "group_rank": self._group_rank, "ranks": ranks,
             "paused": group is not None and group.is_paused,
-            "slow": {str(rank): ratio for rank, ratio in self.slow.items()},
+            "slow": {str(rank): ratio for rank, ratio in slow.items()},
         }  # fmt: skip
 
 

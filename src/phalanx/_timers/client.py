@@ -248,7 +248,8 @@ class Seat:
         """Record a heartbeat. With ``wakes`` it also ends a rest; the end of a block does not."""
         now = clock.now_ns()
         words, head = self.words, self.head
-        words[SEAT_STEP] = step
+        if step:  # a beat without one leaves the last one
+            words[SEAT_STEP] = step
         words[SEAT_BEAT] = now
         if wakes and words[SEAT_REST]:
             words[SEAT_REST] = 0

@@ -91,19 +91,6 @@ def _highest_step(rows: Iterable[tuple[int, memoryview]]) -> int | None:
     return max(filter(lambda step: step > 0, steps), default=None)
 
 
-def _step_times(rows: Iterable[tuple[int, memoryview]], now: int) -> StepTimes | None:
-    """Return how long the latest steps of these seats took; None: no step was reported with a heartbeat before."""
-    at, count, times = 0, 0, list[int]()
-    for _seat, row in rows:
-        if row[SEAT_BEAT] and 0 < row[SEAT_STEP_AT] <= now:
-            at = max(at, row[SEAT_STEP_AT])
-            if 0 < row[SEAT_STEP_COUNT] <= LONGEST:
-                count += row[SEAT_STEP_COUNT]
-                times += row[SEAT_STEP_TIMES : SEAT_STEP_TIMES + min(row[SEAT_STEP_COUNT], STEP_TIMES)].tolist()
-    times = sorted(time for time in times if 0 <= time <= LONGEST)
-    return StepTimes(at, count, tuple(times)) if at else None
-
-
 def _seats_that_fit(seats: int) -> int:
     """Return how many of these seats a file may have here.
 
@@ -348,8 +335,26 @@ class TimerTable:
             beating = any(row[SEAT_BEAT] for _, row in rows)
             at = next((timer.location for key in self._standing(rows) if (timer := self.read_now(*key[:2]))), None)
             beat = self._last_beat(rows) if beating else None
-            found[rank] = RankSigns(beat, _highest_step(rows), at, _step_times(rows, now), self._limit(rows))
+            found[rank] = RankSigns(beat, _highest_step(rows), at, self._step_times(rows, now), self._limit(rows))
         return found
+
+    def _step_times(self, rows: list[tuple[int, memoryview]], now: int) -> StepTimes | None:
+        """Return how long the latest steps of these seats took; None: no step was reported with a heartbeat before.
+
+        Those of processes that have ended do not count; where none lives, the one does that has reported the last step.
+        """
+        timed = [(seat, row) for seat, row in rows if row[SEAT_BEAT] and 0 < row[SEAT_STEP_AT] <= now]
+        if len(timed) > 1:
+            last = max(timed, key=lambda one: one[1][SEAT_STEP_AT])
+            timed = [(seat, row) for seat, row in timed if self.holder(seat)] or [last]
+        at, count, times = 0, 0, list[int]()
+        for _seat, row in timed:
+            at = max(at, row[SEAT_STEP_AT])
+            if 0 < row[SEAT_STEP_COUNT] <= LONGEST:
+                count += row[SEAT_STEP_COUNT]
+                times += row[SEAT_STEP_TIMES : SEAT_STEP_TIMES + min(row[SEAT_STEP_COUNT], STEP_TIMES)].tolist()
+        times = sorted(time for time in times if 0 <= time <= LONGEST)
+        return StepTimes(at, count, tuple(times)) if at else None
 
     def _limit(self, rows: list[tuple[int, memoryview]]) -> int | None:
         """Return when the heartbeat of a rank's seats is late; None: none is expected, or a process of it rests."""
