@@ -35,6 +35,8 @@ FLOOR_TESTS = (
     "test_records",  # msgspec
     "test_runs",  # rich
     "test_stack_command",  # py-spy
+    "test_products",  # jinja2
+    "cli/test_metrics",  # prometheus-client
 )
 """The tests of what the dependencies do for Phalanx, by their files, wherever under `tests` those stand."""
 
@@ -164,15 +166,16 @@ def install_torch(session: nox.Session) -> None:
 def floors(session: nox.Session) -> None:
     """The tests of what the dependencies do, with the lowest versions that pyproject.toml allows."""
     project = nox.project.load_toml("pyproject.toml")["project"]
-    direct = {
-        re.split(r"[^\w-]", line)[0] for line in (*project["dependencies"], *project["optional-dependencies"]["re2"])
-    }
+    extras = ("re2", "metrics")
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    direct = {re.split(r"[^\w-]", line)[0] for line in lines}
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     # Not in create_tmp(), which would make its folder the tests' TMPDIR.
     others = Path(session.cache_dir, "floors-constraints.txt")
     others.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in direct), encoding="utf-8")
     lowest = ("--resolution", "lowest-direct", "--constraints", str(others), *CONSTRAINTS[2:])
-    session.install(*lowest, "--requirements", "pyproject.toml", "--extra=re2", "--group=floors")
+    named = (f"--extra={extra}" for extra in extras)
+    session.install(*lowest, "--requirements", "pyproject.toml", *named, "--group=floors")
     session.install("--no-deps", *CONSTRAINTS[2:], "--requirements", "requirements.txt")
     files = [str(path) for name in FLOOR_TESTS for path in Path("tests").rglob(f"{name}.py")]
     if len(files) != len(FLOOR_TESTS):

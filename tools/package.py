@@ -127,9 +127,12 @@ def use() -> None:
         printed = called(command, "run", "--nproc-per-node", "2", "--log-dir", f"{folder}/logs", str(script))
         assert "rank 0 of 2" in printed, printed
         assert "rank 1 of 2" in printed, printed
+        page = f"{folder}/page.html"
+        called(command, "report", "--log-dir", f"{folder}/logs", "--html", "-o", page)
+        assert "rank 1 of 2" in Path(page).read_text(encoding="utf-8")
         printed = called(sys.executable, str(program))
         assert printed == "{0: 42, 1: 42}\n", printed
-    print(f"phalanx {version} of {place}: command, script and group run; imported: {' '.join(modules)}")
+    print(f"phalanx {version} of {place}: command, script, page and group work; imported: {' '.join(modules)}")
 
 
 def types(python: str) -> None:

@@ -90,6 +90,8 @@ def test_a_scrape_of_a_run_that_was_restarted(place: Place, ready: Ready, gate: 
         gate.open()
         assert ready.wait(2) == ["['', '']"] * 2
         until(port, 200)
+        while 'phalanx_restarts_total{cause="failure"} 1' not in get(port, "/metrics")[2]:
+            pass  # what has just happened is counted soon
         status, kind, text = get(port, "/metrics")
         assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         opened, open_kind, open_text = get(port, "/metrics", OPEN_METRICS)

@@ -64,6 +64,7 @@ def test_the_command_runs_from_a_zip_file(place: Place, tmp_path: Path, options:
     assert "[0] ['a', 'b']" in done.out
     assert "error     : ValueError: loss is nan" in done.err
     assert "phalanx/_engine" not in done.err, "a frame of ours"
+    assert "phalanx: page: " in done.err, "its assets are in the zip file, too"
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])

@@ -21,13 +21,16 @@ pytestmark = pytest.mark.long
 
 MOST_BYTES = 2_000_000
 TRAIN = """
-    import os, sys
+    import glob, os, sys, time
     rank = int(os.environ["RANK"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     for step in range(3):
         print(f"rank {rank} step {step}", flush=True)
     print(f"warning of rank {rank}", file=sys.stderr, flush=True)
+    open(f"{__file__}.{attempt}.{rank}", "x").close()
     if sys.argv[1] == "fail" and rank in (1, 2):
+        while len(glob.glob(f"{glob.escape(__file__)}.{attempt}.*")) < 4:  # no rank is stopped before it has written
+            time.sleep(0.01)
         raise ValueError(f"bad shape of batch, attempt {attempt}")
     """
 HANG = """

@@ -6,7 +6,6 @@ Owns also where the workers run: `phalanx.multiprocessing.Placement`, and ``OMP_
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import stat
@@ -309,9 +308,9 @@ def _addresses(config: RunConfig) -> Addresses:
 
     if config.metrics_port is None:
         return address_of_environment()
-    if importlib.util.find_spec("prometheus_client") is None:
-        from phalanx._run.run_metrics import INSTALL
+    from phalanx._run.run_metrics import INSTALL, is_installed
 
+    if not is_installed():
         raise ValueError(f"{METRICS_PORT} needs prometheus-client, which is not installed here: {INSTALL}")
     return address_of_environment() | {config.metrics_port: METRICS_PORT}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from phalanx._base import clock, unpatched
@@ -40,6 +41,11 @@ _allocate_lock = unpatched.module("_thread").allocate_lock
 
 T = TypeVar("T")
 Samples = Iterable[tuple[dict[str, str], float | None]]
+
+
+def is_installed() -> bool:
+    """Whether there is prometheus-client, without which there is no ``/metrics``. It is not loaded."""
+    return find_spec("prometheus_client") is not None
 
 
 class RunMetrics:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from statistics import median
 from typing import Any, NamedTuple
 
 from phalanx._base import clock, disk, files
@@ -24,7 +23,7 @@ from phalanx._run.control import nodes_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from phalanx._base.threads import Latch
     from phalanx._rendezvous.life import Found
@@ -125,7 +124,7 @@ class Stragglers:
             rank: one for rank, one in times.items()
             if one.steps >= SLOW_STEPS and one.age <= max(SLOW_SECONDS, _MEDIANS * one.median)
         }  # fmt: skip
-        middle = median(one.median for one in known.values()) if len(known) >= SLOW_RANKS else 0.0
+        middle = _middle(sorted(one.median for one in known.values())) if len(known) >= SLOW_RANKS else 0.0
         self.slow, found = {}, []
         for rank, one in sorted(known.items()) if middle > 0 else ():
             ratio = one.median / middle
@@ -144,6 +143,12 @@ class Stragglers:
             if rank in self._found:
                 self.slow[rank] = round(ratio, 2)
         return found
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """Return the median. That of `statistics` would load the decimal numbers into each launcher, which is 1 MB."""
+    half = len(ordered) // 2
+    return (ordered[half] + ordered[~half]) / 2
 
 
 class SampleFile:
