@@ -136,6 +136,15 @@ def test_a_stop(place: Place, pages: Pages) -> None:
     assert pages.events == ["started//0/", "stopped//0/SIGINT"]
 
 
+def test_a_command_stops_its_run(place: Place) -> None:
+    command = f'{sys.executable} -P -m phalanx stop "$PHALANX_EVENT_RUN_DIR"'
+    done = place.run("--on-event", "started", command, place.write(WAITS))
+    assert done.status == 143
+    assert "--on-event" not in done.err
+    folder = run_folder(place)
+    assert f"\n{folder.name}: its end waits for this command of --on-event\n" in (folder / "on-event.log").read_text()
+
+
 def test_a_run_whose_workers_cannot_be_started_has_failed(place: Place, pages: Pages) -> None:
     script = place.write(WAITS)
     done = place.run("--node-check", "exit 4", *on_event(pages, "failed"), script)
@@ -188,6 +197,14 @@ def test_the_report_is_printed_before_a_command_that_fails(place: Place) -> None
     head, *output = log.read_text().splitlines()
     assert re.fullmatch(r"== failed: read line < .*, [\d-]+ [\d:]+: exit code 7: no route", head)
     assert output == ["out", "no route"]
+
+
+def test_a_command_of_the_end_finds_the_page_complete(place: Place) -> None:
+    command = 'cp "$PHALANX_EVENT_RUN_DIR/report.html" mailed'
+    done = place.run("--nproc-per-node", 2, "--on-event", "failed", command, place.write(FAILS))
+    assert done.status == 3
+    assert (place.folder / "mailed").read_bytes() == (run_folder(place) / "report.html").read_bytes()
+    assert done.err.splitlines()[-1] == f"phalanx: page: {run_folder(place) / 'report.html'}"
 
 
 # --- what is told by the events alone
@@ -416,6 +433,29 @@ def test_a_signal_ends_the_wait_and_the_exit_code_stays(place: Place) -> None:
     assert done.status == 3
     assert re.search(r"\nphalanx: --on-event failed: it was killed: a signal has come; its output is in .*\n", done.err)
     wait_gone([pid])
+
+
+def test_a_signal_as_the_last_commands_begin_ends_the_wait(place: Place) -> None:
+    options = ["run", "--log-dir", str(place.logs), "--nproc-per-node", "2"]
+    code = dedent(f"""
+        import signal, sys
+        from phalanx._run.event_commands import EventCommands
+        from phalanx.cli import main
+
+        signals = [signal.SIGINT]
+
+        def begin_end(commands, begin=EventCommands.begin_end):
+            while signals:
+                signal.raise_signal(signals.pop())
+            begin(commands)
+
+        EventCommands.begin_end = begin_end
+        sys.argv = ["phalanx", *{options!r}, "--on-event", "failed", "exec sleep 1000", {place.write(FAILS)!r}]
+        main()
+        """)
+    done = place.program(sys.executable, "-c", code)
+    assert done.status == 3
+    assert re.search(r"\nphalanx: --on-event.*: a signal has come.*\n$", done.err)
 
 
 def test_a_signal_to_the_run_while_a_command_runs_stops_the_run(place: Place) -> None:

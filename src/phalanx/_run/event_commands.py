@@ -196,10 +196,13 @@ class EventCommands:
 
     # --- the end of the run, by the main thread
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the commands of the end are queued, if there are any."""
+        return self._until is not None
+
     def begin_end(self) -> None:
-        """Queue the commands of the end: the report is printed."""
-        if self._until is not None:
-            return
+        """Queue the commands of the end: the report is printed. Once."""
         end = self._end if self._speaks_for_job() else None
         self._until = clock.now() + self._last
         self._bell.open()

@@ -169,8 +169,11 @@ class RunTeam(GroupTeam):
         self._recorder.finish(self.events)
 
     def begin_last_commands(self) -> None:
-        """Run the commands that are about the end, which was recorded and printed. Returns at once, or after 5 s."""
-        if self._commands is not None:
+        """Run the commands that are about the end, which was recorded and printed. Returns at once, or after 5 s.
+
+        Idempotent.
+        """
+        if self._commands is not None and not self._commands.is_ending:
             with interrupts.deferred():
                 if self.events.drain(PATIENCE, (self._commands.NAME,)):
                     self.warn(f"--on-event: no command runs for the end, of which nothing came within {PATIENCE:g} s")
@@ -311,9 +314,13 @@ def see_through(
         try:
             with suppress(SignalException):
                 team.close()  # closed already, unless an exception came
-            team.begin_last_commands()
-            at_end()
-            host_signals.shortened(team.end_commands, math.inf)
+
+            def end(seconds: float) -> None:  # a signal may come at any moment of it: then it is done again
+                team.begin_last_commands()
+                at_end()
+                team.end_commands(seconds)
+
+            host_signals.shortened(end, math.inf)
         finally:
             host_signals.ignore()  # until this process has left: its exit code is known
             host_signals.release(team)

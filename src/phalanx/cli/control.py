@@ -5,6 +5,7 @@ Owns the options, and what a person reads. `phalanx._run.control` does it, in th
 
 from __future__ import annotations
 
+import os
 import signal as signals
 import sys
 from contextlib import contextmanager
@@ -79,14 +80,18 @@ def stop(run: str | None, *, now: bool, log_dir: str | None) -> None:
     phalanx stop                         the latest run that runs
     phalanx stop 20261120-1030 --now
 
-    Waits until the run has ended, and prints how; Ctrl-C ends only the wait. The report says who has asked. A job of
-    many machines is stopped on all of them. A further stop kills the workers. The exit code is 0 if the run has ended.
+    Waits until the run has ended, and prints how; Ctrl-C ends only the wait. A command of the run's own --on-event does
+    not wait. The report says who has asked. A job of many machines is stopped on all of them. A further stop kills the
+    workers. The exit code is 0 if the run has ended.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     from phalanx._runs import catalog
 
     attached = _attached(log_dir, run)
     with _asking(attached):
         attached.stop(now=now)
+    if os.path.realpath(os.environ.get("PHALANX_EVENT_RUN_DIR") or os.devnull) == os.path.realpath(attached.path):
+        click.echo(printable(f"{attached.name}: its end waits for this command of --on-event"))
+        return
     state, found = attached.wait(), catalog.look(attached.path).run
     cause = f": {found.cause}" if found is not None and found.cause else ""
     click.echo(printable(f"{attached.name}: {state}{cause}"))
