@@ -258,7 +258,7 @@ def test_a_rank_whose_end_nobody_has_seen_is_lost(place: Place) -> None:
     assert set(re.findall(r'<span class="chip s-(\w+)">', page)) == {"lost"}
 
 
-def test_what_a_worker_writes_into_the_events_stays_within_bounds(place: Place) -> None:
+def test_events_of_a_worker_stay_within_bounds(place: Place) -> None:
     place.run("--on-report", "never", "--nproc-per-node", 2, place.write(FAILS))
     path = folder(place) / "run.json"
     run = record(place)
@@ -290,7 +290,7 @@ def test_a_log_that_unpacks_to_more_than_its_size_is_cut(place: Place) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a file of another user")
-def test_a_page_of_another_users_run_follows_no_link_of_theirs(place: Place) -> None:
+def test_a_page_follows_no_link_of_strangers(place: Place) -> None:
     place.run("--on-report", "never", "-r", 3, place.write(FAILS))
     whole, other = folder(place), 65534
     rank, secret = whole / "attempt_0" / "0", place.folder / "secret"
