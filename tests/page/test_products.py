@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.support.disks import until
 
 if TYPE_CHECKING:
     from tests.support.command import Done, Place
@@ -36,6 +39,11 @@ def report(place: Place, *argv: object) -> Done:
 
 def folder(place: Place) -> Path:
     (found,) = place.logs.iterdir()
+    return found
+
+
+def record(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder(place) / "run.json").read_text())
     return found
 
 
@@ -105,16 +113,33 @@ def test_secrets_are_left_out_of_pages_and_archives(place: Place) -> None:
     drawn = "ghp_16C7e42F292c6912E7710c838347Ae178B4a"
     secrets = {"WANDB_API_KEY": "wandb-1234", "HF_TOKEN": "hf_aa", "NCCL_LATER": drawn, "PYTORCH_PASSWORD": "hunter2"}
     place.env |= {**secrets, "NCCL_DEBUG": "INFO"}
-    arguments = ("--db-password=opensesame", "--token", "abcd", "s3://me:letmein@host/bucket", "--lr", "0.1")
-    place.run("--on-report", "never", place.write(FAILS), *arguments)
+    hidden = {
+        *("opensesame", "abcd", "letmein", "plusplus", "nested", "injson", "inquery", "bearing", "incommand"),
+        *("hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH", "q7XkPz2VwLr9TnBs4HdYmGfC", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIx"),
+        "MIIBOgIBAAJBAKj34",
+    }
+    arguments = (
+        *("--db-password=opensesame", "--token", "abcd", "s3://me:letmein@host/bucket", "--lr", "0.1"),
+        *("+logger.api_key=plusplus", "--env=MY_TOKEN=nested", '{"api_key": "injson"}', "https://h/?token=inquery"),
+        *("-H", "Authorization: Bearer bearing", "sh -c 'A=1 x --secret incommand'"),
+        *("hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH", "x:q7XkPz2VwLr9TnBs4HdYmGfC", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIx"),
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIBOgIBAAJBAKj34\n-----END RSA PRIVATE KEY-----",
+    )
+    harmless = (
+        *("--max-tokens 2048", "ckpt-epoch_12-step_120000-loss_0.123", "Llama-2-70b-chat-hf-GPTQ-4bit"),
+        *("GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "--use-auth true", "Qwen2VLForConditionalGeneration"),
+    )
+    place.run("--on-report", "never", place.write(FAILS), *arguments, *" ".join(harmless).split())
+    assert not [secret for secret in secrets.values() if secret in str(record(place)["environ"])]
     page = report(place, "--html", "-o", "-").out
     report(place, "--bundle", "-o", place.folder / "it.tgz")
     with tarfile.open(place.folder / "it.tgz") as archive:
         files = {name: archive.extractfile(name) for name in archive.getnames()}
         texts = [page, *(file.read().decode(errors="replace") for file in files.values() if file is not None)]
     for text in texts:
-        for secret in (*secrets.values(), "opensesame", "abcd", "letmein"):
-            assert secret not in text
+        assert not [secret for secret in (*secrets.values(), *hidden) if secret in text]
+    for text in harmless:
+        assert text in page
     assert "--lr 0.1" in page
     assert "--db-password=(left out)" in page.replace("&#39;", "")
     assert re.search("<dt>NCCL_DEBUG</dt><dd>INFO</dd>", page)
@@ -198,6 +223,85 @@ def test_a_run_that_still_runs_has_a_page(place: Place) -> None:
         page = report(place, "--html", "-o", "-").out
         assert "still running" in page
         assert launcher.end().status == 0
+
+
+def test_a_command_line_that_is_left_behind_has_no_secrets(place: Place) -> None:
+    script = place.write("""
+        import os, time
+        there, ready = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            os.write(ready, b"x")
+            time.sleep(60)
+        os.read(there, 1)
+        raise ValueError
+        """)
+    done = place.run("-r", 3, script, "--api-key", "opensesame")
+    report(place, "--bundle", "-o", place.folder / "it.tgz")
+    with tarfile.open(place.folder / "it.tgz") as archive:
+        files = {name: archive.extractfile(name) for name in archive.getnames()}
+        texts = [file.read().decode(errors="replace") for file in files.values() if file is not None]
+    assert "ended what was left behind" in done.err
+    assert any("left the process" in text and "--api-key (left out)" in text for text in texts)
+    assert not [text for text in (done.err, *texts) if "opensesame" in text]
+
+
+def test_a_rank_whose_end_nobody_has_seen_is_lost(place: Place) -> None:
+    script = place.write("import time; print('there', flush=True); time.sleep(60)")
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        launcher.read_until("there", "stdout")
+        until(lambda: [len(attempt["ranks"]) for attempt in record(place)["attempts"]] == [2])
+        launcher.process.kill()
+        launcher.end()
+    page = report(place, "--html", "-o", "-").out
+    assert "last seen after" in page
+    assert set(re.findall(r'<span class="chip s-(\w+)">', page)) == {"lost"}
+
+
+def test_events_of_a_worker_stay_within_bounds(place: Place) -> None:
+    place.run("--on-report", "never", "--nproc-per-node", 2, place.write(FAILS))
+    path = folder(place) / "run.json"
+    run = record(place)
+    run["attempts"][0]["ended"] = run["attempts"][0]["started"] - 3600  # the clock was set back
+    run["attempts"][0]["ranks"] = [rank | {"state": "running"} for rank in run["attempts"][0]["ranks"]]
+    path.write_text(json.dumps(run))
+    event: dict[str, Any] = {"timestamp": time.time(), "attempt": 0}
+    events = [{"name": "worker.noticed", **event, "rank": 2 * number} for number in range(10_000)]
+    events += [{"name": "worker.exited", **event, "rank": 0, "state": "evil \u202e\x1b[31m", "exitcode": 1}]
+    events += [{"name": "group.swept", **event, "rank": 0, "pid": 10**4000, "command": "x"}]
+    with (folder(place) / "events.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in events)
+    page = report(place, "--html", "-o", "-").out
+    assert len(page) < 200_000
+    assert "evil" not in page
+    trace = json.loads(report(place, "--perfetto", "-o", "-").out)["traceEvents"]
+    assert len(trace) < 100
+    assert all(event["dur"] >= 0 for event in trace if event["ph"] == "X")
+
+
+def test_a_log_that_unpacks_to_more_than_its_size_is_cut(place: Place) -> None:
+    place.run("--on-report", "never", "-r", 3, place.write(FAILS))
+    attempt = folder(place) / "attempt_0"
+    (attempt / "timeline").unlink()
+    log = attempt / "0" / "stdout.log.1.gz"
+    log.write_bytes(4 * gzip.compress(b"a" * (16 << 20)) + gzip.compress(b""))  # its size is that of its last part
+    (found,) = re.findall(r"… ([0-9,]+) more characters", report(place, "--html", "-o", "-").out)
+    assert int(found.replace(",", "")) < 16 << 20
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a file of another user")
+def test_a_page_follows_no_link_of_strangers(place: Place) -> None:
+    place.run("--on-report", "never", "-r", 3, place.write(FAILS))
+    whole, other = folder(place), 65534
+    rank, secret = whole / "attempt_0" / "0", place.folder / "secret"
+    rank.rename(secret)
+    rank.symlink_to(secret)
+    assert report(place, whole, "--html", "-o", "-").status == 0
+    for path in (whole, rank):
+        os.chown(path, other, other, follow_symlinks=False)
+    for form in ([], ["--html", "-o", "-"], ["--bundle", "-o", "-"]):
+        expected = f"Error: {rank} is a link of another user, which is not followed\n"
+        assert report(place, whole, *form) == (1, "", expected)
 
 
 VALUES: tuple[Any, ...] = (

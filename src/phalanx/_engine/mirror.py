@@ -372,7 +372,7 @@ class Leftover(Value):
 
     Attributes:
         pid: The process.
-        command: Its command line, up to 200 characters; or its name.
+        command: Its command line, up to 200 characters, without secrets (see `secrets`); or its name.
         local_rank: The worker's rank in its group; None when that is not known.
         age: Its age in seconds when it was first signalled.
         signal_sent: The last signal that it was sent.
@@ -407,11 +407,13 @@ class Leftover(Value):
 
 
 def leftover_of(entry: tuple[Any, ...]) -> Leftover:
-    """The process that a packed `protocol.Orphan` describes."""
+    """The process that a packed `protocol.Orphan` describes; its command goes to files and pages, without secrets."""
+    from phalanx._base.secrets import shown_text  # few runs leave anything behind
+
     orphan = Orphan(*entry)
     exitcode = None if orphan.status is None else os.waitstatus_to_exitcode(orphan.status)
     rank = None if orphan.rank < 0 else orphan.rank
-    return Leftover(orphan.pid, orphan.command, rank, orphan.age, orphan.signal, exitcode)
+    return Leftover(orphan.pid, shown_text(orphan.command), rank, orphan.age, orphan.signal, exitcode)
 
 
 def lines_of_ended(ended: list[Leftover], beyond: int) -> Iterator[str]:

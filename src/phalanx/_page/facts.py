@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from phalanx._base import files
 from phalanx._base.clock import format_duration
+from phalanx._base.secrets import shown_arguments, shown_value
 from phalanx._base.text import format_size, how_many, name_ranks, one_line
 from phalanx._base.tty import plain
 from phalanx._outcomes.failure import NOT_AVAILABLE, ProcessFailure, describe_exit, first_failure
@@ -26,7 +27,6 @@ from phalanx._page.samples import Samples, read_samples
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.record import CONFIG, Attempt, Leftover, Rank, Run, to_object
 from phalanx._runs.run_report import find_failures, rank_folder, report_on
-from phalanx._runs.secrets import shown_arguments, shown_value
 from phalanx._stacks.dump import alike, describe, group_equal, location, native_part, parse, sum_up_locations
 
 MOST_ATTEMPTS = 50
@@ -225,7 +225,8 @@ def _summary(found: RunDir, run: Run | None, ended: float) -> Iterator[str]:
         return
     if run.exit_code is not None:
         yield f"exit code {run.exit_code}"
-    yield f"{'for' if found.state == 'running' else 'after'} {format_duration(ended - run.started)}"
+    spent = format_duration((ended if run.ended is None else run.ended) - run.started)
+    yield f"{'for' if found.state == 'running' else 'last seen after' if run.ended is None else 'after'} {spent}"
     nodes = max((attempt.nodes for attempt in run.attempts), default=1)
     ranks = how_many(run.nprocs, "rank")
     yield f"{ranks} on {plain(run.host)}" + (f", one of {nodes} machines" if nodes > 1 else "")
@@ -302,6 +303,8 @@ def _attempt(found: RunDir, run: Run, attempt: Attempt, history: History, now: f
         for (number, local), span in spans.items()
         if number == attempt.number and local not in known
     ]
+    if found.state != "running":  # the end of those that the record still has as running was not seen
+        workers = [one._replace(state="lost") if one.state == "running" else one for one in workers]
     workers.sort(key=lambda worker: worker.rank)
     notes: list[str] = []
     failures = _failures(found.path, run, attempt, workers, history.roots.get(attempt.number), notes)

@@ -18,7 +18,7 @@ from phalanx._base.clock import format_duration
 from phalanx._base.text import how_many, name_ranks, one_line
 from phalanx._base.tty import plain
 from phalanx._events.event_file import EVENTS, EVENTS_SIZE
-from phalanx._outcomes.failure import describe_exit, signal_name
+from phalanx._outcomes.failure import STATES, describe_exit, signal_name
 
 Event = dict[str, Any]
 
@@ -134,18 +134,18 @@ def read_history(folder: str, rank_of: Callable[[int, int], int]) -> History:
 
 def _with_ranks(mark: Mark, members: Iterable[int]) -> Mark:
     ranks = tuple(sorted(members))
-    return mark._replace(ranks=ranks, text=f"{name_ranks(ranks)}: {mark.text}") if ranks else mark
+    return mark._replace(ranks=ranks, text=f"{one_line(name_ranks(ranks), _TEXT)}: {mark.text}") if ranks else mark
 
 
 def _note_span(spans: dict[tuple[int, int], Span], event: Event, attempt: int, time: float) -> None:
     if event["name"] == "worker.started":
         spans[attempt, _whole(event["rank"])] = Span(time)
-    elif event["name"] == "worker.exited":
+    elif event["name"] == "worker.exited" and event["state"] in STATES:
         key = attempt, _whole(event["rank"])
         peak, cpu = event.get("max_rss_kib"), event.get("cpu_seconds")
         spans[key] = spans.get(key, Span())._replace(
             ended=time,
-            state=str(event["state"]),
+            state=event["state"],
             exitcode=_whole(event["exitcode"], -(2**31)),
             peak=_whole(peak) << 10 if peak is not None else None,
             cpu=_moment(cpu) if cpu is not None else None,
@@ -194,7 +194,10 @@ _WORDS: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "group.paused": lambda event: ("other", "paused" if event["paused"] else "goes on after a pause"),
     "group.lost": lambda event: ("failure", f"a helper process is lost: {_text(event['error'])}"),
     "group.not_started": lambda event: ("failure", f"could not start: {_text(event['error'])}"),
-    "group.swept": lambda event: ("other", f"left the process {event['pid']:d} behind: {_text(event['command'])}"),
+    "group.swept": lambda event: (
+        "other",
+        f"left the process {_whole(event['pid'])} behind: {_text(event['command'])}",
+    ),
     "group.swept_more": lambda event: ("other", f"{how_many(_whole(event['count']), 'more process')} left behind"),
     "worker.exited": _exited,
     "worker.started": lambda _event: None,

@@ -30,6 +30,10 @@ MOST_LINE = 2000
 """Characters of one line."""
 
 
+_MOST_MERGED = 4
+"""So many times the bytes that are wanted may come: more do if a file is not what its size, or the timeline, says."""
+
+
 class Line(NamedTuple):
     """A line of a worker: when its end was written (Unix time), by whom, and without what a terminal would obey."""
 
@@ -111,7 +115,10 @@ def _read(
     kept: deque[tuple[Line, int]] = deque()
     held: dict[int, _Partial] = {}
     size = 0
+    total = 0
     for time, stream, data in merge(followers, timeline, most):
+        if (total := total + len(data)) > _MOST_MERGED * most:
+            break
         partial = held.setdefault(stream, _Partial())
         for text, length in partial.take(data):
             kept.append((Line(time, attempt, rank_of(attempt, stream // 2), STREAMS[stream % 2], text), length))

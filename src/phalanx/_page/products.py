@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx._base import disk, files
+from phalanx._base.secrets import shown_arguments
 from phalanx._base.text import format_size, how_many
 from phalanx._base.threads import SerialExecutor
 from phalanx._page.facts import Facts, gather
 from phalanx._page.page import render
 from phalanx._runs.catalog import RunDir, look
 from phalanx._runs.record import CONFIG, FILE, to_object, write_file
-from phalanx._runs.secrets import shown_arguments
 
 PAGE = "report.html"
 """The name of the page in a run's folder;"""
@@ -38,6 +38,9 @@ PATIENCE = 5.0
 
 MOST_BUNDLED = 256 << 20
 """Bytes of files in an archive, before they are compressed."""
+
+MOST_MARKED = 64
+"""Ranks of one moment that a trace marks one by one; a moment of more is one of the run."""
 
 _LEFT_OUT = "LEFT_OUT.txt"
 _NOT_BUNDLED = (PAGE, BUNDLE, TRACE, FILE, CONFIG)  # made anew, or with the command line, which may hold secrets
@@ -119,7 +122,7 @@ def _trace(facts: Facts) -> Iterator[dict[str, Any]]:
         named = {"attempt": attempt.number, "state": attempt.state, "cause": attempt.cause}
         yield {
             "ph": "X", "pid": 1, "tid": 0, "cat": "attempt", "name": f"attempt {attempt.number}",
-            "ts": at(attempt.started), "dur": at(attempt.ended) - at(attempt.started), "args": named,
+            "ts": at(attempt.started), "dur": max(0, at(attempt.ended) - at(attempt.started)), "args": named,
         }  # fmt: skip
         for worker in attempt.workers:
             started = attempt.started if worker.started is None else worker.started
@@ -130,8 +133,9 @@ def _trace(facts: Facts) -> Iterator[dict[str, Any]]:
                 "dur": max(0, at(ended) - at(started)), "args": {"pid": worker.pid, "exit": worker.how},
             }  # fmt: skip
     for mark in facts.history.marks:
-        for rank in mark.ranks or (-1,):
-            scope = "t" if mark.ranks else "p"
+        is_of_ranks = 0 < len(mark.ranks) <= MOST_MARKED
+        for rank in mark.ranks if is_of_ranks else (-1,):
+            scope = "t" if is_of_ranks else "p"
             yield {
                 "ph": "i", "s": scope, "pid": 1, "tid": rank + 1, "cat": mark.kind, "name": mark.text,
                 "ts": at(mark.time), "args": {"attempt": mark.attempt},

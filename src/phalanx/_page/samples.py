@@ -129,10 +129,12 @@ def _thinned(rows: list[Row], ranks: Sequence[int], notes: list[str]) -> Samples
         notes.append(f"Each point of the plots is of about {len(rows) / len(groups):.1f} samples: their highest.")
     _to_shares(rows)
     times = [round(group[-1][0], 2) for group in groups]
-    plots = [
-        Plot(metric, {rank: [_highest(group, rank, metric.name) for group in groups] for rank in ranks})
-        for metric in known
-    ]
+    plots = [Plot(metric, {rank: [None] * len(groups) for rank in ranks}) for metric in known]
+    for index, group in enumerate(groups):
+        for plot in plots:
+            for rank, number in _highest(group, plot.metric.name).items():
+                if rank in plot.values:
+                    plot.values[rank][index] = float(f"{number:.{_DIGITS}g}")
     return Samples(times, plots, steps, notes)
 
 
@@ -150,9 +152,12 @@ def _to_shares(rows: list[Row]) -> None:
                     numbers["cpu"] = max(0.0, (used - last[1]) / (time - last[0]) * 100)
 
 
-def _highest(group: list[Row], rank: int, name: str) -> float | None:
-    numbers = [values[rank].get(name) for _, _, values in group if rank in values]
-    found = [number for number in numbers if number is not None]
-    if not found:
-        return None
-    return float(f"{max(found):.{_DIGITS}g}")
+def _highest(group: list[Row], name: str) -> dict[int, float]:
+    """Return the highest value of each rank that has one; each value is looked at once, whoever has written them."""
+    highest: dict[int, float] = {}
+    for _, _, values in group:
+        for rank, numbers in values.items():
+            number = numbers.get(name)
+            if number is not None and (rank not in highest or number > highest[rank]):
+                highest[rank] = number
+    return highest

@@ -56,6 +56,23 @@ class RunDir(Value):
         """Whether it belongs to the caller or to root."""
         return self.owner in (os.geteuid(), files.ROOT)
 
+    def strange_link(self) -> str:
+        """Find a folder of an attempt or a rank that is a link of another user: who reads below it reads elsewhere.
+
+        Returns its path; "": there is none. Files are checked where they are opened, see `files`.
+        """
+        folders = [self.path]
+        for depth in range(2):
+            entries = []
+            for folder in folders:
+                with contextlib.suppress(OSError), os.scandir(folder) as found:
+                    entries += [entry for entry in found if depth or entry.name.startswith("attempt_")]
+            for entry in entries:
+                if entry.is_symlink() and not files.is_ours(entry.stat(follow_symlinks=False)):
+                    return entry.path
+            folders = [entry.path for entry in entries]
+        return ""
+
     def heading(self) -> list[str]:
         """Return lines on the run as such, which stand above its report."""
         run = self.run

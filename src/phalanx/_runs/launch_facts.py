@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from phalanx import __version__
 from phalanx._base import files
+from phalanx._base.secrets import is_secret_name, shown_text
 
 MOST_VARIABLES = 200
 """Variables that are noted,"""
@@ -26,7 +27,6 @@ _KINDS = (
 )
 """How the names of variables begin that change how programs run."""
 
-_SECRET = ("TOKEN", "SECRET", "PASS", "KEY", "CRED", "AUTH")  # in names: such values do not go into a file
 _MOST_REF = 4096
 _MOST_PACKED = 4 << 20
 _DIGITS = (40, 64)  # of a commit: SHA-1, SHA-256
@@ -44,15 +44,13 @@ def versions() -> str:
 
 
 def environment(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that change how programs run, as ``NAME=value``. Those named as secrets are left out.
+    """Return the variables that change how programs run, as ``NAME=value``, without secrets: they go into a file.
 
-    >>> environment({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "SHELL": "/bin/sh"})
-    ['NCCL_DEBUG=INFO']
+    >>> environment({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "HF_ENDPOINT": "http://me:pw@hub", "SHELL": "/bin/sh"})
+    ['HF_ENDPOINT=http://(left out)@hub', 'NCCL_DEBUG=INFO']
     """
-    names = sorted(
-        name for name in environ if name.startswith(_KINDS) and not any(map(name.upper().__contains__, _SECRET))
-    )
-    return [f"{name[:MOST_VALUE]}={environ[name][:MOST_VALUE]}" for name in names[:MOST_VARIABLES]]
+    names = sorted(name for name in environ if name.startswith(_KINDS) and not is_secret_name(name))
+    return [f"{name[:MOST_VALUE]}={shown_text(environ[name])[:MOST_VALUE]}" for name in names[:MOST_VARIABLES]]
 
 
 def commit(folder: str) -> str:

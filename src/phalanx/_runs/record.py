@@ -142,8 +142,7 @@ class Run(Value):
         cwd: The launcher's working directory; "" if that had been removed.
         versions: Those of Phalanx, Python and Linux, in a line; "" if an older version wrote the record.
         commit: The git commit that was checked out in ``cwd`` at the start, with its branch; "": none.
-        environ: The launcher's variables that change how programs run, as ``NAME=value``; those named as secrets are
-            not there.
+        environ: The launcher's variables that change how programs run, as ``NAME=value``, without secrets.
         host: The machine's name.
         pid: The launcher's process id.
         pid_started: When the launcher started, in clock ticks since boot (field 22 of proc_pid_stat(5)): pids are

@@ -49,6 +49,8 @@ def report(
     if output is not None and (not output or os.path.isdir(output)):
         raise click.UsageError(f"--output: {output!r} is {'a folder' if output else 'empty'}; expected a file, or -")
     found = resolved(log_dir, run)
+    if not found.is_ours and (link := found.strange_link()):
+        raise click.ClickException(f"{printable(link)} is a link of another user, which is not followed")
     if chosen:
         _write(found, chosen[0], output)
     else:

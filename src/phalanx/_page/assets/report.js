@@ -120,11 +120,12 @@
     const series = few
       ? plot.ranks.map((rank, index) => ({ label: `rank ${rank}`, stroke: COLOURS[index % COLOURS.length], width: 1.5, value: (_, v) => show(v) }))
       : ["lowest", "median", "highest"].map((label, index) => ({ label, stroke: index === 1 ? accent : text, width: index === 1 ? 2 : 1, value: (_, v) => show(v) }));
+    const bytes = plot.unit === "B" && { incrs: Array.from({ length: 60 }, (_, power) => 2 ** power) };
     const options = {
       width: figure.clientWidth, height: 180,
       cursor: { sync: { key: "all" }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map(duration) }, { ...axis, size: 64, values: (_, ticks) => ticks.map(show) }],
+      axes: [{ ...axis, space: 70, values: (_, ticks) => ticks.map(duration) }, { ...axis, size: 64, ...bytes, values: (_, ticks) => ticks.map(show) }],
       series: [{ label: "time", value: (_, v) => v === null ? "" : duration(v) }, ...series],
       legend: { show: true, live: true },
     };
