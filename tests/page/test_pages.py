@@ -69,7 +69,7 @@ def sample(folder: Path, count: int) -> None:
             line: dict[str, Any] = {"time": run["started"] + 5 * number, "attempt": 0, "ranks": ranks}
             line |= {"cpu": [4.5 * number for _ in ranks], "memory": [(1 << 28) + rank for rank in ranks]}
             line |= {"step": [number for _ in ranks], "step_time": [0.2 + (rank == 3) * 0.2 for rank in ranks]}
-            line |= {"beat": [0.5 for _ in ranks], "gpu": [None for _ in ranks], "threads": [4 for _ in ranks]}
+            line |= {"beat": [0.5 for _ in ranks], "threads": [4 for _ in ranks]}
             file.write(json.dumps(line) + "\n")
         file.write('{"time": 1795')  # torn
 

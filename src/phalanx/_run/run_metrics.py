@@ -239,11 +239,6 @@ def _step_time(name: str) -> Callable[[Mapping[str, Any]], Samples]:
     return _ranks(lambda rank: (rank.get("step_time") or {}).get(name))
 
 
-def _percent(rank: Mapping[str, Any]) -> float | None:
-    gpu = rank.get("gpu")
-    return None if gpu is None else gpu / 100
-
-
 def _info(facts: Mapping[str, Any]) -> Samples:
     from phalanx import __version__
 
@@ -305,8 +300,5 @@ FAMILIES = (
            _ranks(lambda rank: rank["threads"])),
     Family("phalanx_rank_open_fds", "gauge", "Open descriptors of the rank and of the processes below it.",
            _ranks(lambda rank: rank.get("fds"))),
-    Family("phalanx_rank_gpu_utilization_ratio", "gauge", "Use of the rank's GPU, from 0 to 1.", _ranks(_percent)),
-    Family("phalanx_rank_gpu_memory_bytes", "gauge", "Memory of the rank's GPU that is used.",
-           _ranks(lambda rank: rank.get("gpu_memory"))),
 )  # fmt: skip
 """All of them, in the order in which they are exposed."""
