@@ -77,9 +77,11 @@ def test_one_report_is_the_same_on_every_host(any_job: Callable[..., Job]) -> No
     everyone(agents, 0, 6)
     one.fail(4, 0)
     assert [agent.end() for agent in agents] == [1, 1, 1]
-    reports = {agent.said[agent.said.index("=" * 72) :] for agent in agents}
-    assert len(reports) == 1
-    report = reports.pop()
+    reports, pages = zip(
+        *(agent.said[agent.said.index("=" * 72) :].split("phalanx: page: ") for agent in agents), strict=True
+    )
+    assert (len(set(reports)), len(set(pages))) == (1, 3)
+    report = reports[0]
     assert re.search(r"host      : h\d\n  rank      : 4 \(local_rank: 0\)", report)
     assert "ValueError: bad batch of rank 4" in report
     assert "ranks 0-3, 5: stopped by us (SIGTERM)" in report

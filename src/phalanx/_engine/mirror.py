@@ -15,6 +15,7 @@ from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.linux import SIGKILL
 from phalanx._base.process import Exit
+from phalanx._base.secrets import shown_text
 from phalanx._base.text import name_ranks
 from phalanx._base.threads import Latch
 from phalanx._engine import worker_messages
@@ -408,8 +409,6 @@ class Leftover(Value):
 
 def leftover_of(entry: tuple[Any, ...]) -> Leftover:
     """The process that a packed `protocol.Orphan` describes; its command goes to files and pages, without secrets."""
-    from phalanx._base.secrets import shown_text  # few runs leave anything behind
-
     orphan = Orphan(*entry)
     exitcode = None if orphan.status is None else os.waitstatus_to_exitcode(orphan.status)
     rank = None if orphan.rank < 0 else orphan.rank
