@@ -137,7 +137,7 @@ def test_a_stop(place: Place, pages: Pages) -> None:
 
 
 def test_a_command_stops_its_run(place: Place) -> None:
-    command = f'{sys.executable} -P -m phalanx stop "$PHALANX_EVENT_RUN_DIR"'
+    command = f'{shlex.quote(sys.executable)} -P -m phalanx stop "$PHALANX_EVENT_RUN_DIR"'
     done = place.run("--on-event", "started", command, place.write(WAITS))
     assert done.status == 143
     assert "--on-event" not in done.err

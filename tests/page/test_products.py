@@ -23,7 +23,7 @@ from tests.support.disks import until
 if TYPE_CHECKING:
     from tests.support.command import Done, Place
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 FAILS = """
     import os, sys
@@ -349,7 +349,6 @@ def damage(chance: random.Random, path: Path) -> None:
             path.symlink_to("/dev/zero")
 
 
-@pytest.mark.long
 def test_whatever_is_damaged_there_is_a_page(place: Place) -> None:
     place.run("--on-report", "never", "--nproc-per-node", 2, "--max-restarts", 1, "-r", 3, place.write(FAILS))
     whole, now = folder(place), time.time()
