@@ -73,6 +73,7 @@ for step, (x, y) in enumerate(loader):
 all_ = accelerator.gather(sum(p.sum() for p in model.parameters()).detach().reshape(1))
 print("done", accelerator.process_index, accelerator.num_processes, bool((all_ == all_[0]).all()))
 accelerator.end_training()
+time.sleep(0.5)  # as above
 """
 
 LIGHTNING = f"""
