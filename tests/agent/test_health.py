@@ -38,7 +38,7 @@ class Status:
     def agent(self) -> dict[str, Any]:
         return self.facts
 
-    def collect(self) -> dict[str, Any]:
+    def sample(self) -> dict[str, Any]:
         rank = dict.fromkeys(("pid", "started", "step", "beat", "cpu", "memory", "threads"), 1)
         ranks = [{"rank": each, "local_rank": each, "state": "running", **rank} for each in range(self.ranks)]
         known = {"run_id": "example", "host": "here", "name": "train.py", "max_restarts": 0, "paused": False}

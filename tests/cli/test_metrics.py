@@ -152,8 +152,8 @@ def test_the_cpu_time_of_a_rank_never_falls(monkeypatch: pytest.MonkeyPatch) -> 
     status = RunStatus("night", 3)
     bare = dict.fromkeys(("step", "beat", "memory", "threads", "started", "exitcode"))
     rank = {"rank": 0, "local_rank": 0, "state": "running", "pid": 5, "cpu": 9.0} | bare
-    facts = status.collect()
-    monkeypatch.setattr(status, "collect", lambda: facts | {"ranks": [rank]})
+    facts = status.sample()
+    monkeypatch.setattr(status, "sample", lambda: facts | {"ranks": [rank]})
     metrics, name = RunMetrics(status), 'phalanx_rank_cpu_seconds_total{local_rank="0",rank="0"}'
     assert told_anew(metrics)[name] == 9
     rank["cpu"] = 2.0  # a process below it has ended, and nobody waits for it

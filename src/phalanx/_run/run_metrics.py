@@ -132,7 +132,7 @@ class RunMetrics:
     # --- the metrics
 
     def exposed(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type that suits an ``Accept`` header, and the metrics in it. Waits at most 0.25 s.
+        """Return the content type that suits an ``Accept`` header, and the metrics in it.
 
         Raises ImportError, which says what to install.
         """
@@ -159,7 +159,7 @@ class RunMetrics:
     def _collect(self) -> dict[str, Any]:
         lost = self._lost + (clock.now() - self._down if self._down and self._follows else 0.0)
         self._told = max(self._told, lost)
-        facts = self.status.collect()
+        facts = self.status.sample()
         return facts | {
             "ranks": self._with_most_cpu(facts["ranks"]),
             "restarts_by_cause": self._restarts.copy(), "exits": self._exits.copy(), "hangs": dict(self._hangs),
