@@ -65,7 +65,7 @@ class ShellCommand:
         self._is_watched = False  # whether the end of the group calls that
         self._until = math.inf  # when it has taken too long
         self._ended_by_us = ""  # why it was ended before
-        self._why: str | None = None
+        self._why = "it was not started"  # a signal may come before that
         self.output = ""
         """The last lines of its stdout, then those of its stderr, once it has ended."""
 
@@ -108,7 +108,7 @@ class ShellCommand:
     def verdict(self) -> str | None:
         """Return "" if it has succeeded, or why it has not; None: a process of it is left. Does not wait."""
         group = self._group
-        if group is None:
+        if group is None:  # it has ended, or was never started
             return self._why
         try:
             result = group.wait_gone(0)
