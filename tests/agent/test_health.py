@@ -12,12 +12,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx._events import agent_kinds, kinds
 from phalanx._run.local_server import LocalServer
 from phalanx._run.services import PORT_ENV, Services, address_of_environment
 from tests.support.workers import open_descriptors
@@ -34,14 +37,24 @@ class Status:
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"state": "NEW", "attempt": None}
         self.ranks = 0
+        self.rank: dict[str, Any] = {}
 
     def agent(self) -> dict[str, Any]:
         return self.facts
 
     def sample(self) -> dict[str, Any]:
         rank = dict.fromkeys(("pid", "started", "step", "beat", "cpu", "memory", "threads"), 1)
-        ranks = [{"rank": each, "local_rank": each, "state": "running", **rank} for each in range(self.ranks)]
-        known = {"run_id": "example", "host": "here", "name": "train.py", "max_restarts": 0, "paused": False}
+        ranks = [
+            {"rank": each, "local_rank": each, "state": "running", **rank, **self.rank} for each in range(self.ranks)
+        ]
+        known = {
+            "run_id": "example",
+            "host": "here",
+            "name": "train.py",
+            "max_restarts": 0,
+            "paused": False,
+            "slow": {},
+        }
         return self.facts | known | {"ranks": ranks}
 
 
@@ -169,7 +182,7 @@ def test_one_who_takes_no_answer_holds_up_nobody(address: tuple[str, int]) -> No
         greedy.settimeout(LIMIT)
         greedy.connect(address)
         greedy.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        assert greedy.recv(9, socket.MSG_PEEK) == b"HTTP/1.1 "
+        assert greedy.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
         assert ask(address)[0] == "HTTP/1.1 200 OK"
         poll = select.poll()
         poll.register(greedy, select.POLLRDHUP)
@@ -232,6 +245,79 @@ def test_a_fork_holds_nothing_of_it(address: tuple[str, int]) -> None:
         for fd in (until, over, forked, is_forked):
             os.close(fd)
         os.waitpid(child, 0)
+
+
+def scraped(address: tuple[str, int], of: Status) -> dict[str, float]:
+    """Return what is exposed, anew: a changed state has it made."""
+    of.facts = {"state": "RUNNING", "attempt": 1 + (of.facts["attempt"] or 0)}
+    lines = ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")[1].splitlines()
+    found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in found}
+
+
+def test_what_was_lost_never_falls(address: tuple[str, int]) -> None:
+    """A scrape between the moment of an event and its delivery was ahead: a counter that falls counts as a new one."""
+    of, began, name = Status(), time.monotonic_ns(), "phalanx_restart_seconds_total"
+    decided = agent_kinds.RestartDecided(
+        0, began, delay=0.0, counted=True, cause="", step=None, why="", reason="failure"
+    )
+    with served(address, of) as services:
+        observe = services.observers["phalanx-metrics"]
+        observe([kinds.GroupState(0, began, state="STOPPING"), decided])
+        runs = kinds.GroupRunning(1, time.monotonic_ns())
+        before = scraped(address, of)[name]
+        observe([runs])
+        assert scraped(address, of)[name] == before > 0
+
+
+def test_the_cpu_time_of_a_rank_never_falls(address: tuple[str, int]) -> None:
+    of, name = Status(), 'phalanx_rank_cpu_seconds_total{local_rank="0",rank="0"}'
+    of.ranks, of.rank = 1, {"pid": 5, "cpu": 9.0}
+    with served(address, of):
+        assert scraped(address, of)[name] == 9
+        of.rank["cpu"] = 2.0  # a process below it has ended, and nobody waits for it
+        assert scraped(address, of)[name] == 9
+        of.rank |= {"pid": 6, "cpu": 1.0}
+        assert scraped(address, of)[name] == 1
+
+
+def test_a_state_is_exposed_at_once(address: tuple[str, int]) -> None:
+    of, request = Status(), b"GET /metrics HTTP/1.1\r\n\r\n"
+    with served(address, of):
+        assert 'phalanx_state{phalanx_state="NEW"} 1.0' in ask(address, request)[1]
+        of.facts = {"state": "FAILED", "attempt": 0}
+        assert 'phalanx_state{phalanx_state="FAILED"} 1.0' in ask(address, request)[1]
+
+
+class Late:
+    """A group whose one rank was to beat long ago."""
+
+    is_open, is_paused, hang_timeout, alive = True, True, 1.0, (0,)
+    envs: tuple[dict[str, str], ...] = ({},)
+
+    def __init__(self) -> None:
+        self.hang_report = self
+
+    def signs(self) -> dict[int, SimpleNamespace]:
+        return {0: SimpleNamespace(beat=1, limit=2, breakpoint=None, step=None)}
+
+
+def test_a_group_is_paused_until_it_goes_on(address: tuple[str, int]) -> None:
+    """The order to go on is carried out later: a probe in between finds no hang."""
+    of: Any = Status()
+    of.facts, group = {"state": "RUNNING", "attempt": 0}, Late()
+    of.group = lambda: group
+    with served(address, of) as services:
+        observe = services.observers["phalanx-metrics"]
+        observe([kinds.GroupPaused(0, 1, paused=True)])
+        group.is_paused = False
+        until = time.monotonic() + 0.3  # a verdict is shared for less
+        while time.monotonic() < until:
+            assert ask(address)[0] == "HTTP/1.1 200 OK"
+        observe([kinds.GroupPaused(0, 1, paused=False)])
+        while ask(address)[0] == "HTTP/1.1 200 OK":
+            pass
+        assert "no rank has made progress" in ask(address)[1]
 
 
 class Shouting(LocalServer):

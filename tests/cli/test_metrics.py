@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from click.testing import CliRunner
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as text_metrics
 
-from phalanx._events import agent_kinds, kinds
-from phalanx._run.run_metrics import RunMetrics
-from phalanx._run.status import RunStatus
 from phalanx.cli._commands import cli
 from tests.support.command import Place
 from tests.support.helpers import TIMEOUT, Gate, Ready
@@ -123,81 +119,6 @@ def test_a_scrape_of_a_run_that_was_restarted(place: Place, ready: Ready, gate: 
         name for name in found if name.startswith("phalanx_run_info{")
     ]
     check_formats(text, open_text)
-
-
-def told(metrics: RunMetrics) -> dict[str, float]:
-    return samples(metrics.exposed("")[1].decode())
-
-
-def told_anew(metrics: RunMetrics) -> dict[str, float]:
-    attempt = 1 + (metrics.status.agent()["attempt"] or 0)
-    metrics.status.observe([agent_kinds.AgentState(attempt, 1, state="RUNNING")])  # what is told is made anew then
-    return told(metrics)
-
-
-def test_what_was_lost_never_falls() -> None:
-    """A scrape between the moment of an event and its delivery was ahead: a counter that falls counts as a new one."""
-    metrics, began = RunMetrics(RunStatus("night", 3)), time.monotonic_ns()
-    decided = agent_kinds.RestartDecided(
-        0, began, delay=0.0, counted=True, cause="", step=None, why="", reason="failure"
-    )
-    metrics.observe([kinds.GroupState(0, began, state="STOPPING"), decided])
-    runs = kinds.GroupRunning(1, time.monotonic_ns())
-    before = told_anew(metrics)["phalanx_restart_seconds_total"]
-    metrics.observe([runs])
-    assert told_anew(metrics)["phalanx_restart_seconds_total"] == before > 0
-
-
-def test_the_cpu_time_of_a_rank_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = RunStatus("night", 3)
-    bare = dict.fromkeys(("step", "beat", "memory", "threads", "started", "exitcode"))
-    rank = {"rank": 0, "local_rank": 0, "state": "running", "pid": 5, "cpu": 9.0} | bare
-    facts = status.sample()
-    monkeypatch.setattr(status, "sample", lambda: facts | {"ranks": [rank]})
-    metrics, name = RunMetrics(status), 'phalanx_rank_cpu_seconds_total{local_rank="0",rank="0"}'
-    assert told_anew(metrics)[name] == 9
-    rank["cpu"] = 2.0  # a process below it has ended, and nobody waits for it
-    assert told_anew(metrics)[name] == 9
-    rank |= {"pid": 6, "cpu": 1.0}
-    assert told_anew(metrics)[name] == 1
-
-
-def test_a_state_is_exposed_at_once() -> None:
-    status = RunStatus("night", 3)
-    metrics = RunMetrics(status)
-    assert told(metrics)['phalanx_state{phalanx_state="NEW"}'] == 1
-    status.observe([agent_kinds.AgentState(0, time.monotonic_ns(), state="FAILED")])
-    assert told(metrics)['phalanx_state{phalanx_state="FAILED"}'] == 1
-
-
-class Late:
-    """A group whose one rank was to beat long ago."""
-
-    is_open, is_paused, hang_timeout, alive = True, True, 1.0, (0,)
-    envs: tuple[dict[str, str], ...] = ({},)
-
-    def __init__(self) -> None:
-        self.hang_report = self
-
-    def signs(self) -> dict[int, SimpleNamespace]:
-        return {0: SimpleNamespace(beat=1, limit=2, breakpoint=None, step=None)}
-
-
-def test_a_group_is_paused_until_it_goes_on() -> None:
-    """The order to go on is carried out later: a probe in between finds no hang."""
-    status: Any = RunStatus("night", 3)
-    status.observe([agent_kinds.AgentState(0, 1, state="RUNNING")])
-    group = Late()
-    status.group = lambda: group
-    metrics = RunMetrics(status)
-    assert metrics.why_unhealthy() == ""
-    metrics.observe([kinds.GroupPaused(0, 1, paused=True)])
-    group.is_paused = False
-    time.sleep(0.2)  # a verdict is shared for less
-    assert metrics.why_unhealthy() == ""
-    metrics.observe([kinds.GroupPaused(0, 1, paused=False)])
-    time.sleep(0.2)
-    assert metrics.why_unhealthy().startswith("no rank has made progress")
 
 
 def promtool() -> str:
