@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from phalanx._group.arguments import GRACE, SETTLE
 from phalanx._run.config import RunConfig
-from phalanx._run.stdin import NONE
 from phalanx.cli._declare import Declared, Flag, Maybe, Option, Pairs, as_job_file, click_options, declarations
 from phalanx.cli._run_config import RunOptions
 from phalanx.cli.run import run
@@ -94,7 +93,7 @@ SETTINGS = {
     "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
     "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
-    "stdin": Setting("0", "none", 0, NONE),
+    "stdin": Setting("0", "none", 0, -1),
     "pty": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
     "exclude": Setting("a b", "^a", ["a b"], ["^a"]),

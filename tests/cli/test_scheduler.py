@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx._run import worker_env
 from phalanx._run.scheduler import MOST_HOSTS, PORTS, Allocation, found, hosts
-from phalanx._run.worker_env import STEP as STEP_VARIABLE
-from phalanx._run.worker_env import worker_env
 
 Environment = dict[str, str]
 
@@ -154,10 +153,10 @@ def test_a_worker_of_another_run_is_in_this_job() -> None:
 
 
 def test_a_worker_finds_the_step_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STEP_VARIABLE not in worker_env(0, 1, role="", run_id="", master_addr="", master_port=0)
+    assert worker_env.STEP not in worker_env.worker_env(0, 1, role="", run_id="", master_addr="", master_port=0)
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
-    env = worker_env(0, 1, role="", run_id="night7", master_addr="", master_port=0)
+    env = worker_env.worker_env(0, 1, role="", run_id="night7", master_addr="", master_port=0)
     assert found(STEP | env) is None
 
 
