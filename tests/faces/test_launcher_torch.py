@@ -13,7 +13,7 @@ import pytest
 
 import phalanx
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]  # torch's may hang, see `run`
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "launchers.py"
 
@@ -25,19 +25,10 @@ def run(library: str, folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
     assert phalanx.__file__
     env = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
     command = [sys.executable, str(PROGRAM), library]
-    # torch forks while threads of its own run, and hangs now and then: a lock that one of them holds at that moment is
-    # never released in the child. It is run again then; ours is not.
-    for again in (True, True, False) if library == "torch" else (False,):
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-        except subprocess.TimeoutExpired:
-            if not again:
-                raise
-            continue
-        assert done.returncode == 0, done.stderr
-        told = [event(line) for line in done.stderr.splitlines() if line.startswith('{"name"')]
-        return done.stdout.splitlines(), told
-    raise AssertionError
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [event(line) for line in done.stderr.splitlines() if line.startswith('{"name"')]
+    return done.stdout.splitlines(), told
 
 
 def event(line: str) -> dict[str, Any]:
