@@ -16,13 +16,13 @@ import click
 
 from phalanx._base.stderr import say
 from phalanx._base.tty import printable
+from phalanx._serve import TOKEN_ENV
 from phalanx.cli._commands import SETTINGS, Command, put
 from phalanx.cli._options import LOG_DIR, Whole, places
 
 PORT = 8766
 """The port, if none is given: always the same, so that ``ssh -L`` is."""
 
-TOKEN_ENV = "PHALANX_SERVE_TOKEN"
 INSTALL = "python -m pip install starlette uvicorn"
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # what needs no quotes in an address, nor in a cookie
@@ -106,7 +106,7 @@ def _listener(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise click.ClickException(f"--host: {host!r} is no address of this machine: {error}") from None
-    family, _, _, _, address = sorted(found, key=lambda each: each[0] != socket.AF_INET)[0]
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     try:
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
