@@ -129,8 +129,9 @@ class _Connection(H11Protocol):
         self.since = self.loop.time()
         self._seen: tuple[object, int] | None = None
         self._look = self.loop.call_later(WITHIN, self._check)
-        if len(self.connections) > MOST_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, _Connection) and not one.is_answered]
+        others = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
+        if len(others) > MOST_CONNECTIONS:
+            idle = [one for one in others if not one.is_answered]
             min(idle or [self], key=lambda one: one.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -359,7 +360,7 @@ async def _asked_for(request: Request) -> str:
     why = ""
     if headers.get("x-phalanx") != "1" or headers.get("content-type") != "application/json":
         why = "This takes the header X-Phalanx: 1, and JSON, which no form can send."
-    elif origin is None and "authorization" not in headers:
+    elif origin is None and not headers.get("authorization"):
         why = "This takes the header Origin, which browsers send."
     elif origin is not None and urlsplit(origin).netloc != headers.get("host"):
         why = "A page of another server has sent this."
