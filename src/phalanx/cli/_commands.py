@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 _COMMANDS = {
-    "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report",
+    "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report", "serve": "serve",
     "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control", "restart": "control",
     "signal": "control", "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
 }  # fmt: skip
