@@ -26,15 +26,15 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
-        """Open a file as a person does, with these preferences."""
+    def open(self, page: Path | str, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
+        """Open a file, or an address, as a person does, with these preferences."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         still = [{"name": "prefers-reduced-motion", "value": "reduce"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [*scheme, *still]})
         metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.requests()  # of the browser's own page
-        self.driver.get(path.as_uri())
+        self.driver.get(page if isinstance(page, str) else page.as_uri())
 
     def ask(self, script: str, *values: Any) -> Any:
         """Run a script in the page, and return what it returns."""
