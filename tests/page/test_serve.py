@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -127,10 +128,10 @@ def test_who_has_the_token_is_let_in(place: Place) -> None:
                 )
         answer = one.ask(f"/runs/{name}?token={token}", Authorization="")
         assert (answer.status, answer.headers["Location"]) == (303, f"/runs/{name}")
-        cookie = COOKIE.fullmatch(answer.headers["Set-Cookie"])
-        assert cookie is not None
-        assert cookie[1] == f"phalanx-{one.port}"
-        assert one.ask(f"/runs/{name}", Authorization="", Cookie=f"{cookie[1]}={cookie[2]}").body == page.body
+        found = COOKIE.fullmatch(answer.headers["Set-Cookie"])
+        assert found is not None
+        assert found[1] == f"phalanx-{one.port}"
+        assert one.ask(f"/runs/{name}", Authorization="", Cookie=f"{found[1]}={found[2]}").body == page.body
         elsewhere = one.ask(f"//elsewhere/x\\y?token={token}", Authorization="")
         assert elsewhere.headers["Location"] == "/elsewhere/x%5Cy"
         forwarded = one.ask(f"/?token={token}", Authorization="", Host="localhost:9000")  # by ssh -L
@@ -187,7 +188,7 @@ def test_it_refuses(place: Place, options: tuple[str, ...], status: int, words: 
     assert words in " ".join(done.err.split())
 
 
-def test_a_folder_of_one_run_and_a_port_that_is_taken_are_refused(place: Place) -> None:
+def test_one_run_and_a_port_that_is_taken_are_refused(place: Place) -> None:
     folder = succeed(place)
     with refuse(place, folder) as launcher:
         refused(launcher.end(), "is the folder of one run; phalanx serve", str(place.logs))
@@ -319,9 +320,7 @@ def test_a_page_acts_on_its_run(place: Place, running: str, ready: Ready) -> Non
 
 
 def user() -> str:
-    from phalanx._run.control_socket import user_name
-
-    return user_name(os.getuid())
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str) -> None:

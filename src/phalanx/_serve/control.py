@@ -16,7 +16,6 @@ from phalanx._base.text import how_many
 from phalanx._base.threads import SerialExecutor
 from phalanx._base.tty import plain
 from phalanx._run.attached import AttachedRun, attach
-from phalanx._serve import TOKEN_ENV
 from phalanx._serve.pages import call
 
 STACK = "stack"
@@ -103,11 +102,9 @@ _DONE: dict[str, Callable[[AttachedRun], str]] = {
 
 async def _stacks(path: str) -> str:
     """Return what ``phalanx stack`` prints. Raises RefusedError, OSError."""
-    # The token is this server's alone.
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
     command = [sys.executable, "-P", "-m", "phalanx", "stack", "--log-dir", os.path.dirname(path), path]
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe)
     try:
         out, err = await process.communicate()
     finally:
