@@ -135,7 +135,12 @@ class LivePage:
         """Look whether the source has changed, if it is time."""
         if clock.now() < self._due:
             return
-        state, self._look_cost = await call(self._pages.looking, lambda: _timed(self._seen))
+        try:
+            state, self._look_cost = await call(self._pages.looking, lambda: _timed(self._seen))
+        except RuntimeError as error:  # no thread can be started: there may be one later
+            mention(f"phalanx: changes are not seen now: {error}")
+            self._pause()
+            return
         self.is_gone = state == _GONE
         if self._state not in (None, state):
             self.version = max(self.version + 1, time.time_ns() // 1_000_000)
@@ -153,8 +158,8 @@ class LivePage:
             return self._source.state()
         except FileNotFoundError:
             return _GONE
-        except OSError as error:
-            return error.errno
+        except Exception as error:  # noqa: BLE001 - whatever it is: when it becomes another one, the page is made anew
+            return repr(error)
 
     def _made(self, version: int) -> Page:
         status = HTTPStatus.OK

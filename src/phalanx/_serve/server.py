@@ -94,8 +94,8 @@ def serve(listener: socket.socket, roots: Sequence[str], access: Access) -> None
         server_header=False,
         h11_max_incomplete_event_size=_MOST_HEAD,
     )
-    for name in ("uvicorn.error", "asyncio"):  # what is wrong with a request, its sender learns
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # what is wrong with a request, its sender learns
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     _Server(config, pages).run(sockets=[listener])
 
 
