@@ -18,9 +18,6 @@ from phalanx._base.tty import plain
 from phalanx._run.attached import AttachedRun, attach
 from phalanx._serve.pages import call
 
-TOKEN_ENV = "PHALANX_SERVE_TOKEN"
-"""The variable with the server's token, which no other process is to find."""
-
 STACK = "stack"
 ACTIONS = ("stop", "stop-now", "restart", "pause", "resume", STACK)
 """What can be asked for."""
@@ -65,7 +62,7 @@ class Control:
 
 def _act(path: str, do: str) -> str:
     """Raises LookupError, RuntimeError, OSError."""
-    run = attach(path)
+    run = attach(path, log_dir=os.path.dirname(path))
     text = _DONE[do](run)
     missing = "".join(f"; host {host}: {why}" for host, why in run.missing.items())
     return plain(f"{text}{missing}")
@@ -105,10 +102,9 @@ _DONE: dict[str, Callable[[AttachedRun], str]] = {
 
 async def _stacks(path: str) -> str:
     """Return what ``phalanx stack`` prints. Raises RefusedError, OSError."""
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
-    command = [sys.executable, "-P", "-m", "phalanx", "stack", path]
+    command = [sys.executable, "-P", "-m", "phalanx", "stack", "--log-dir", os.path.dirname(path), path]
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe)
     try:
         out, err = await process.communicate()
     finally:
@@ -118,6 +114,8 @@ async def _stacks(path: str) -> str:
             await process.wait()
     text, problem = (plain(data.decode("utf-8", "backslashreplace").strip()) for data in (out, err))
     if not text:
-        raise RefusedError(problem.removeprefix("Error: ") or f"phalanx stack ended with exit code {process.returncode}")
+        raise RefusedError(
+            problem.removeprefix("Error: ") or f"phalanx stack ended with exit code {process.returncode}"
+        )
     text = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}\n…"
     return f"{text}\n\n{problem}".strip()

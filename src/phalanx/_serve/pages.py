@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
-import html
-import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from http import HTTPStatus
@@ -37,19 +36,16 @@ SHARE = 10
 
 _GONE = "gone"
 _LEVEL = 4  # of gzip: of a page of 2 MB, 20 ms
-_POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">')
 
 _Result = TypeVar("_Result")
 
 
 class Page(NamedTuple):
-    """What is answered: HTML, or else a line of text, which gzip has compressed."""
+    """What is answered: HTML if the status is OK, else a line of text; compressed by gzip."""
 
     version: int
     status: HTTPStatus
     body: bytes
-    policy: str
-    """The Content-Security-Policy of HTML; "": it is a text."""
 
     def text(self) -> bytes:
         """Return it as it was before it was compressed."""
@@ -97,8 +93,9 @@ class LivePage:
         async with self._lock:
             await self._look()
             if self._page is None or self._page.version != self.version:
-                version = self.version
-                self._page, self._make_cost = await call(self._pages.making, lambda: _timed(self._made, version))
+                make = functools.partial(self._made, self.version)
+                page, self._make_cost = await call(self._pages.making, lambda: _timed(make))
+                self._page = page
                 self._pause()
             return self._page
 
@@ -160,18 +157,15 @@ class LivePage:
             return error.errno
 
     def _made(self, version: int) -> Page:
-        policy, status = "", HTTPStatus.OK
+        status = HTTPStatus.OK
         try:
             text = self._source.make(version)
-            found = _POLICY.search(text)
-            assert found is not None
-            policy = html.unescape(found[1])
         except NoPageError as error:
             status, text = error.status, f"{printable(str(error))}\n"
         except Exception as error:  # noqa: BLE001 - whatever lies in a folder: the next page is made all the same
             status, text = HTTPStatus.INTERNAL_SERVER_ERROR, f"This page cannot be made: {printable(one_line(error))}\n"
             mention(f"phalanx: {text.rstrip()} ({type(error).__name__})")
-        return Page(version, status, gzip.compress(text.encode("utf-8", "backslashreplace"), _LEVEL, mtime=0), policy)
+        return Page(version, status, gzip.compress(text.encode("utf-8", "backslashreplace"), _LEVEL, mtime=0))
 
 
 class Pages:
@@ -232,9 +226,9 @@ class Pages:
         return [self.runs, *self._of_runs.values()]
 
 
-def _timed(function: Callable[..., _Result], *arguments: object) -> tuple[_Result, float]:
+def _timed(function: Callable[[], _Result]) -> tuple[_Result, float]:
     began = clock.now()
-    return function(*arguments), clock.now() - began
+    return function(), clock.now() - began
 
 
 async def call(executor: SerialExecutor, function: Callable[[], _Result]) -> _Result:
@@ -247,11 +241,9 @@ async def call(executor: SerialExecutor, function: Callable[[], _Result]) -> _Re
 
     def act() -> None:
         try:
-            result = function()
+            outcome: Callable[[], None] = functools.partial(done.set_result, function())
         except Exception as error:  # noqa: BLE001 - it is the caller's
-            outcome: Callable[[], None] = lambda error=error: done.set_exception(error)
-        else:
-            outcome = lambda: done.set_result(result)
+            outcome = functools.partial(done.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the server has ended
             loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
 

@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import uvicorn
@@ -28,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from phalanx._base.stderr import mention
 from phalanx._base.text import one_line
 from phalanx._base.tty import printable
+from phalanx._page.page import policy
 from phalanx._serve.control import ACTIONS, Control, RefusedError
 from phalanx._serve.pages import MOST_WATCHERS, FullError, LivePage, Page, Pages
 
@@ -48,8 +49,7 @@ MAKE_WITHIN = 60.0
 
 _MOST_HEAD = 16 << 10  # bytes of a request's head
 _MOST_BODY = 1 << 10
-_POLICY = "default-src 'none'"  # of what is no page
-_FRAMES = "frame-ancestors 'none'"  # which no <meta> can have
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"  # may what is no page
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -57,7 +57,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-_NO_TOKEN = (
+_NOT_KNOWN = (
     "This takes the token of this server: open the address that phalanx serve has printed, or send "
     "'Authorization: Bearer TOKEN'.\n"
 )
@@ -83,7 +83,7 @@ def serve(listener: socket.socket, roots: Sequence[str], access: Access) -> None
     """Answer at a socket that listens, until SIGINT or SIGTERM, which is raised again once all is closed."""
     pages = Pages(roots, controls=access.controls)
     config = uvicorn.Config(
-        _Guard(_app(pages, access), access),
+        _Guard(_Routes(pages).app(controls=access.controls), access),
         http=_Connection,
         ws="none",
         loop="asyncio",
@@ -129,8 +129,9 @@ class _Connection(H11Protocol):
         self.since = self.loop.time()
         self._seen: tuple[object, int] | None = None
         self._look = self.loop.call_later(WITHIN, self._check)
-        if len(self.connections) > MOST_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, _Connection) and not one.is_answered]
+        others = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
+        if len(others) > MOST_CONNECTIONS:
+            idle = [one for one in others if not one.is_answered]
             min(idle or [self], key=lambda one: one.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -140,7 +141,7 @@ class _Connection(H11Protocol):
     @property
     def is_answered(self) -> bool:
         """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+        return not getattr(self.cycle, "response_complete", True)
 
     def _check(self) -> None:
         """Close it if nothing has happened since the last look: no request was completed, nothing was taken."""
@@ -168,7 +169,7 @@ class _Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value
-                headers["content-security-policy"] = f"{headers.get('content-security-policy', _POLICY)}; {_FRAMES}"
+                headers.setdefault("content-security-policy", _NOTHING)
             await send(message)
 
         try:
@@ -195,18 +196,13 @@ class _Guard:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and _equal(given.strip(), token):
             return None
-        if _equal(request.cookies.get(name, ""), token):
-            known = True
-        elif not _equal(request.query_params.get("token", ""), token):
-            return PlainTextResponse(_NO_TOKEN, HTTPStatus.UNAUTHORIZED, {"www-authenticate": "Bearer"})
-        else:
-            known = False
-        if "token" not in request.query_params:
-            return None
-        response = RedirectResponse(f"/{quote(request.scope['path'].lstrip('/'))}", HTTPStatus.SEE_OTHER)
-        if not known:
+        if _equal(request.query_params.get("token", ""), token):
+            response = RedirectResponse(f"/{quote(request.scope['path'].lstrip('/'))}", HTTPStatus.SEE_OTHER)
             response.set_cookie(name, token, path="/", httponly=True, samesite="strict")
-        return response
+            return response
+        if _equal(request.cookies.get(name, ""), token):
+            return None
+        return PlainTextResponse(_NOT_KNOWN, HTTPStatus.UNAUTHORIZED, {"www-authenticate": "Bearer"})
 
 
 def _equal(given: str, token: str) -> bool:
@@ -236,56 +232,58 @@ def _port(request: Request) -> int:
 # --- the routes
 
 
-def _app(pages: Pages, access: Access) -> Starlette:
-    control = Control()
+class _Routes:
+    """What is answered at which path."""
 
-    async def of_run(request: Request) -> LivePage:
-        page = await pages.of_run(request.path_params["name"])
+    def __init__(self, pages: Pages) -> None:
+        self._pages, self._control = pages, Control()
+
+    def app(self, *, controls: bool) -> Starlette:
+        """Return the application. ``controls``: whether anything can be asked for, and not only read."""
+        routes = [
+            Route("/", self._list),
+            Route("/events", self._list_events),
+            Route("/runs/{name}", self._run),
+            Route("/runs/{name}/events", self._run_events),
+        ]
+        if controls:
+            routes.append(Route("/runs/{name}/control", self._act, methods=["POST"]))
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _plain})
+        app.router.redirect_slashes = False
+        return app
+
+    async def _list(self, request: Request) -> Response:
+        return await _answer(request, self._pages.runs)
+
+    async def _list_events(self, _request: Request) -> Response:
+        return _Stream(self._pages.runs, self._pages)
+
+    async def _run(self, request: Request) -> Response:
+        return await _answer(request, await self._page(request))
+
+    async def _run_events(self, request: Request) -> Response:
+        return _Stream(await self._page(request), self._pages)
+
+    async def _page(self, request: Request) -> LivePage:
+        page = await self._pages.of_run(request.path_params["name"])
         if page is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, _NO_RUN)
         return page
 
-    async def show_list(request: Request) -> Response:
-        return await _answer(request, pages.runs)
-
-    async def show_run(request: Request) -> Response:
-        return await _answer(request, await of_run(request))
-
-    async def follow_list(_request: Request) -> Response:
-        return _Stream(pages.runs, pages)
-
-    async def follow_run(request: Request) -> Response:
-        return _Stream(await of_run(request), pages)
-
-    async def act(request: Request) -> Response:
-        path = await pages.path(request.path_params["name"])
+    async def _act(self, request: Request) -> Response:
+        path = await self._pages.path(request.path_params["name"])
         if not path:
             raise HTTPException(HTTPStatus.NOT_FOUND, _NO_RUN)
         try:
             async with asyncio.timeout(WITHIN):
-                do = _asked_for(await _body(request), request)
+                do = await _asked_for(request)
+            return _told(HTTPStatus.OK, await self._control.act(path, do), ok=True)
         except TimeoutError:
-            return _told(HTTPStatus.REQUEST_TIMEOUT, f"the request did not come within {WITHIN:g} s")
-        except _NotAllowedError as error:
-            return _told(HTTPStatus.FORBIDDEN, str(error))
-        except RefusedError as error:
-            return _told(HTTPStatus.BAD_REQUEST, str(error))
-        try:
-            return _told(HTTPStatus.OK, await control.act(path, do), ok=True)
+            return _told(HTTPStatus.REQUEST_TIMEOUT, f"The request did not come within {WITHIN:g} s.")
+        except _BadRequestError as error:
+            return _told(error.status, str(error))
         except RefusedError as error:
             return _told(HTTPStatus.CONFLICT, str(error))
-
-    routes = [
-        Route("/", show_list),
-        Route("/events", follow_list),
-        Route("/runs/{name}", show_run),
-        Route("/runs/{name}/events", follow_run),
-    ]
-    if access.controls:
-        routes.append(Route("/runs/{name}/control", act, methods=["POST"]))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _plain})
-    app.router.redirect_slashes = False
-    return app
 
 
 async def _plain(_request: Request, error: Exception) -> Response:
@@ -305,11 +303,12 @@ async def _answer(request: Request, live: LivePage) -> Response:
 
 def _response(page: Page, *, takes_gzip: bool) -> Response:
     headers = {"vary": "accept-encoding"}
-    if page.policy:
-        headers["content-security-policy"] = page.policy
+    kind = "text/plain"
+    if page.status == HTTPStatus.OK:
+        headers["content-security-policy"] = policy()
+        kind = "text/html"
     if takes_gzip:
         headers["content-encoding"] = "gzip"
-    kind = "text/html" if page.policy else "text/plain"
     return Response(page.body if takes_gzip else page.text(), page.status, headers, f"{kind}; charset=utf-8")
 
 
@@ -346,38 +345,40 @@ class _Stream(StreamingResponse):
 # --- control
 
 
-class _NotAllowedError(Exception):
-    """A request to do something comes from elsewhere than a page of this server. ``str()`` is why."""
+class _BadRequestError(Exception):
+    """A request to do something is not one. ``status`` and ``str()`` are the answer."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body of a request, or so much of it that it is too long."""
-    data = b""
+async def _asked_for(request: Request) -> str:
+    """Return what a request asks for. Raises _BadRequestError: it is none, or a page of another server has sent it."""
+    headers = request.headers
+    origin = headers.get("origin")
+    why = ""
+    if headers.get("x-phalanx") != "1" or headers.get("content-type") != "application/json":
+        why = "This takes the header X-Phalanx: 1, and JSON, which no form can send."
+    elif origin is None and not headers.get("authorization"):
+        why = "This takes the header Origin, which browsers send."
+    elif origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        why = "A page of another server has sent this."
+    if why:
+        raise _BadRequestError(HTTPStatus.FORBIDDEN, why)
+    body = b""
     async for part in request.stream():
-        data += part
-        if len(data) > _MOST_BODY:
-            break
-    return data
-
-
-def _asked_for(body: bytes, request: Request) -> str:
-    """Return what a request asks for. Raises _NotAllowedError, RefusedError."""
-    origin = request.headers.get("origin")
-    if request.headers.get("x-phalanx") != "1" or request.headers.get("content-type") != "application/json":
-        raise _NotAllowedError("this takes the header X-Phalanx: 1, and JSON: no form can send them")
-    if origin is None and "authorization" not in request.headers:
-        raise _NotAllowedError("this takes the header Origin, as browsers send it")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise _NotAllowedError("this came from a page of another server")
-    if len(body) > _MOST_BODY:
-        raise RefusedError(f"more than {_MOST_BODY} bytes")
+        body += part
+        if len(body) > _MOST_BODY:
+            raise _BadRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"These are more than {_MOST_BODY} bytes.")
     try:
-        found: Any = json.loads(body)
+        found = json.loads(body)
     except (ValueError, RecursionError):
         found = None
     do = found.get("do") if isinstance(found, dict) else None
     if do not in ACTIONS:
-        raise RefusedError(f"expected an object with `do`: one of {', '.join(ACTIONS)}")
+        why = f"Expected an object with `do`: one of {', '.join(ACTIONS)}."
+        raise _BadRequestError(HTTPStatus.BAD_REQUEST, why)
     return str(do)
 
 

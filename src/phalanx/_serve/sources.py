@@ -15,21 +15,15 @@ from typing import Protocol
 from urllib.parse import quote
 
 from phalanx._base import files
-from phalanx._base.text import one_line
-from phalanx._base.tty import plain
 from phalanx._page.facts import gather
 from phalanx._page.page import ListedRun, Live, render, render_list
 from phalanx._page.samples import FILE as SAMPLES
 from phalanx._runs.catalog import REMOVED, RunDir, find, is_run, look
 from phalanx._runs.record import FILE, state_now
 
-MOST_LISTED = 1000
-"""Runs in the list: the newest."""
-
 _TICK = 10  # seconds after which the page of a run that goes on counts as changed: its times have
 _MOST_NAME = 255  # bytes, see NAME_MAX in limits.h
 _TAIL = 256 << 10  # bytes of the samples: the last one of some thousand ranks
-_EVENTS, _CONTROL = "events", "control"
 
 
 class Source(Protocol):
@@ -71,7 +65,9 @@ class RunSource:
             self._record, self._found = top.get(FILE), look(self.path)
         run = self._found.run
         state = self._found.state if run is None else state_now(run)
-        attempts = [int(number) for name in top if (number := name.removeprefix("attempt_")) != name and _is_whole(number)]
+        attempts = [
+            int(number) for name in top if (number := name.removeprefix("attempt_")) != name and _is_whole(number)
+        ]
         folder = os.path.join(self.path, f"attempt_{max(attempts)}") if attempts else self.path
         below = []
         with contextlib.suppress(OSError):  # pruned meanwhile
@@ -102,14 +98,16 @@ class ListSource:
 
     def state(self) -> Hashable:
         """See `Source`."""
-        seen = []
+        seen: list[Hashable] = []
         for root in self._roots:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        seen.append((entry.path, _stat(os.path.join(entry.path, FILE)) or _stat(entry.path)))
+                seen += [
+                    (entry.path, _stat(os.path.join(entry.path, FILE)), _stat(entry.path))
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False)
+                ]
         running = [
-            (state_now(found.run), _stat(os.path.join(found.path, "samples.jsonl")))
+            (state_now(found.run), _stat(os.path.join(found.path, SAMPLES)))
             for found in self._running
             if found.run is not None
         ]
@@ -120,31 +118,26 @@ class ListSource:
         found = find(self._roots)
         self._running = [one for one in found if one.state == "running"]
         where = " and ".join(self._roots)
-        if len(found) > MOST_LISTED:
-            where += f" (the newest {MOST_LISTED:,} of {len(found):,})"
-        return render_list([_listed(one) for one in found[:MOST_LISTED]], Live("/events", "/", "", version), plain(where))
+        return render_list(list(map(_listed, found)), Live("/events", "/", "", version), where)
 
 
 def _listed(found: RunDir) -> ListedRun:
     run = found.run
     url = f"/runs/{quote(os.fsencode(found.name))}"
     if run is None:
-        return ListedRun(plain(found.name), url, found.state, found.started, None, "", 0, 0, None, plain(found.problem))
+        return ListedRun(found.name, url, found.state, found.started, None, "", 0, None, None, found.problem)
     last = run.attempts[-1] if run.attempts else None
-    step = None if last is None else last.step
-    if last is not None and found.state == "running":
-        step = _last_step(found.path, last.number)
     return ListedRun(
-        name=plain(found.name),
+        name=found.name,
         url=url,
         state=found.state,
         started=run.started,
         ended=run.ended,
-        script=plain(os.path.basename(run.name)),
+        script=os.path.basename(run.name),
         ranks=run.nprocs,
-        attempt=0 if last is None else last.number,
-        step=step,
-        cause=plain(one_line(run.cause)),
+        attempt=None if last is None else last.number,
+        step=None if last is None else _last_step(found.path, last.number) if found.state == "running" else last.step,
+        cause=run.cause,
     )
 
 

@@ -22,15 +22,16 @@ from phalanx.cli._options import LOG_DIR, Whole, places
 PORT = 8766
 """The port, if none is given: always the same, so that ``ssh -L`` is."""
 
-TOKEN_ENV = "PHALANX_SERVE_TOKEN"
+TOKEN_ENV = "PHALANX_SERVE_TOKEN"  # noqa: S105 - the name of the variable
 INSTALL = "python -m pip install starlette uvicorn"
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # what needs no quotes in an address, nor in a cookie
+_TOKEN_BYTES = 24
 _MOST_PORT = 65535
 _BACKLOG = 128
 
 
-@click.command(cls=Command, context_settings=SETTINGS)
+@click.command(cls=Command, context_settings=SETTINGS, absent={"--log-dir": "phalanx serve FOLDER"})
 @click.argument("folder", required=False, type=LOG_DIR["type"], envvar=LOG_DIR["envvar"])
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Where to listen. Default: 127.0.0.1.")
 @click.option("--port", type=Whole(min=0, max=_MOST_PORT), default=PORT, metavar="N",
@@ -49,7 +50,8 @@ def serve(folder: str | None, *, host: str, port: int, allow_control: bool, no_t
     which the browser keeps: whoever knows it can read all that you can read of the runs, and with --allow-control stop
     them. PHALANX_SERVE_TOKEN, 16 characters or more, takes the place of a random one, and is not printed.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    token = "" if no_token else _token()
+    own = _own_token()
+    token = "" if no_token else own or secrets.token_urlsafe(_TOKEN_BYTES)
     if no_token and allow_control:
         raise click.UsageError("--allow-control and --no-token exclude each other: any user could stop your runs")
     roots = _roots(folder)
@@ -70,18 +72,15 @@ def serve(folder: str | None, *, host: str, port: int, allow_control: bool, no_t
             say("this listens on the network, and nothing is encrypted; ssh -L is safer, see phalanx serve --help")
         name = socket.gethostname() if address in ("0.0.0.0", "::") else address  # noqa: S104 - the user has said so
         shown = f"http://{f'[{name}]' if ':' in name else name}:{number}/"
-        random = token and not os.environ.get(TOKEN_ENV)
-        put(f"{shown}?token={token}\n" if random else f"{shown}\n")
+        put(f"{shown}?token={token}\n" if token and token != own else f"{shown}\n")
         say(f"serves the runs in {' and '.join(map(printable, roots))}; Ctrl-C ends it")
         serve_at(listener, roots, Access(token, frozenset(("localhost", host.lower())), allow_control))
 
 
-def _token() -> str:
-    """Return the token that whoever asks has to know. Raises UsageError."""
-    token = os.environ.get(TOKEN_ENV)
-    if not token:
-        return secrets.token_urlsafe(24)
-    if not _TOKEN.fullmatch(token):
+def _own_token() -> str:
+    """Return the token of the environment, "" if it has none; no process below finds it there. Raises UsageError."""
+    token = os.environ.pop(TOKEN_ENV, "")
+    if token and not _TOKEN.fullmatch(token):
         raise click.UsageError(f"{TOKEN_ENV}: expected 16 to 256 letters, digits and any of . _ ~ -, drawn by chance")
     return token
 
@@ -106,7 +105,7 @@ def _listener(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise click.ClickException(f"--host: {host!r} is no address of this machine: {error}") from None
-    family, _, _, _, address = sorted(found, key=lambda each: each[0] != socket.AF_INET)[0]
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     try:
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
