@@ -204,7 +204,7 @@ def _bands(attempts: Sequence[AttemptFacts], scale: _Scale) -> Iterator[Band]:
     last = -100.0
     for attempt in attempts:
         start = scale.at(attempt.started)
-        is_labelled = len(attempts) > 1 and start - last > 8  # noqa: PLR2004 - percent that a label takes
+        is_labelled = len(attempts) > 1 and start - last > 8 and start < 92  # noqa: PLR2004 - percent that a label takes
         last = start if is_labelled else last
         yield Band(_percent(start), _percent(max(0.0, scale.at(attempt.ended) - start)), attempt.number, is_labelled)
 

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from phalanx import __version__
 from phalanx._base.clock import format_duration
-from phalanx._base.text import format_size, name_ranks, one_line
-from phalanx._base.tty import plain
+from phalanx._base.text import format_size, name_ranks
 from phalanx._page.drawing import draw
 from phalanx._page.facts import AttemptFacts, Facts, Worker
 from phalanx._page.history import Mark
@@ -32,15 +31,11 @@ from phalanx._page.samples import Metric, Samples
 MOST_WORKERS = 1024
 """Rows of the tables of ranks together."""
 
-MOST_RUNS = 1000
-"""Rows of the list of runs."""
-
 _CHUNK = 200  # lines that a browser lays out together, once they are seen
 _REPORT, _LIST = "report.html.j2", "list.html.j2"
 _STYLES = {_REPORT: ("uPlot.min.css", "report.css"), _LIST: ("report.css",)}
 _SCRIPTS = {_REPORT: ("uPlot.iife.min.js", "report.js"), _LIST: ()}
 _LIVE = "Live: what is new is shown as it comes."
-_TEXTS = ("name", "state", "script", "cause")  # of a row of the list
 _LIVE_SCRIPTS = ("idiomorph.min.js", "live.js")
 
 CONTROLS = (
@@ -71,7 +66,10 @@ class Live(NamedTuple):
 
 
 class ListedRun(NamedTuple):
-    """A run in the list of runs: ``started`` and ``ended`` are Unix time; None: it still runs, or it is not known."""
+    """A run in the list of runs.
+
+    ``started`` and ``ended`` are Unix time; None: it still runs, or it is not known. Without ``ranks``, nothing is.
+    """
 
     name: str
     url: str
@@ -80,7 +78,7 @@ class ListedRun(NamedTuple):
     ended: float | None
     script: str
     ranks: int
-    attempt: int | None
+    attempt: int
     step: int | None
     cause: str
 
@@ -106,28 +104,18 @@ def render(facts: Facts, live: Live | None = None) -> str:
 
 
 def render_list(runs: Sequence[ListedRun], live: Live, folder: str) -> str:
-    """Return the list of the runs in a folder, live."""
+    """Return the list of the runs in a folder, live. No text may have what a terminal would obey, see `tty.plain`."""
     return _page(
         _LIST,
         live,
         status=_LIVE,
-        folder=plain(folder),
-        runs=[run._replace(**{name: plain(one_line(getattr(run, name))) for name in _TEXTS}) for run in runs[:MOST_RUNS]],
-        omitted=max(0, len(runs) - MOST_RUNS),
+        folder=folder,
+        runs=runs,
         running=sum(run.state == "running" for run in runs),
         made=time.time(),
     )
 
 
-
-
-def policy() -> str:
-    """Return the Content-Security-Policy of the live pages as a header: that of both, and nobody may frame them.
-
-    Each page has its own in itself, too, which allows it no more than it needs.
-    """
-    styles, scripts = ([_hash(text) for text in texts] for texts in zip(*(_assets(name, True) for name in (_REPORT, _LIST))))
-    return f"{_policy(styles, scripts, True)}; frame-ancestors 'none'"
 
 
 def _page(name: str, live: Live | None, **values: Any) -> str:
@@ -137,7 +125,7 @@ def _page(name: str, live: Live | None, **values: Any) -> str:
         .get_template(name)
         .render(
             live=live,
-            policy=_policy([_hash(style)], [_hash(script)], live is not None),
+            policy=_policy(style, script, live is not None),
             # What is ours, and not a worker's, is not escaped.
             style=_ours(style),
             script=_ours(script),
@@ -182,12 +170,12 @@ def _asset(name: str) -> str:
     return data.decode()
 
 
-def _policy(styles: Sequence[str], scripts: Sequence[str], is_live: bool) -> str:
+def _policy(style: str, script: str, is_live: bool) -> str:
     return "; ".join(
         (
             "default-src 'none'",
-            f"script-src {' '.join(dict.fromkeys(scripts))}",
-            f"style-src {' '.join(dict.fromkeys(styles))}",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
             "img-src data:",
             *(("connect-src 'self'",) if is_live else ()),
             "base-uri 'none'",
@@ -203,7 +191,7 @@ def _ours(text: str) -> Any:
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _json(value: object) -> str:

@@ -25,7 +25,7 @@
   const keyOf = (row) => `${row.className} ${row.dataset.r} ${row.textContent}`;
 
   const mergeLines = (lines, fresh) => {
-    const isAtEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 40;
+    const wasAtEnd = isAtEnd(lines);
     const rows = [...lines.querySelectorAll(".l")];
     const places = new Map();
     rows.forEach((row, index) => {
@@ -52,25 +52,31 @@
       if (!own) insert(lines, line, before);
       before = line;
     }
-    if (isAtEnd) toEnd(lines);
+    if (wasAtEnd) toEnd(lines);
   };
 
+  // Put a new line behind another one, null: before all. A chunk that is full, or comes first, is followed by another.
   const insert = (lines, line, before) => {
-    let chunk = before?.parentNode ?? lines.firstElementChild;
-    if (!chunk || (before && before === chunk.lastElementChild && chunk.childElementCount >= MOST_ROWS)) {
-      const next = document.createElement("div");
-      next.className = "chunk";
-      if (chunk) chunk.after(next);
-      else lines.append(next);
-      for (const one of lines.children) one.classList.toggle("whole", one !== lines.lastElementChild);
-      next.append(line);
-    } else if (before) before.after(line);
-    else chunk.prepend(line);
+    const chunk = before?.parentNode;
+    if (chunk && (before !== chunk.lastElementChild || chunk.childElementCount < MOST_ROWS)) return before.after(line);
+    const next = document.createElement("div");
+    next.className = "chunk";
+    if (chunk) chunk.after(next);
+    else lines.prepend(next);
+    next.append(line);
+    for (const one of lines.children) one.classList.toggle("whole", one !== lines.lastElementChild);
   };
 
-  const toEnd = (lines) => {
+  // The log of a run that goes on opens at its end.
+  const openAtEnd = () => { if (byId("lines")?.dataset.end !== undefined) toEnd(byId("lines")); };
+
+  const isAtEnd = (lines) => lines.scrollHeight - lines.scrollTop - lines.clientHeight <= 40;
+
+  // Lines have their height once they are laid out, which is when they are nearly seen.
+  const toEnd = (lines, tries = 10) => {
     lines.scrollTop = lines.scrollHeight;
-    requestAnimationFrame(() => { lines.scrollTop = lines.scrollHeight; });  // once what is seen is laid out
+    const check = () => { if (tries && !isAtEnd(lines)) toEnd(lines, tries - 1); };
+    requestAnimationFrame(() => requestAnimationFrame(check));
   };
 
   // --- what is new
@@ -85,20 +91,32 @@
     },
   };
 
+  // Spaces between blocks are alike: one of them, taken for another, has all that lies between them moved, and what is
+  // moved forgets how far it was scrolled.
+  const BLOCKS = "main, section, article, details, ul, dl, tbody, svg, g";
+  const strip = (page) => {
+    for (const block of page.querySelectorAll(BLOCKS)) {
+      for (const node of [...block.childNodes]) if (node.nodeType === Node.TEXT_NODE && !node.data.trim()) node.remove();
+    }
+  };
+
   const take = (next) => {
     const policy = (page) => page.querySelector("meta[http-equiv]").content;
     if (policy(next) !== policy(document)) {  // another Phalanx, with another script
       location.reload();
       return;
     }
+    strip(next);
     for (const fresh of next.querySelectorAll("details[id]")) {
       const old = byId(fresh.id);
       if (old) fresh.open = old.tagName !== "DETAILS" || old.open;
     }
+    const isFirst = !byId("lines");
     for (const name of MORPHED) {
       const [old, fresh] = [document.querySelector(name), next.querySelector(name)];
       if (old && fresh) Idiomorph.morph(old, fresh, { callbacks });
     }
+    if (isFirst) openAtEnd();
     document.title = next.title;
     Object.assign(root.dataset, { ...next.documentElement.dataset });
     if (byId("data")) report.renew(JSON.parse(next.getElementById("data").textContent));
@@ -229,6 +247,7 @@
     if (event.target.closest("#answer button")) byId("answer").hidden = true;
   });
 
-  if (byId("lines") && !location.hash && byId("lines").dataset.end !== undefined) toEnd(byId("lines"));
+  strip(document);
+  if (!location.hash) openAtEnd();
   if (isSeen()) connect();
 })();
