@@ -47,7 +47,9 @@ class Browser:
         """Run a script in the page until what it returns is true, and return that."""
         deadline = time.monotonic() + LIMIT
         while not (found := self.ask(script, *values)):
-            assert time.monotonic() < deadline, f"{script}: {found!r}\n{self.ask('return document.body.innerText.slice(0, 2000)')}"
+            assert time.monotonic() < deadline, (
+                f"{script}: {found!r}\n{self.ask('return document.body.innerText.slice(0, 2000)')}"
+            )
             time.sleep(0.05)
         return found
 
@@ -89,7 +91,7 @@ class Browser:
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
         ]
-        return [url for url in urls if not url.startswith(("file:", "data:", "chrome:"))]  # of the browser itself
+        return [url for url in urls if not url.startswith(("file:", "data:", "chrome"))]  # the latter: its own pages
 
     def violations(self) -> list[tuple[str, list[str]]]:
         """What axe-core finds: the rules, and the elements that violate them."""

@@ -16,7 +16,7 @@ import pkgutil
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from phalanx import __version__
@@ -116,16 +116,23 @@ def render_list(runs: Sequence[ListedRun], live: Live, folder: str) -> str:
     )
 
 
+def policy() -> str:
+    """Return the Content-Security-Policy of all live pages as a header. Nobody may frame them, which no <meta> can say.
+
+    Each page has its own in itself, too, which allows it no more than it needs.
+    """
+    styles, scripts = zip(*(_assets(name, is_live=True) for name in (_REPORT, _LIST)), strict=True)
+    return f"{_policy(styles, scripts, is_live=True)}; frame-ancestors 'none'"
 
 
 def _page(name: str, live: Live | None, **values: Any) -> str:
-    style, script = _assets(name, live is not None)
+    style, script = _assets(name, is_live=live is not None)
     text: str = (
         _environment()
         .get_template(name)
         .render(
             live=live,
-            policy=_policy(style, script, live is not None),
+            policy=_policy([style], [script], is_live=live is not None),
             # What is ours, and not a worker's, is not escaped.
             style=_ours(style),
             script=_ours(script),
@@ -158,7 +165,7 @@ def _environment() -> Any:
 
 
 @functools.cache
-def _assets(name: str, is_live: bool) -> tuple[str, str]:
+def _assets(name: str, *, is_live: bool) -> tuple[str, str]:
     """Return the one style and the one script of a page."""
     scripts = (*_SCRIPTS[name], *_LIVE_SCRIPTS) if is_live else _SCRIPTS[name]
     return "\n".join(map(_asset, _STYLES[name])), "\n".join(map(_asset, scripts))
@@ -170,12 +177,12 @@ def _asset(name: str) -> str:
     return data.decode()
 
 
-def _policy(style: str, script: str, is_live: bool) -> str:
+def _policy(styles: Iterable[str], scripts: Iterable[str], *, is_live: bool) -> str:
     return "; ".join(
         (
             "default-src 'none'",
-            f"script-src '{_hash(script)}'",
-            f"style-src '{_hash(style)}'",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            f"style-src {' '.join(map(_hash, styles))}",
             "img-src data:",
             *(("connect-src 'self'",) if is_live else ()),
             "base-uri 'none'",
@@ -191,7 +198,7 @@ def _ours(text: str) -> Any:
 
 
 def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(value: object) -> str:

@@ -171,7 +171,7 @@ const report = (() => {
     return one;
   };
 
-  let drawn = [];  // of each plot: its name and ranks, its figure, and its chart
+  let drawn = [];  // of each plot: what it is of, its figure, and its chart
 
   const figureOf = (plot) => {
     const figure = make("figure", byId("charts"));
@@ -190,29 +190,36 @@ const report = (() => {
     return figure;
   };
 
-  const redraw = () => {
-    for (const one of drawn) one.chart.destroy();
-    byId("charts")?.replaceChildren();
-    drawn = data.plots.map((plot) => {
-      const figure = figureOf(plot);
-      if (plot.ranks.length > MOST_LINES) heat(plot, figure);
-      return { key: keyOf(plot), figure, chart: draw(plot, figure) };
-    });
-  };
-  const keyOf = (plot) => JSON.stringify([plot.name, plot.ranks]);
-
-  // Show other data: in the charts that are there, if they are of the same ranks; one that is zoomed stays so.
+  // Show the data: in the charts of the same ranks that are there; one that is zoomed stays so.
   const replot = () => {
-    const isSame = drawn.length === data.plots.length
-      && data.plots.every((plot, index) => drawn[index].key === keyOf(plot) && drawn[index].figure.isConnected);
-    if (!isSame) return redraw();
-    data.plots.forEach((plot, index) => {
-      const { chart, figure } = drawn[index];
+    const known = new Map(drawn.map((one) => [one.key, one]));
+    drawn = data.plots.map((plot, index) => {
+      const key = JSON.stringify([plot.name, plot.ranks]);
+      const [old, place] = [known.get(key), byId("charts").children[index] ?? null];
+      known.delete(key);
+      const figure = old?.figure ?? figureOf(plot);
+      if (figure !== place) byId("charts").insertBefore(figure, place);
       if (plot.ranks.length > MOST_LINES) heat(plot, figure);
-      const [times, { min, max }] = [chart.data[0], chart.scales.x];
-      chart.setData([data.times, ...valuesOf(plot)], min <= times[0] && max >= times.at(-1));
-      if (min > times[0] || max < times.at(-1)) chart.setScale("x", { min, max });
+      if (!old) return { key, figure, chart: draw(plot, figure) };
+      const [times, { min, max }] = [old.chart.data[0], old.chart.scales.x];
+      const isZoomed = min > times[0] || max < times.at(-1);
+      old.chart.setData([data.times, ...valuesOf(plot)], !isZoomed);
+      if (isZoomed) old.chart.setScale("x", { min, max });
+      return old;
     });
+    for (const { chart, figure } of known.values()) {
+      chart.destroy();
+      figure.remove();
+    }
+  };
+
+  const redraw = () => {
+    for (const { chart, figure } of drawn) {
+      chart.destroy();
+      figure.remove();
+    }
+    drawn = [];
+    replot();
   };
 
   // Bring to life what the page has now: at its start, and in a live page after each change.
