@@ -37,6 +37,7 @@ FLOOR_TESTS = (
     "test_stack_command",  # py-spy
     "test_products",  # jinja2
     "cli/test_metrics",  # prometheus-client
+    "test_serve",  # starlette, uvicorn
 )
 """The tests of what the dependencies do for Phalanx, by their files, wherever under `tests` those stand."""
 
@@ -166,7 +167,7 @@ def install_torch(session: nox.Session) -> None:
 def floors(session: nox.Session) -> None:
     """The tests of what the dependencies do, with the lowest versions that pyproject.toml allows."""
     project = nox.project.load_toml("pyproject.toml")["project"]
-    extras = ("re2", "metrics")
+    extras = ("re2", "metrics", "web")
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     direct = {re.split(r"[^\w-]", line)[0] for line in lines}
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()

@@ -211,7 +211,7 @@ def test_what_a_page_brings_is_what_its_readme_says() -> None:
     hashes = re.findall(
         r"^([0-9a-f]{64})  (\S+)$", assets.joinpath("README.md").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(hashes) == 2
+    assert len(hashes) == 3
     for expected, name in hashes:
         assert hashlib.sha256(assets.joinpath(name).read_bytes()).hexdigest() == expected
 
@@ -222,6 +222,9 @@ def test_a_run_that_still_runs_has_a_page(place: Place) -> None:
         launcher.read_until("there", "stdout")
         page = report(place, "--html", "-o", "-").out
         assert "still running" in page
+        assert "and does not change" in page
+        for part in ("connect-src", "EventSource", "fetch(", "Idiomorph", "data-version"):  # as a live page has
+            assert part not in page
         assert launcher.end().status == 0
 
 

@@ -183,13 +183,15 @@ def set_by_environment(command: click.Command) -> set[str]:
 def test_the_page_names_variables_of_other_commands() -> None:
     text = " ".join(PAGES.partition("## Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` reads them for `--log-dir` and for all options that it shares with `run`" in text
-    names = ("run", "logs", *OF_A_RUN, "torchrun-shim")
+    names = ("run", "logs", *OF_A_RUN, "serve", "torchrun-shim")
     commands = {name: cli.get_command(click.Context(cli), name) for name in names}
     assert set(names) == set(cli.list_commands(click.Context(cli)))
     found = {name: set_by_environment(command) for name, command in commands.items() if command is not None}
     assert found["logs"] == {param.opts[0] for param in cli_logs.logs.params} & found["run"]
     assert {"--grep", "--color"} <= found["logs"]
     assert "the commands for a run (`phalanx runs`, `status`, `stop` and so on) read them for `--log-dir` alone" in text
+    assert "and `phalanx serve` for its folder" in text
+    assert found["serve"] == {"folder"}
     assert [found[name] for name in OF_A_RUN] == [{"--log-dir"}] * len(OF_A_RUN)
 
 

@@ -43,6 +43,7 @@ NOT_RUN = {
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
     "python -m pip install '.[metrics]'": "as above",
+    "python -m pip install '.[web]'": "as above",
     "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
     "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
         "waits for an editor; tests/cli/test_debugpy.py runs its like",
@@ -55,6 +56,9 @@ NOT_RUN = {
     "phalanx report --html -o - | ssh me@desk 'cat > night.html'": "as above",
     "phalanx report --bundle -o night.tar.gz": "as above",
     "phalanx report --perfetto": "as above",
+    "phalanx serve": "serves until somebody ends it; tests/page/test_serve.py runs it",
+    "phalanx serve logs --port 9000": "as above",
+    "phalanx serve --allow-control": "as above",
     "phalanx top": "needs a run that lasts; tests/cli/test_top.py runs it",
     "phalanx status": "needs a run that lasts; tests/cli/test_status.py runs it",
     "py-spy dump --pid 32397 --locals": "needs a process that lasts; tests/stacks runs py-spy",

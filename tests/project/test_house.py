@@ -52,7 +52,7 @@ WINGS = (
 FACES = ("errors", "timer", "metrics", "events", "multiprocessing", "spawn", "rendezvous", "agent", "launcher", "cli")
 """The packages whose names users know, which stand on the wings, from the ground up."""
 
-LAYERS = (*WINGS, *FACES[:6], "_run", *FACES[6:])
+LAYERS = (*WINGS, *FACES[:6], "_run", "_serve", *FACES[6:])
 """Each may import itself and what stands before it. What carries a run uses the faces of groups and of events."""
 
 MOST_LINES = 600
@@ -81,6 +81,7 @@ KEPT_APART = {
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
     "src/phalanx/_rendezvous/records.py": {"msgspec"},
     "src/phalanx/_rendezvous/stack_report.py": {"msgspec"},
+    "src/phalanx/_serve/server.py": {"starlette", "uvicorn"},
     "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
     "src/phalanx/_store/hub/messages.py": {"msgspec"},
     "src/phalanx/_store/store.py": {"msgspec"},
@@ -102,6 +103,8 @@ PLACES = {
     },
     "prometheus_client": {"src/phalanx/_run/run_metrics.py"},
     "re2": {"src/phalanx/_logs/search.py"},
+    "starlette": {"src/phalanx/_serve/server.py"},
+    "uvicorn": {"src/phalanx/_serve/server.py"},
     "rich": {f"src/phalanx/cli/{name}.py" for name in ("runs", "status", "top")},
 }
 """Libraries with a use for each of a few modules, and these."""

@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.support.command import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,19 +29,29 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
-        """Open a file as a person does, with these preferences."""
+    def open(self, page: Path | str, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
+        """Open a file, or an address, as a person does, with these preferences."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         still = [{"name": "prefers-reduced-motion", "value": "reduce"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [*scheme, *still]})
         metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.requests()  # of the browser's own page
-        self.driver.get(path.as_uri())
+        self.driver.get(page if isinstance(page, str) else page.as_uri())
 
     def ask(self, script: str, *values: Any) -> Any:
         """Run a script in the page, and return what it returns."""
         return self.driver.execute_script(script, *values)
+
+    def until(self, script: str, *values: Any) -> Any:
+        """Run a script in the page until what it returns is true, and return that."""
+        deadline = time.monotonic() + LIMIT
+        while not (found := self.ask(script, *values)):
+            assert time.monotonic() < deadline, (
+                f"{script}: {found!r}\n{self.ask('return document.body.innerText.slice(0, 2000)')}"
+            )
+            time.sleep(0.05)
+        return found
 
     def click(self, selector: str) -> None:
         """Click what a selector finds first, as a mouse does: what lies above it would take the click."""
@@ -78,7 +91,7 @@ class Browser:
             for message in messages
             if message["method"] == "Network.requestWillBeSent"
         ]
-        return [url for url in urls if not url.startswith(("file:", "data:"))]
+        return [url for url in urls if not url.startswith(("file:", "data:", "chrome"))]  # the latter: its own pages
 
     def violations(self) -> list[tuple[str, list[str]]]:
         """What axe-core finds: the rules, and the elements that violate them."""

@@ -30,8 +30,9 @@ _MOST_ON_ROWS = 8
 
 
 class Bar(NamedTuple):
-    """A worker's time: its place, its state, and where a click on it goes."""
+    """A worker's time: its id in the page, its place, its state, and where a click on it goes."""
 
+    id: str
     x: str
     width: str
     y: float
@@ -42,8 +43,9 @@ class Bar(NamedTuple):
 
 
 class Glyph(NamedTuple):
-    """A mark: its place, its kind, and where a click on it goes."""
+    """A mark: its id in the page, its place, its kind, and where a click on it goes."""
 
+    id: str
     x: str
     y: float
     kind: str
@@ -117,7 +119,7 @@ def draw(facts: Facts, known: set[str]) -> Drawing | None:
         if len(bars) + len(own) > MOST_BARS:
             notes.append(f"The ranks of the attempts before attempt {attempt.number + 1} are not drawn.")
             break
-        bars += own
+        bars = own + bars  # in a live page, those of a new attempt follow what is there
     glyphs = [*_lane(facts.history.marks, scale), *_on_rows(facts.history.marks, scale, rows, pitch)]
     every = -(-_LABELS // pitch)
     labels = [Label(rows[rank] + pitch / 2, str(rank)) for index, rank in enumerate(ranks) if index % every == 0]
@@ -158,10 +160,15 @@ def _bar(worker: Worker, attempt: AttemptFacts, scale: _Scale, y: float, pitch: 
     own = f"w{attempt.number}-{worker.rank}"
     how = f", {worker.how}" if worker.how else ""
     return Bar(
-        _percent(min(start, 100 - _NARROWEST)), _percent(width), y, pitch - gap, worker.state,
+        f"b{own[1:]}",
+        _percent(min(start, 100 - _NARROWEST)),
+        _percent(width),
+        y,
+        pitch - gap,
+        worker.state,
         own if own in known else f"a{attempt.number}",
         f"rank {worker.rank}, attempt {attempt.number}: {worker.state}{how}",
-    )  # fmt: skip
+    )
 
 
 def _lane(marks: Sequence[Mark], scale: _Scale) -> Iterator[Glyph]:
@@ -174,9 +181,8 @@ def _lane(marks: Sequence[Mark], scale: _Scale) -> Iterator[Glyph]:
             first, worst = min(cluster, key=lambda one: _SEVERITY.index(one[1].kind))
             more = f" (and {how_many(len(cluster) - 1, 'more moment')})" if len(cluster) > 1 else ""
             after = format_duration(worst.time - scale.begin)
-            yield Glyph(
-                _percent(scale.at(worst.time)), _LANE / 2 + 4, worst.kind, f"e{first}", f"{after}: {worst.text}{more}"
-            )
+            at, text = _percent(scale.at(worst.time)), f"{after}: {worst.text}{more}"
+            yield Glyph(f"g{first}", at, _LANE / 2 + 4, worst.kind, f"e{first}", text)
             cluster = []
         if mark is not None:
             cluster.append((index, mark))
@@ -190,14 +196,15 @@ def _on_rows(marks: Sequence[Mark], scale: _Scale, rows: dict[int, int], pitch: 
             for rank in mark.ranks:
                 if rank in rows:
                     title = f"rank {rank}: {mark.text.partition(': ')[2]}"
-                    yield Glyph(_percent(scale.at(mark.time)), rows[rank] + pitch / 2, mark.kind, f"e{index}", title)
+                    own, at = f"g{index}-{rank}", _percent(scale.at(mark.time))
+                    yield Glyph(own, at, rows[rank] + pitch / 2, mark.kind, f"e{index}", title)
 
 
 def _bands(attempts: Sequence[AttemptFacts], scale: _Scale) -> Iterator[Band]:
     last = -100.0
     for attempt in attempts:
         start = scale.at(attempt.started)
-        is_labelled = len(attempts) > 1 and start - last > 8  # noqa: PLR2004 - percent that a label takes
+        is_labelled = len(attempts) > 1 and start - last > 8 and start < 92  # noqa: PLR2004 - percent that a label takes
         last = start if is_labelled else last
         yield Band(_percent(start), _percent(max(0.0, scale.at(attempt.ended) - start)), attempt.number, is_labelled)
 

@@ -253,7 +253,7 @@ def _sentence(found: RunDir, run: Run | None, attempts: Sequence[AttemptFacts]) 
     if found.state == "succeeded":
         text = f"{'The rank' if run.nprocs == 1 else f'All {run.nprocs} ranks'} ended with exit code 0."
     elif found.state == "running":
-        text = f"It still runs: this page is of {_clock(time.time())}, and does not change."
+        text = ""
     elif found.state == "lost":
         launcher = f"The launcher (pid {run.pid} on {plain(run.host)})"
         text = f"{launcher} was killed, the machine went down, or nothing could be written."
@@ -264,7 +264,7 @@ def _sentence(found: RunDir, run: Run | None, attempts: Sequence[AttemptFacts]) 
         return " ".join(_of_failures(attempts[-1], restarts if len(run.attempts) > 1 else ""))
     else:
         text = "No rank of this machine failed by itself." if found.state == "failed" else "It was stopped."
-    return text + after
+    return (text + after).strip()
 
 
 def _of_failures(attempt: AttemptFacts, restarts: str) -> Iterator[str]:
@@ -487,7 +487,3 @@ def _config(folder: str) -> Iterator[tuple[str, str]]:
         if found is not None and len(line) < MOST_TEXT and found["name"] not in _OF_COMMAND:
             ((text),) = shown_arguments([f"{found['name']}={found['value'].strip()}"])
             yield found["name"], f"{text.partition('=')[2]} ({found['source'].strip()})"
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment))

@@ -9,13 +9,14 @@ see ``assets/README.md``.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import pkgutil
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from phalanx import __version__
@@ -31,14 +32,127 @@ MOST_WORKERS = 1024
 """Rows of the tables of ranks together."""
 
 _CHUNK = 200  # lines that a browser lays out together, once they are seen
+_REPORT, _LIST = "report.html.j2", "list.html.j2"
+_STYLES = {_REPORT: ("uPlot.min.css", "report.css"), _LIST: ("report.css",)}
+_SCRIPTS = {_REPORT: ("uPlot.iife.min.js", "report.js"), _LIST: ()}
+_LIVE = "Live: what is new is shown as it comes."
+_LIVE_SCRIPTS = ("idiomorph.min.js", "live.js")
+
+CONTROLS = (
+    ("stop", "Stop", "Stop the run: the ranks have the grace period"),
+    ("stop-now", "Stop now", "Stop the run without a grace period"),
+    ("restart", "Restart", "Stop the ranks and start them again"),
+    ("pause", "Pause", "Pause the ranks, timers too"),
+    ("resume", "Resume", "Let the ranks go on after a pause"),
+    ("stack", "Where are the ranks", "Take the stacks of all ranks"),
+)
+"""What a live page can ask for: the word in the request, the button, and what it does."""
 
 
-def render(facts: Facts) -> str:
-    """Return the page of a run."""
+class Live(NamedTuple):
+    """What the live page may ask of its server.
+
+    Attributes:
+        events: The path of the event stream, "/runs/NAME/events".
+        home: The path of the list of runs.
+        control: The path to which a POST acts on the run; "": it is only watched.
+        version: That of this page: the page is fetched again when the stream has another one.
+    """
+
+    events: str
+    home: str
+    control: str = ""
+    version: int = 0
+
+
+class ListedRun(NamedTuple):
+    """A run in the list of runs.
+
+    ``started`` and ``ended`` are Unix time; None: it still runs, or it is not known. Without ``ranks``, nothing is.
+    """
+
+    name: str
+    url: str
+    state: str
+    started: float
+    ended: float | None
+    script: str
+    ranks: int
+    attempt: int
+    step: int | None
+    cause: str
+
+
+def render(facts: Facts, live: Live | None = None) -> str:
+    """Return the page of a run: as a file that never changes, or live."""
+    tables = _tables(facts.attempts)
+    known = {f"w{number}-{worker.rank}" for number, workers in tables.items() for worker in workers}
+    anchors, jumps = _jumps(facts.history.marks, facts.lines)
+    return _page(
+        _REPORT,
+        live,
+        status=_LIVE if facts.state == "running" else f"The run has ended: {facts.verdict}.",
+        facts=facts,
+        controls=CONTROLS,
+        data=_ours(_json(_plotted(facts))),
+        drawing=draw(facts, known),
+        tables=tables,
+        numbers=_numbers(facts.samples),
+        jumps=jumps,
+        chunks=_chunks(facts.lines, anchors),
+    )
+
+
+def render_list(runs: Sequence[ListedRun], live: Live, folder: str) -> str:
+    """Return the list of the runs in a folder, live. No text may have what a terminal would obey, see `tty.plain`."""
+    return _page(
+        _LIST,
+        live,
+        status=_LIVE,
+        folder=folder,
+        runs=runs,
+        running=sum(run.state == "running" for run in runs),
+        made=time.time(),
+    )
+
+
+def policy() -> str:
+    """Return the Content-Security-Policy of all live pages as a header. Nobody may frame them, which no <meta> can say.
+
+    Each page has its own in itself, too, which allows it no more than it needs.
+    """
+    styles, scripts = zip(*(_assets(name, is_live=True) for name in (_REPORT, _LIST)), strict=True)
+    return f"{_policy(styles, scripts, is_live=True)}; frame-ancestors 'none'"
+
+
+def _page(name: str, live: Live | None, **values: Any) -> str:
+    style, script = _assets(name, is_live=live is not None)
+    text: str = (
+        _environment()
+        .get_template(name)
+        .render(
+            live=live,
+            policy=_policy([style], [script], is_live=live is not None),
+            # What is ours, and not a worker's, is not escaped.
+            style=_ours(style),
+            script=_ours(script),
+            version=__version__,
+            **values,
+        )
+    )
+    return text
+
+
+@functools.cache
+def _environment() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     filters: dict[str, Any] = {
         "clock": _clock,
@@ -47,41 +161,34 @@ def render(facts: Facts) -> str:
         "ranks": name_ranks,
     }
     environment.filters.update(filters)
-    style = "\n".join(_asset(name) for name in ("uPlot.min.css", "report.css"))
-    script = "\n".join(_asset(name) for name in ("uPlot.iife.min.js", "report.js"))
-    tables = _tables(facts.attempts)
-    known = {f"w{number}-{worker.rank}" for number, workers in tables.items() for worker in workers}
-    anchors, jumps = _jumps(facts.history.marks, facts.lines)
-    text: str = environment.from_string(_asset("report.html.j2")).render(
-        facts=facts,
-        policy="; ".join(
-            (
-                "default-src 'none'",
-                f"script-src '{_hash(script)}'",
-                f"style-src '{_hash(style)}'",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-            )
-        ),
-        # What is ours, and not a worker's, is not escaped.
-        style=_ours(style),
-        script=_ours(script),
-        data=_ours(_json(_plotted(facts))),
-        drawing=draw(facts, known),
-        tables=tables,
-        numbers=_numbers(facts.samples),
-        jumps=jumps,
-        chunks=_chunks(facts.lines, anchors),
-        version=__version__,
-    )
-    return text
+    return environment
+
+
+@functools.cache
+def _assets(name: str, *, is_live: bool) -> tuple[str, str]:
+    """Return the one style and the one script of a page."""
+    scripts = (*_SCRIPTS[name], *_LIVE_SCRIPTS) if is_live else _SCRIPTS[name]
+    return "\n".join(map(_asset, _STYLES[name])), "\n".join(map(_asset, scripts))
 
 
 def _asset(name: str) -> str:
     data = pkgutil.get_data(__package__, f"assets/{name}")  # also out of a zip file
     assert data is not None
     return data.decode()
+
+
+def _policy(styles: Iterable[str], scripts: Iterable[str], *, is_live: bool) -> str:
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            f"style-src {' '.join(map(_hash, styles))}",
+            "img-src data:",
+            *(("connect-src 'self'",) if is_live else ()),
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
 
 
 def _ours(text: str) -> Any:
@@ -91,7 +198,7 @@ def _ours(text: str) -> Any:
 
 
 def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(value: object) -> str:

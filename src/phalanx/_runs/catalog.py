@@ -135,7 +135,7 @@ def find(roots: Iterable[str]) -> list[RunDir]:
                 for entry in entries
                 if not entry.name.startswith(REMOVED) and entry.is_dir(follow_symlinks=False)
             ]
-    runs = [look(path) for path in folders if _is_run(path)]
+    runs = [look(path) for path in folders if is_run(path)]
     runs = [found if found.run is None else found.replace(run=record.brief(found.run)) for found in runs]
     return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
 
@@ -154,7 +154,7 @@ def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
         OSError: One of ``roots`` cannot be listed.
     """
     if text is not None and os.sep in text:
-        if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # start_processes(log_dir=...): only ranks
+        if is_run(text) or os.path.isdir(os.path.join(text, "0")):  # start_processes(log_dir=...): only ranks
             return look(text)
         msg = f"{text!r} is not a run's folder: it has no {record.FILE} and no attempts"
         raise UnknownRunError(msg)
@@ -222,7 +222,7 @@ def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
         if matches:
             msg = f"{text!r} can be any of {len(matches)} runs, newest first: {_listing(matches)}"
             raise UnknownRunError(msg)
-    if _is_run(text):  # a folder that is here
+    if is_run(text):  # a folder that is here
         return look(text)
     names = {run.name: run for run in runs}
     close = [names[name] for name in difflib.get_close_matches(text, names, n=_LISTED, cutoff=0.5)]
@@ -231,7 +231,8 @@ def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
     raise UnknownRunError(msg)
 
 
-def _is_run(path: str) -> bool:
+def is_run(path: str) -> bool:
+    """Whether a folder is that of a run: it has a record, or an attempt; or only its owner may list it."""
     try:
         with os.scandir(path) as entries:
             return any(entry.name == record.FILE or entry.name.startswith("attempt_") for entry in entries)

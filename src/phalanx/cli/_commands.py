@@ -30,8 +30,9 @@ SETTINGS = {
 
 _COMMANDS = {
     "run": "run", "logs": "logs", "runs": "runs", "status": "status", "top": "top", "report": "report",
-    "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control", "restart": "control",
-    "signal": "control", "pause": "control", "resume": "control", "torchrun-shim": "torchrun_shim",
+    "serve": "serve", "rerun": "runs", "stack": "stack", "debug": "debug", "attach": "attach", "stop": "control",
+    "restart": "control", "signal": "control", "pause": "control", "resume": "control",
+    "torchrun-shim": "torchrun_shim",
 }  # fmt: skip
 """Each command, and its module in this package."""
 
@@ -42,6 +43,7 @@ _ELSEWHERE = {
     "terminal": "attach", "prune": "runs prune", "rm": "runs prune",
     "clean": "runs prune", "gc": "runs prune", "repeat": "rerun", "kill": "stop", "freeze": "pause",
     "suspend": "pause", "continue": "resume", "version": "--version",
+    "web": "serve", "dashboard": "serve", "ui": "serve", "server": "serve",
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 

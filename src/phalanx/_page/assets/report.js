@@ -1,12 +1,9 @@
 "use strict";
-(() => {
+const report = (() => {
   const byId = (id) => document.getElementById(id);
-  const data = JSON.parse(byId("data").textContent);
+  let data = null;
 
-  // --- the log: search, ranks, streams
-
-  const form = byId("filter");
-  const lines = form ? [...document.querySelectorAll("#lines .l")] : [];
+  // --- the log: search, ranks, streams. All of it may come and go in a live page, so nothing of it is held.
 
   const parseRanks = (text) => {
     const ranks = new Set();
@@ -19,6 +16,8 @@
   };
 
   const filter = () => {
+    if (!byId("filter")) return;
+    const lines = document.querySelectorAll("#lines .l");
     const query = byId("q").value.toLowerCase();
     const ranks = parseRanks(byId("r").value);
     const stream = byId("s").value;
@@ -42,19 +41,18 @@
     filter();
   };
 
-  if (form) {
-    form.hidden = false;
-    let timer = 0;
-    form.addEventListener("input", () => {
-      clearTimeout(timer);
-      if (lines.length > 5000) timer = setTimeout(filter, 200);
-      else filter();
-    });
-    form.addEventListener("change", filter);
-    form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
-    form.addEventListener("reset", (event) => { event.preventDefault(); clear(); });
-    filter();
-  }
+  let timer = 0;
+  const onFilter = (kind, act) => document.addEventListener(kind, (event) => {
+    if (event.target.closest?.("#filter")) act(event);
+  });
+  onFilter("input", () => {
+    clearTimeout(timer);
+    if (document.querySelectorAll("#lines .l").length > 5000) timer = setTimeout(filter, 200);
+    else filter();
+  });
+  onFilter("change", filter);
+  onFilter("submit", (event) => { event.preventDefault(); filter(); });
+  onFilter("reset", (event) => { event.preventDefault(); clear(); });
 
   // --- jumps: what is folded or filtered away is opened first
 
@@ -66,10 +64,10 @@
     target.scrollIntoView({ block: "center" });
   };
   addEventListener("hashchange", reveal);
-  for (const jump of document.querySelectorAll("a.jump")) {
-    jump.addEventListener("click", () => clear(jump.dataset.ranks));
-  }
-  reveal();
+  document.addEventListener("click", (event) => {
+    const jump = event.target.closest("a.jump");
+    if (jump) clear(jump.dataset.ranks);
+  });
 
   let opened = [];
   addEventListener("beforeprint", () => {
@@ -83,7 +81,6 @@
   const MOST_LINES = 12;
   const COLOURS = ["#3b76e0", "#c77700", "#0a8f6a", "#a45cc2", "#b8860b", "#008fa8", "#d2557f", "#7a8794",
     "#5f6fd0", "#8a9a1e", "#b5654a", "#4f9d9d"];
-  const charts = byId("charts");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   const duration = (seconds) => {
@@ -110,12 +107,13 @@
     return [0, .5, 1].map((share) => columns.map((column) => quantile(column, share)));
   };
 
+  const valuesOf = (plot) => plot.ranks.length <= MOST_LINES ? plot.values : band(plot);
+
   const draw = (plot, figure) => {
     const few = plot.ranks.length <= MOST_LINES;
     const show = format(plot.unit);
     const accent = colour("--accent");
     const text = colour("--muted");
-    const values = few ? plot.values : band(plot);
     const axis = { stroke: text, grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const series = few
       ? plot.ranks.map((rank, index) => ({ label: `rank ${rank}`, stroke: COLOURS[index % COLOURS.length], width: 1.5, value: (_, v) => show(v) }))
@@ -129,7 +127,7 @@
       series: [{ label: "time", value: (_, v) => v === null ? "" : duration(v) }, ...series],
       legend: { show: true, live: true },
     };
-    const chart = new uPlot(options, [data.times, ...values], figure.querySelector(".here"));
+    const chart = new uPlot(options, [data.times, ...valuesOf(plot)], figure.querySelector(".here"));
     chart.root.querySelector("canvas").setAttribute("role", "img");
     chart.root.querySelector("canvas").setAttribute("aria-label", `${plot.title} over time; the table below has its numbers`);
     return chart;
@@ -173,30 +171,70 @@
     return one;
   };
 
-  if (charts) {
-    const figures = data.plots.map((plot) => {
-      const figure = make("figure", charts);
-      const caption = make("figcaption", figure);
-      make("span", caption, plot.title);
-      make("output", caption);
-      make("div", figure, "", "here");
-      if (plot.ranks.length > MOST_LINES) {
-        const canvas = make("canvas", figure, "", "heat");
-        canvas.setAttribute("role", "img");
-        canvas.setAttribute("aria-label", `${plot.title} of ${plot.ranks.length} ranks over time, a row for each rank; the table below has the numbers`);
-        const axis = make("div", figure, "", "heat-axis");
-        make("span", axis, `ranks ${plot.ranks[0]} (top) to ${plot.ranks.at(-1)}`);
-        make("span", axis, "stronger: more");
-      }
-      return [plot, figure];
+  let drawn = [];  // of each plot: what it is of, its figure, and its chart
+
+  const figureOf = (plot) => {
+    const figure = make("figure", byId("charts"));
+    const caption = make("figcaption", figure);
+    make("span", caption, plot.title);
+    make("output", caption);
+    make("div", figure, "", "here");
+    if (plot.ranks.length > MOST_LINES) {
+      const canvas = make("canvas", figure, "", "heat");
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${plot.title} of ${plot.ranks.length} ranks over time, a row for each rank; the table below has the numbers`);
+      const axis = make("div", figure, "", "heat-axis");
+      make("span", axis, `ranks ${plot.ranks[0]} (top) to ${plot.ranks.at(-1)}`);
+      make("span", axis, "stronger: more");
+    }
+    return figure;
+  };
+
+  // Show the data: in the charts of the same ranks that are there; one that is zoomed stays so.
+  const replot = () => {
+    const known = new Map(drawn.map((one) => [one.key, one]));
+    drawn = data.plots.map((plot, index) => {
+      const key = JSON.stringify([plot.name, plot.ranks]);
+      const [old, place] = [known.get(key), byId("charts").children[index] ?? null];
+      known.delete(key);
+      const figure = old?.figure ?? figureOf(plot);
+      if (figure !== place) byId("charts").insertBefore(figure, place);
+      if (plot.ranks.length > MOST_LINES) heat(plot, figure);
+      if (!old) return { key, figure, chart: draw(plot, figure) };
+      const [times, { min, max }] = [old.chart.data[0], old.chart.scales.x];
+      const isZoomed = min > times[0] || max < times.at(-1);
+      old.chart.setData([data.times, ...valuesOf(plot)], !isZoomed);
+      if (isZoomed) old.chart.setScale("x", { min, max });
+      return old;
     });
-    let drawn = [];
-    const redraw = () => {
-      for (const chart of drawn) chart.destroy();
-      drawn = figures.map(([plot, figure]) => { if (plot.ranks.length > MOST_LINES) heat(plot, figure); return draw(plot, figure); });
-    };
-    redraw();
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-    addEventListener("resize", () => drawn.forEach((chart, index) => chart.setSize({ width: figures[index][1].clientWidth, height: 180 })));
-  }
+    for (const { chart, figure } of known.values()) {
+      chart.destroy();
+      figure.remove();
+    }
+  };
+
+  const redraw = () => {
+    for (const { chart, figure } of drawn) {
+      chart.destroy();
+      figure.remove();
+    }
+    drawn = [];
+    replot();
+  };
+
+  // Bring to life what the page has now: at its start, and in a live page after each change.
+  const renew = (found) => {
+    data = found;
+    if (byId("filter")) byId("filter").hidden = false;
+    filter();
+    replot();
+  };
+
+  renew(JSON.parse(byId("data").textContent));
+  reveal();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("resize", () => {
+    for (const { chart, figure } of drawn) chart.setSize({ width: figure.clientWidth, height: 180 });
+  });
+  return { renew };
 })();
