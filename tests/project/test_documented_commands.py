@@ -42,6 +42,7 @@ NOT_RUN = {
     "python -m pip install .": "as above",
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
+    "python -m pip install '.[gpu]'": "as above",
     "python -m pip install '.[metrics]'": "as above",
     "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",
     "phalanx run --nproc-per-node 2 --debugpy 5678 --debugpy-wait train.py":
