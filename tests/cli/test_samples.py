@@ -154,7 +154,7 @@ for step in range(1, 11):
 {gate}
 """
 
-LINE = {"time", "attempt", "ranks", "cpu", "memory", "threads", "fds", "step", "step_time", "beat"}
+LINE = {"time", "attempt", "ranks", "cpu", "memory", "threads", "fds", "step", "step_time", "beat", "gpu", "gpu_memory"}
 
 
 def samples_of(place: Place) -> list[dict[str, Any]]:

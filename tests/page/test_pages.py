@@ -70,6 +70,7 @@ def sample(folder: Path, count: int) -> None:
             line |= {"cpu": [4.5 * number for _ in ranks], "memory": [(1 << 28) + rank for rank in ranks]}
             line |= {"step": [number for _ in ranks], "step_time": [0.2 + (rank == 3) * 0.2 for rank in ranks]}
             line |= {"beat": [0.5 for _ in ranks], "threads": [4 for _ in ranks]}
+            line |= {"gpu": [90.0 for _ in ranks], "gpu_memory": [rank << 30 for rank in ranks]}
             file.write(json.dumps(line) + "\n")
         file.write('{"time": 1795')  # torn
 
@@ -122,8 +123,8 @@ def test_the_page_of_a_run_that(kind: Callable[[Place], str], place: Place) -> N
     with browser() as one:
         check(page, one, schemes=(False,) if kind is of_many_ranks else (False, True))
         assert one.shown("h1 .verdict") == [verdict]
-        assert len(one.shown("#charts figure")) == 5  # what is null everywhere is not plotted
-        assert one.ask("return document.querySelectorAll('canvas.heat').length") == (5 if kind is of_many_ranks else 0)
+        assert len(one.shown("#charts figure")) == 7  # what is null everywhere is not plotted
+        assert one.ask("return document.querySelectorAll('canvas.heat').length") == (7 if kind is of_many_ranks else 0)
         # A click on a bar of the timeline leads to its rank, and one on a mark to its event.
         one.click(".plot a[aria-label^='rank 1, attempt'] rect")
         assert one.ask("return location.hash").startswith(("#w", "#a"))

@@ -42,6 +42,7 @@ NOT_RUN = {
     "python -m pip install .": "as above",
     "python -m pip install '.[etcd]'": "as above",
     "python -m pip install '.[re2]'": "as above",
+    "python -m pip install '.[gpu]'": "as above",
     "python -m pip install '.[metrics]'": "as above",
     "python -m pip install '.[web]'": "as above",
     "phalanx debug": "needs a rank that stands; the transcript `debug` is of it",

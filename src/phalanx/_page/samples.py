@@ -39,6 +39,8 @@ METRICS = (
     Metric("beat", "Age of the heartbeat", "s"),
     Metric("cpu", "CPU", "%"),
     Metric("memory", "Memory", "B"),
+    Metric("gpu", "GPU", "%"),
+    Metric("gpu_memory", "GPU memory", "B"),
     Metric("threads", "Threads", ""),
 )
 

@@ -300,5 +300,10 @@ FAMILIES = (
            _ranks(lambda rank: rank["threads"])),
     Family("phalanx_rank_open_fds", "gauge", "Open descriptors of the rank and of the processes below it.",
            _ranks(lambda rank: rank.get("fds"))),
+    Family("phalanx_rank_gpu_utilization_ratio", "gauge",
+           "Time of GPUs that the rank and the processes below it use; of several GPUs, the sum.",
+           _ranks(lambda rank: None if rank.get("gpu") is None else rank["gpu"] / 100)),
+    Family("phalanx_rank_gpu_memory_bytes", "gauge", "GPU memory of the rank and of the processes below it.",
+           _ranks(lambda rank: rank.get("gpu_memory"))),
 )  # fmt: skip
 """All of them, in the order in which they are exposed."""

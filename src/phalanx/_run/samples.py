@@ -54,8 +54,8 @@ SLOW_RANKS = 3
 _MEDIANS = 4  # of its steps, or `SLOW_SECONDS`: a rank that has reported none for longer is no evidence
 _ASK_SECONDS = 15.0  # between two questions to all machines of a job
 _SHARE = 0.0009  # of the time: the CPU time that this thread takes at most, however many ranks there are
-_FIELDS = ("cpu", "memory", "threads", "fds", "step", "step_time", "beat")
-_DIGITS = {"cpu": 2, "step_time": 6, "beat": 1}
+_FIELDS = ("cpu", "memory", "threads", "fds", "step", "step_time", "beat", "gpu", "gpu_memory")
+_DIGITS = {"cpu": 2, "step_time": 6, "beat": 1, "gpu": 1}
 
 
 class StepTime(NamedTuple):

@@ -17,6 +17,7 @@ from phalanx._base import clock, files, procfs
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._events.agent_kinds import AgentState, AgentStatus, RestartDecided
 from phalanx._events.kinds import WorkerStarted
+from phalanx._run.gpus import Gpus, total
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class RunStatus:
         - ``cpu``: the seconds of CPU time that it and its live descendants have used, and children that have ended.
         - ``memory``: their bytes: RSS, or PSS where that could be read: see `_Samples`.
         - ``threads``, ``fds``: how many threads, and open descriptors, they have.
+        - ``gpu``, ``gpu_memory``: what they use of GPUs, in percent of a GPU's time, and in bytes: see `Gpus`.
         - ``line``: the last line that it wrote to a log file, `LINE` characters of it at most.
 
         Any thread may call it, but no signal handler. It waits at most 0.25 s, and as long for a thread that is at it.
@@ -174,6 +176,7 @@ class _Samples:
         self._lines: dict[str, tuple[tuple[int, int, int], str]] = {}  # by path: of what state, and which
         self._trees: dict[int, list[int]] = {}  # by the pid of a worker: itself and its descendants, when last seen
         self._scan_at = 0.0  # when a brief answer looks at all processes again
+        self._gpus = Gpus()
         self._began, self._spent = clock.now(), 0.0  # seconds of CPU time for memory, for brief answers
 
     def add(self, ranks: list[dict[str, Any]], *logs: dict[int, str]) -> None:
@@ -185,9 +188,10 @@ class _Samples:
         paths = {rank["local_rank"]: [log[rank["local_rank"]] for log in logs] for rank in ranks}
         if logs or self._spent < _MEMORY_SHARE * (clock.now() - self._began):
             self._read(trees, resident, [path for both in paths.values() for path in both], is_brief=not logs)
+        on_gpus = self._gpus.use() if alive else {}
         for rank in ranks:
             line = self._line(paths[rank["local_rank"]])
-            rank |= {"cpu": None, "memory": None, "threads": None, "fds": None, "line": line}
+            rank.update(dict.fromkeys(("cpu", "memory", "threads", "fds", "gpu", "gpu_memory")), line=line)
             tree = trees.get(rank["pid"], ())
             if tree:
                 used = [usage[pid] for pid in tree]
@@ -197,6 +201,7 @@ class _Samples:
                 rank["memory"] = memory.estimate(now) if memory is not None else now
                 rank["threads"] = sum(each[2] for each in used)
                 rank["fds"] = None if None in fds else sum(filter(None, fds))
+                rank.update(total(on_gpus[pid] for pid in tree if pid in on_gpus)._asdict())
 
     def _look(
         self, alive: list[int], *, is_brief: bool

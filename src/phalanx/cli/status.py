@@ -48,6 +48,8 @@ _OPTIONAL = (
     "UPTIME",
     "CPU%",
     "MEM",
+    "GPU%",
+    "GPUMEM",
     "BEAT",
     "STEP",
     "STEP/S",
@@ -98,7 +100,9 @@ class Row(NamedTuple):
             "STATE": self.state if self.slow is None else f"slow {self.slow:.1f}x",
             "UPTIME": _shown(self.uptime, format_duration),
             "CPU%": _shown(self.cpu, "{:.0f}".format),
-            "MEM": _shown(self.memory, lambda size: format_size(size).replace(" ", "").removesuffix("iB")),
+            "MEM": _shown(self.memory, _size),
+            "GPU%": _shown(self.facts.get("gpu"), "{:.0f}".format),
+            "GPUMEM": _shown(self.facts.get("gpu_memory"), _size),
             "BEAT": _shown(self.beat, lambda beat: f"{beat:.1f}s" if beat < LATE else format_duration(beat)),
             "STEP": _shown(self.step, str),
             "STEP/S": _shown(self.rate, lambda rate: f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"),  # noqa: PLR2004 - three digits
@@ -108,6 +112,10 @@ class Row(NamedTuple):
 
 def _shown(value: Any, form: Any) -> str:
     return NONE if value is None else form(value)
+
+
+def _size(size: int) -> str:
+    return format_size(size).replace(" ", "").removesuffix("iB")
 
 
 def rows_of(answer: Answer, before: Answer | None = None) -> list[Row]:
@@ -324,8 +332,9 @@ def status(run: str | None, *, as_json: bool, log_dir: str | None) -> None:
     phalanx status 20261120-1030
 
     CPU% and STEP/S are averages since the rank was started; phalanx top shows those of the last seconds. MEM is the
-    memory of the rank and of the processes that it has started; what they share counts once. BEAT is the time since the
-    last heartbeat. Of a job of many machines, the ranks of all are shown.
+    memory of the rank and of the processes that it has started; what they share counts once. GPU% and GPUMEM are what
+    they use of GPUs, where nvidia-ml-py is installed. BEAT is the time since the last heartbeat. Of a job of many
+    machines, the ranks of all are shown.
 
     Of a run that has ended, it is what its record says. The exit code is 1 if the launcher was killed, or has not
     answered. RUN is as for phalanx logs; another user's can be asked by root alone.
