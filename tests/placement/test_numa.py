@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._placement.numa import Gpu, bind, visible_gpus
 from phalanx._placement.topology import NEAR_GPUS as MODES
+from phalanx._placement.topology import Gpu, bind, visible_gpus
 from tests.support.torch_names import torch_version
 
 if TYPE_CHECKING:

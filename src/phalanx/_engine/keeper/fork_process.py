@@ -12,8 +12,7 @@ import select
 
 from phalanx._base import linux
 from phalanx._engine import protocol
-from phalanx._engine.keeper import start_process
-from phalanx._engine.keeper.start_process import ignored_signals
+from phalanx._engine.keeper.start_group import environment_of, ignored_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any, NoReturn
 
-    from phalanx._engine.keeper.start_process import Outputs
+    from phalanx._engine.keeper.start_group import Outputs
     from phalanx._engine.protocol import Spec
     from phalanx._placement.placement import WorkerBounds
 else:
@@ -94,7 +93,7 @@ def fork(
 
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int]) -> int:
     """Execute a file in a fork that places itself first. Returns its pid. Raises NotStartedError, OSError."""
-    environment = start_process.environment_of(spec, base, given)
+    environment = environment_of(spec, base, given)
     parent = os.getpid()
     setup = _Setup(spec.placement)
     pid = _split(setup)
