@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-_TOGETHER = ("tests/engine/test_workers_torch.py", "tests/faces/test_programs.py")
+_TOGETHER = ("tests/faces/test_programs.py",)
 """Files whose tests look at what one run has found."""
 
 _WRITES_NO_BYTECODE = pytest.StashKey[bool]()

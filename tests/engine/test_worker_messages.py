@@ -427,8 +427,8 @@ if os.fork() == 0:
         socket.send_fds(asker, [b"1"], [0])
     os._exit(0)
 socket.setdefaulttimeout(0.1)
-assert worker_messages.send(ours.fileno(), b"R")
-assert me.ask() is not None
+fd = me.ask()  # the socket is full: it is one for all workers, and the launcher may be busy
+assert os.path.samestat(os.fstat(fd), os.fstat(0))
 ours.close()
 theirs.close()
 """

@@ -25,9 +25,8 @@ from phalanx.cli import run as cli_run
 from phalanx.cli._commands import cli
 from phalanx.multiprocessing import Placement, start_processes
 from phalanx.timer import TimerSpecs
-from tests.engine.test_lost_helpers import until
 from tests.support.command import Place
-from tests.support.helpers import Gate, descendants
+from tests.support.helpers import Gate, descendants, until
 from tests.support.timer_workers import wait_asleep
 
 ROOT = Path(__file__).resolve().parents[2]
