@@ -153,6 +153,12 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
+@pytest.fixture
+def own_tmpdir(own_temporary_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - made by then
+    """The same, also for the processes of the test."""
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+
+
 @pytest.fixture(autouse=True)
 def no_gc_callbacks() -> None:
     """Remove Hypothesis', which times collections of garbage.

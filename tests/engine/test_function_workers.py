@@ -147,7 +147,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
         sys.path.insert(0, folder)
         assert run(work) == [True, True]
     """),
-    "log records name the process, and no resource tracker is started but for what needs one": (METHODS, """
+    "log records name the process, and no resource tracker is started but for what needs one": (("spawn", "fork"), """
     import io
     def outer(): return run(lambda: 7, nprocs=1)[0]
     def work():
@@ -169,7 +169,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
         from multiprocessing import resource_tracker
         assert resource_tracker._resource_tracker._fd is None
     """),
-    "what stands at the top of the script holds in workers, but over a rank's variables": (METHODS, """
+    "what stands at the top of the script holds in workers, but over a rank's variables": (("forkserver", "fork"), """
     import decimal, logging, os
     decimal.getcontext().prec = 5
     REGISTRY = {}
@@ -189,7 +189,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
         found = run(look, envs={0: {"DEVICE": "0"}, 1: {"DEVICE": "1"}})
         assert found == [(["one", "two"], "0.33333", 2, 40, [str(rank), "0,1"]) for rank in range(2)], found
     """),
-    "globals are each worker's own": (METHODS, """
+    "globals are each worker's own": (("forkserver", "fork"), """
     import numpy as np
     small, large = np.zeros(3), np.zeros(1 << 20)
     counter = 0
@@ -206,7 +206,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
             assert (counter, small[0], large[0]) == (0, 0, 0)
             assert run(lambda: (int(large[0]), large.flags.writeable)) == [(0, True)] * 2
     """),
-    "what breaks by value is found by reference": (METHODS, """
+    "what breaks by value is found by reference": (("spawn", "fork"), """
     import dataclasses, enum, functools, pickle, typing
     @functools.lru_cache(maxsize=7)
     def cached(n): return n + 1
@@ -253,7 +253,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
         assert (type(trainer), trainer.steps, trainer.total) == (Trainer, 3, 6)
         assert run(functools.partial(cached, 1)) == [2, 2] and run(Trainer, nprocs=1)[0].total == 0
     """),
-    "what comes back leaves the launcher's classes alone": (METHODS, """
+    "what comes back leaves the launcher's classes alone": (("forkserver", "fork"), """
     import copyreg, dataclasses
     base = 1
     class Model:
@@ -296,7 +296,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
         assert queue.get() == ("__main__" if METHOD == "fork" else "__mp_main__", True, True)
         queue.close()
     """),
-    "queues carry objects of the main module": (METHODS, """
+    "queues carry objects of the main module": (("spawn", "fork"), """
     import multiprocessing
     class Item:
         def __init__(self, n): self.n = n

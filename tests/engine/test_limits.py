@@ -37,36 +37,6 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 # --- results, and descriptors
 
-RESULTS = """
-import contextlib, json, os, resource, sys
-from phalanx._engine import mirror as module
-from phalanx.multiprocessing import start_processes
-from tests.support import workers
-
-ranks = 6
-take = module.Mirror.take
-
-def with_none_left(self, *arguments):
-    \"\"\"Take the results while no descriptor can be opened, as it may happen in a host that has many.\"\"\"
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        return take(self, *arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-if __name__ == "__main__":
-    module.Mirror.take = with_none_left
-    args = {rank: (1 if rank % 2 else 0,) for rank in range(ranks)}
-    with start_processes("g", workers.megabytes, args) as group:
-        result = group.wait()
-    print(json.dumps({
-        "values": {rank: len(value) for rank, value in result.return_values.items()},
-        "failures": {rank: failure.message for rank, failure in result.failures.items()},
-    }))
-"""
-
-
 FEW = """
 import resource, sys
 from phalanx.multiprocessing import DefaultLogsSpecs, Placement, Std, start_processes
@@ -92,19 +62,6 @@ def test_workers_start_under_a_low_limit_on_open_files(tmp_path: Path, method: s
     """That limit holds while they are started."""
     done = workers.run_script(tmp_path, FEW, str(tmp_path / "logs"), method, str(nice), str(max_size))
     assert (done.returncode, done.stdout.strip()) == (0, "12"), done.stderr
-
-
-@pytest.mark.long
-def test_a_result_that_is_cut_hides_no_other(tmp_path: Path) -> None:
-    """Ranks 1, 3 and 5 return what takes a descriptor, of which there is none; the others what does not."""
-    import json
-
-    done = workers.run_script(tmp_path, RESULTS, env={"TMPDIR": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["values"] == {"0": 0, "2": 0, "4": 0}
-    assert set(said["failures"]) == {"1", "3", "5"}
-    assert all(message.startswith("Truncated: ") for message in said["failures"].values())
 
 
 def test_a_channel_goes_on_after_a_message_that_was_cut() -> None:

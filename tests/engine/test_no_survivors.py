@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from typing import TYPE_CHECKING
@@ -35,20 +34,11 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_tmpdir")]
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "1"))
 EVERYBODY = WORKERS * SIZE
 FREEZER = "/sys/fs/cgroup/freezer"
-
-
-@pytest.fixture(autouse=True)
-def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups without a log folder make a temporary one, which is theirs to keep."""
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
 
 
 # --- the matrix

@@ -287,7 +287,7 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
     tmp_path: Path, ready: Ready, gate: Gate, method: str
 ) -> None:

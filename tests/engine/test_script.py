@@ -680,29 +680,6 @@ def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
 # --- evidence
 
 
-@pytest.mark.slow
-def test_what_has_come_of_what_record_had_recorded_has_its_date(house: House) -> None:
-    source = os.path.dirname(os.path.dirname(OURS))
-    house.write(
-        "script.py",
-        f"""
-        import sys; sys.path.append({source!r})
-        from phalanx.multiprocessing.errors import record
-        @record
-        def main(): raise ValueError("the cause")
-        try: main()
-        except ValueError: raise KeyError("the consequence") from None
-        """,
-    )
-    worker = house.as_worker("script.py")
-    assert worker.error is not None
-    info = worker.error["message"]["extraInfo"]
-    assert worker.message == "KeyError: 'the consequence'"
-    assert info["before"]["message"] == "ValueError: the cause"
-    assert info["before"]["monotonic_ns"] == info["monotonic_ns"] < info["recorded_ns"]
-    assert "KeyError: 'the consequence'" in worker.err
-
-
 FATAL = {
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
     "SIGABRT": "import os; os.abort()",

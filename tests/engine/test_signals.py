@@ -129,38 +129,36 @@ def test_a_further_request_is_one() -> None:
 # --- swallowed
 
 
-def test_a_swallowed_exception_is_raised_by_the_next_wait() -> None:
+def swallow_sigterm() -> None:
+    """As a library does: logging's own handlers, say."""
+    with contextlib.suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_swallowed_exception_is_raised_by_the_next_wait_once() -> None:
+    """Of the main thread, or by its next start; not if it came out of a wait, or was handled by a close."""
     with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-        with contextlib.suppress(Exception):  # what a library does: logging's own handlers, say
-            os.kill(os.getpid(), signal.SIGTERM)
+        swallow_sigterm()
+        with meanwhile(group.wait, 0.05):
+            pass
         with pytest.raises(SignalException) as caught:
             group.wait(TIMEOUT)
         assert caught.value.sigval is signal.SIGTERM
-        assert group.wait(0) is None, "it comes once"
-
-
-def test_one_that_came_out_of_a_wait_is_not_raised_again() -> None:
-    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
+        assert group.wait(0) is None
+        let_a_request_pass()
         killing = when_we_wait(os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             group.wait(TIMEOUT)
         killing.join()
         assert group.wait(0.05) is None
-
-
-def test_one_that_was_handled_by_a_close_is_forgotten() -> None:
+        let_a_request_pass()
+        swallow_sigterm()
+        with pytest.raises(SignalException):
+            start_processes("h", "sleep", ("600",), nprocs=1)
     with pytest.raises(SignalException), start_processes("g", "sleep", ("600",), nprocs=1):
         os.kill(os.getpid(), signal.SIGTERM)
     with start_processes("g", "true", (), nprocs=1) as group:
         assert group.wait(TIMEOUT).succeeded  # type: ignore[union-attr]  # it ends at once
-
-
-def test_the_next_start_raises_it_too() -> None:
-    with start_processes("g", "sleep", ("600",), nprocs=1):
-        with contextlib.suppress(Exception):  # as above
-            os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(SignalException):
-            start_processes("h", "sleep", ("600",), nprocs=1)
 
 
 def test_a_signal_amid_the_reading_of_a_value_fails_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +200,6 @@ def test_a_signal_amid_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pyt
     gc.collect()
     assert done.wait(TIMEOUT)
     assert wait_gone([pid]) == set()
-
-
-def test_another_thread_is_not_sent_it() -> None:
-    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-        with contextlib.suppress(Exception):  # as above
-            os.kill(os.getpid(), signal.SIGTERM)
-        with meanwhile(group.wait, 0.05):
-            pass
 
 
 # --- handlers that come and go

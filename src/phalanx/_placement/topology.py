@@ -28,8 +28,6 @@ NEAR_GPUS = ("node", "socket", "exclusive", "core-complex")
 """The ways of `bind`, which are torchrun's."""
 
 _NVIDIA = "proc/driver/nvidia/gpus"
-_CHOOSE_NVIDIA = ("CUDA_VISIBLE_DEVICES",)
-_CHOOSE_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 _INSTEAD = "--cpu-bind numa binds by rank"
 
 
@@ -343,7 +341,7 @@ def visible_gpus(root: str = "/", environ: Mapping[str, str] = os.environ) -> li
 
     Raises ValueError: a variable names a device that is none of the machine's.
     """
-    for present, variables in ((_nvidia(root), _CHOOSE_NVIDIA), (_amd(root), _CHOOSE_AMD)):
+    for present, variables in ((_nvidia(root), devices.CHOOSE_NVIDIA), (_amd(root), devices.CHOOSE_AMD)):
         if present:
             name = next((name for name in variables if name in environ), None)
             return present if name is None else _chosen(name, environ[name], present)
