@@ -42,8 +42,10 @@ from tests.support.helpers import tell
 kind, address, gate, folder, grace, size, forks = sys.argv[1:]
 if __name__ == "__main__":
     specs = DefaultLogsSpecs(folder, redirects=Std.ALL, max_size=int(size) or None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # it may be sent as soon as the workers are up
     with test_orphan_grace.start(kind, address, gate, specs, float(grace)) as group:
         signal.signal(signal.SIGUSR1, lambda *_: group.pause())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         if int(forks) and not os.fork():
             tell(address, "forked")
             while True:

@@ -108,7 +108,7 @@ UNNAMED = {
     "api.py: _name": set[str](),  # the same
     "services.py: name": set[str](),  # those of the ports, one of which is an option's
     "_dry_run.py: name": set[str](),  # those of workers, to leave out what they have anyway
-    "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
+    "start_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
 """Where the source reads variables without naming them there, and which these are."""
 

@@ -212,7 +212,7 @@ _LIGHT = (
     *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.recording",
     *("phalanx._timers.escalation", "phalanx._timers.table"),
-    *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "log_writer", "start_group", "sweep")),
+    *(f"phalanx._engine.keeper.{name}" for name in ("guard", "log_writer", "start_group", "sweep")),
     *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "picklers", "results", "unpicklable")),
     "phalanx._engine.worker.forked",
 )
