@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-_TOGETHER = ("tests/engine/test_workers_torch.py", "tests/faces/test_programs.py")
+_TOGETHER = ("tests/faces/test_programs.py",)
 """Files whose tests look at what one run has found."""
 
 _WRITES_NO_BYTECODE = pytest.StashKey[bool]()
@@ -151,6 +151,12 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.fixture
+def own_tmpdir(own_temporary_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - made by then
+    """The same, also for the processes of the test."""
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
 
 
 @pytest.fixture(autouse=True)

@@ -132,6 +132,10 @@ run --notice USR1:5x S => a time, more than 0, like USR1:60 or USR1:2m
 run --signals-forward KILL S => SIGKILL cannot be passed on
 run --signals-forward TERM S => SIGTERM stops the run
 run --signals-forward USR3 S => expected names of signals
+run --preload js-on S => 'js-on' is not the name of a module
+run --preload json,__main__ S => __main__ is the script
+run --preload json --no-python true => a binary imports nothing
+PYTHON_EXEC=/usr/bin/python3-of-another run --preload json S => PYTHON_EXEC
 run --run-path --preload json S => --preload: with --run-path, workers are forks with --start-method fork
 
 run --rdzv-endpoint 192.0.2.1:29500 S => --rdzv-endpoint: '192.0.2.1' & this is the only machine, see --nnodes
@@ -184,6 +188,13 @@ run --nnodes 2 {ETCD} --rdzv-conf user=x,password_file=/no/x S => password_file:
 run --nnodes 2 {ETCD} --rdzv-conf ca=/no/x S => --rdzv-conf: ca: /no/x: No such file
 run --nnodes 2 {ETCD} --rdzv-conf ca=/dev/null S => --rdzv-conf: ca: /dev/null holds no certificate (PEM)
 run --numa-binding node --cpu-bind core S => --numa-binding and --cpu-bind exclude each other
+run --cpu-bind cores S => --cpu-bind: 'cores': rank 0: 'cores' is no CPU
+run --cpu-bind 0-999999 S => --cpu-bind: '0-999999': rank 0: CPU
+run --nice 20 S => '--nice': '20': expected a whole number, -20 to 19
+run --rlimit nofile S => '--rlimit': 'nofile': expected limits, each once, like nofile=4096,as=8GiB
+run --rlimit nofile=1,nofile=2 S => the trouble is with 'nofile=2'
+run --rlimit files=1 S => '--rlimit': 'files' is no resource limit; there are as, core,
+run --rlimit nofile=2:1 S => '--rlimit': nofile: the soft limit 2 is above the hard limit 1
 run --numa-binding nodes S => 'nodes' is not one of 'node', 'socket', 'exclusive', 'core-complex'
 CUDA_VISIBLE_DEVICES= run --numa-binding node S => --numa-binding: node: this machine shows no GPU
 CUDA_VISIBLE_DEVICES= run --nproc-per-node gpu S => gpu & VISIBLE_DEVICES

@@ -86,7 +86,7 @@ def test_a_working_directory_that_has_been_removed(method: str, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
-    for _ in range(20):
+    for _ in range(8):
         group = start_processes("g", time.sleep, (600,), nprocs=2, start_method=method)
         before = time.monotonic()
         group.close(timeout=20)

@@ -26,10 +26,10 @@ from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, Std, SubprocessContext, start_processes
-from tests.support.helpers import PYTHON, TIMEOUT, alive, pass_gate, tell, wait_gone
-from tests.support.insides import helpers_of, state_of, stop, supervisor_of
+from tests.support.helpers import PYTHON, TIMEOUT, alive, meanwhile, pass_gate, tell, until, wait_gone
+from tests.support.insides import helpers_of, state_of, stop, supervisor_of, wait_until_stopped
 from tests.support.waits import shorten
-from tests.support.workers import ROOT, run_script
+from tests.support.workers import run_script, started_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,24 +43,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.usefixtures("own_temporary_folder"), pytest.mark.slow]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Look again and again: for what no descriptor tells."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        select.select((), (), (), 0.001)
-
-
 # --- while the keeper boots
 
 BOOTING = """
-import os, signal, sys, time
-from phalanx._base import procfs
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SubprocessContext, start_processes
-from tests.support.helpers import tell
+import sys
+from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests.engine.test_lost_helpers import StopTheKeeper
 
-address, who, survivor = sys.argv[1:]
+address, survivor = sys.argv[1:]
 specs = StopTheKeeper(address)
 try:
     start_processes("g", "/bin/sh", ("-c", survivor), nprocs=2, logs_specs=specs).wait()
@@ -91,20 +81,13 @@ class StopTheKeeper(DefaultLogsSpecs):
 
 
 @pytest.mark.parametrize("who", ["keeper", "guard", "launcher"])
-@pytest.mark.parametrize("_turn", range(3))
-def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
+def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str) -> None:
     """The keeper is stopped as it boots. The order is sent, and somebody is killed: nothing must be started by it."""
     survivor = f'exec {PYTHON} -S -c "import signal; {ready.python()}; signal.pause()"'
-    script = tmp_path / "launcher.py"
-    script.write_text(BOOTING)
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    command = [sys.executable, str(script), ready.address, who, survivor]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+    with started_script(tmp_path, BOOTING, ready.address, survivor, stdout=subprocess.PIPE) as launcher:
         guard, keeper = map(int, ready.wait()[0].split())
-        until(lambda: procfs.Stat(keeper).state == "T")
-        # The order has been sent when the launcher waits: two threads, both asleep.
-        tasks = f"/proc/{launcher.pid}/task"
-        until(lambda: len(os.listdir(tasks)) > 1 and all(sleeps(f"{tasks}/{task}") for task in os.listdir(tasks)))
+        wait_until_stopped([keeper])
+        until(lambda: has_sent(launcher.pid))
         os.kill({"keeper": keeper, "guard": guard, "launcher": launcher.pid}[who], signal.SIGKILL)
         assert wait_gone([guard, keeper, launcher.pid]) == set()
         out, _ = launcher.communicate(timeout=TIMEOUT)
@@ -115,6 +98,12 @@ def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: s
     if who != "launcher":
         assert out.startswith("lost: ")
         assert f"the group's {who} process was killed by signal 9" in out
+
+
+def has_sent(launcher: int) -> bool:
+    """Whether the order has been sent: the launcher waits then, with two threads, both asleep."""
+    tasks = list(Path(f"/proc/{launcher}/task").iterdir())
+    return len(tasks) > 1 and all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in tasks)
 
 
 STOPS_BEFORE_IT_IS_UP = """
@@ -152,40 +141,23 @@ def test_a_keeper_that_gets_up_as_its_guard_dies_is_not_dead(monkeypatch: pytest
             heard.append(received[0][0])
         return received
 
-    raised: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            start_processes("g", "/bin/sleep", ("600",), nprocs=2)
-        except BaseException as error:  # noqa: BLE001 - it is looked at
-            raised.append(error)
-
     with monkeypatch.context() as patch:
         patch.setattr(interpreter, "command", lambda flags, code: command(flags, STOPS_BEFORE_IT_IS_UP + code))
         patch.setattr(KeeperClient, "helpers_gone", found_dead)
         patch.setattr(channels.Channel, "receive", one_word_at_first)
-        starting = threading.Thread(target=start)
-        starting.start()
-        until(lambda: stopped_helpers() != [])
-        [(guard, keeper)] = stopped_helpers()
-        os.kill(guard, signal.SIGKILL)
-        starting.join(TIMEOUT)
-        assert not starting.is_alive()
+        with meanwhile(start_processes, "g", "/bin/sleep", ("600",), nprocs=2) as error:
+            until(lambda: stopped_helpers() != [])
+            [(guard, keeper)] = stopped_helpers()
+            os.kill(guard, signal.SIGKILL)
+            assert str(error()).startswith("the group's guard process was killed by signal 9")
     assert wait_gone([guard, keeper]) == set()
-    [error] = raised
     assert heard[:2] == ["up", "nothing more"]
-    assert str(error).startswith("the group's guard process was killed by signal 9")
 
 
 def stopped_helpers() -> list[tuple[int, int]]:
     """Guards that we have started, with their keepers, which are stopped."""
     pairs = [(guard, keeper) for guard in procfs.children(os.getpid()) for keeper in procfs.children(guard)]
     return [(guard, keeper) for guard, keeper in pairs if procfs.Stat(keeper).state == "T"]
-
-
-def sleeps(task: str) -> bool:
-    with open(f"{task}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"S"
 
 
 # --- while the group runs
@@ -205,9 +177,7 @@ def test_a_stopped_keeper_whose_guard_is_killed_is_woken(kind: str, ready: Ready
             group.wait(TIMEOUT)
 
 
-def pauses(address: str) -> None:
-    from tests.support.helpers import tell
-
+def pause(address: str) -> None:
     tell(address, str(os.getpid()))
     while True:
         signal.pause()
@@ -217,7 +187,7 @@ def running(kind: str, ready: Ready) -> PContext:
     if kind == "binary":
         code = f"import signal; {ready.python()}; signal.pause()"
         return start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2)
-    return start_processes("g", pauses, (ready.address,), nprocs=2, start_method=kind)
+    return start_processes("g", pause, (ready.address,), nprocs=2, start_method=kind)
 
 
 def test_a_keeper_that_is_stopped_repeatedly_is_replaced(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +262,16 @@ def test_helpers_are_missed_though_a_fork_holds_their_socket(ready: Ready) -> No
         group.close()
 
 
-def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "free, said",
+    [
+        (2, "every process of the group was killed with it"),
+        (0, "no descriptor is left, or no /proc, to look for its processes: some may live on"),
+    ],
+)
+def test_the_last_resort_takes_two_descriptors(
+    free: int, said: str, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running("binary", ready) as group:
         pids = ready.pids(2)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -314,23 +293,12 @@ def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
         monkeypatch.setattr(MarkedProcesses, "kill", with_few)
-        free = 2
         lose_both(group)
-        with pytest.raises(KeeperLostError, match="every process of the group was killed with it"):
+        with pytest.raises(KeeperLostError, match=said):
             group.wait(TIMEOUT)
-        assert [pid for pid in pids if alive(pid)] == []
-
-
-def test_without_descriptors_the_failed_search_is_reported(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: None)
-    with running("binary", ready) as group:
-        pids = ready.pids(2)
-        lose_both(group)
-        with pytest.raises(
-            KeeperLostError, match="no descriptor is left, or no /proc, to look for its processes: some may live on"
-        ):
-            group.wait(TIMEOUT)
-    for pid in pids:
+        assert [pid for pid in pids if alive(pid)] == ([] if free else pids)
+        monkeypatch.undo()
+    for pid in pids if not free else ():
         os.kill(pid, signal.SIGKILL)
     assert wait_gone(pids) == set()
 
@@ -399,10 +367,8 @@ def test_a_guard_that_outlives_its_kill_is_waited_for_by_nobody(monkeypatch: pyt
     client.exec(("-I", "-S"))
     guard = client._guard
     stop(guard)
-    closing = threading.Thread(target=client.close, args=(0.1,))
-    closing.start()
-    closing.join(TIMEOUT)
-    assert not closing.is_alive()
+    with meanwhile(client.close, 0.1):
+        pass
     os.kill(guard, signal.SIGKILL)
     assert wait_gone([guard]) == set()
 
@@ -416,11 +382,10 @@ def lose_both(group: PContext) -> None:
 # --- closing while it starts
 
 
-@pytest.mark.parametrize("moment", ["before the keeper", "while the keeper boots"])
-def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
+@pytest.mark.parametrize("is_booting", [False, True], ids=["before the keeper", "while the keeper boots"])
+def test_a_close_while_another_thread_starts(ready: Ready, is_booting: bool) -> None:
     """It is no silent no-op: nothing runs when both have returned."""
     begun, go_on = threading.Event(), threading.Event()
-    raised: list[BaseException] = []
 
     class Slow(DefaultLogsSpecs):
         def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
@@ -429,42 +394,23 @@ def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
             return super().reify(envs)
 
     code = f"import signal; {ready.python()}; signal.pause()"
-    argv = {0: ("-S", "-c", code)}
-    group = SubprocessContext("g", sys.executable, argv, {0: {}}, Slow())
-
-    def start() -> None:
-        try:
-            group.start()
-        except BaseException as error:  # noqa: BLE001 - it is looked at
-            raised.append(error)
-
-    thread = threading.Thread(target=start)
-    if moment == "before the keeper":
-        thread.start()
-        begun.wait(TIMEOUT)
+    group = SubprocessContext("g", sys.executable, {0: ("-S", "-c", code)}, {0: {}}, Slow())
+    if is_booting:
+        go_on.set()
+    with meanwhile(group.start) as error:
+        if is_booting:
+            until(lambda: group._supervisor is not None)
+        else:
+            begun.wait(TIMEOUT)
         group.close()
         go_on.set()
-    else:
-        go_on.set()
-        thread.start()
-        until(lambda: group._supervisor is not None or not thread.is_alive())
-        group.close()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
-    if moment == "before the keeper":
-        [error] = raised
-        assert isinstance(error, RuntimeError)
-        assert str(error) == "the group 'g' was closed while it was starting"
-    else:
-        assert not group.is_open
+        said = str(error())
+    assert not group.is_open
+    assert is_booting or said == "the group 'g' was closed while it was starting"
 
 
-def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -> None:
-    """The wait for the start ends with it, and the group can be closed."""
-    script = tmp_path / "script.py"
-    script.write_text("""
-import os, sys, signal, time
-from phalanx._base import procfs
+SIGNALLED = """
+import sys, time
 from phalanx.multiprocessing import SignalException, start_processes
 from tests.engine.test_lost_helpers import StopTheKeeper
 
@@ -473,18 +419,16 @@ try:
     start_processes("g", "sleep", ("600",), nprocs=1, logs_specs=StopTheKeeper(sys.argv[1]), grace=0.5)
 except SignalException as error:
     print(error.sigval.name, time.monotonic() - began < 10)
-""")
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    from tests.support.helpers import Ready
+"""
 
-    with Ready(tmp_path / "ready") as ready:
-        command = [sys.executable, str(script), ready.address]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
-            ready.wait()
-            tasks = f"/proc/{launcher.pid}/task"
-            until(lambda: len(os.listdir(tasks)) > 1 and all(sleeps(f"{tasks}/{task}") for task in os.listdir(tasks)))
-            launcher.send_signal(signal.SIGTERM)
-            assert launcher.communicate(timeout=TIMEOUT)[0] == "SIGTERM True\n"
+
+def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(ready: Ready, tmp_path: Path) -> None:
+    """The wait for the start ends with it, and the group can be closed."""
+    with started_script(tmp_path, SIGNALLED, ready.address, stdout=subprocess.PIPE) as launcher:
+        ready.wait()
+        until(lambda: has_sent(launcher.pid))
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.communicate(timeout=TIMEOUT)[0] == "SIGTERM True\n"
 
 
 # --- what is decided when a helper goes
@@ -503,14 +447,8 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
         guard, kept = helpers_of(group)
         stop(kept)
         supervisor = supervisor_of(group)
-        said = threading.Event()
-
-        def say() -> None:
-            supervisor.link.send(("no such word",))
-            said.set()
-
-        supervisor._loop.call(say)
-        assert said.wait(TIMEOUT)
+        with busy(group, lambda: supervisor.link.send(("no such word",))):
+            pass
         if guard_goes:
             os.kill(guard, signal.SIGKILL)  # wakes the keeper
         else:
@@ -530,12 +468,12 @@ def test_a_guard_killed_late_does_not_change_the_end(
 ) -> None:
     """Who had failed has failed. What is left is killed at once, for nobody looks after the keeper."""
     args = {rank: (ended, rank, ready.address, gate.address) for rank in range(2)}
-    with start_processes("g", deaf_unless_done, args, grace=TIMEOUT, linger=TIMEOUT) as group:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(start_processes("g", deaf_unless_done, args, grace=TIMEOUT, linger=TIMEOUT))
         pids = ready.pids(2 + (ended == "succeeded"))
         guard, kept = helpers_of(group)
-        closing = threading.Thread(target=group.close)
         if ended == "stopped":
-            closing.start()
+            stack.enter_context(meanwhile(group.close))
         gate.open(2)
         until(lambda: state_of(group) in ("STOPPING", "LINGERING"))
         os.kill(guard, signal.SIGKILL)
@@ -546,8 +484,6 @@ def test_a_guard_killed_late_does_not_change_the_end(
             assert (result.root_cause.local_rank, result.root_cause.exitcode) == (1, 3)
             assert (result.outcomes[0].state, result.outcomes[0].signal_sent) == ("stopped", 9)
         assert wait_gone([*pids, kept]) == set()
-        if ended == "stopped":
-            closing.join()
     assert (
         "the group's guard process was killed by signal 9; what was left of the group was killed with it" in caplog.text
     )
@@ -581,48 +517,27 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
             logs.stdouts[70] = str(disk.folder / "stdout.log")
             return logs
 
-    ended: list[BaseException] = []
-
-    def start(group: PContext) -> None:
-        try:
-            group.start()
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            ended.append(error)
-
     ranks = range(200)
     args = dict.fromkeys(ranks, ("600",))
     envs: dict[int, dict[str, str]] = {rank: {} for rank in ranks}
     group = SubprocessContext("g", "/bin/sleep", args, envs, Slow())
-    starting = threading.Thread(target=start, args=(group,))
-    starting.start()
-    until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._keeper._guard)))
-    supervisor = supervisor_of(group)
-    assert supervisor is not None
-    [kept] = procfs.children(supervisor._keeper._guard)
-    until(lambda: len(procfs.children(kept)) >= 64)
-    said = threading.Event()
-    send = supervisor.link.send
+    send, has_said = KeeperLink.send, threading.Event()
 
-    def note(message: tuple[object, ...]) -> None:
-        send(message)
-        said.set()
+    def note(link: KeeperLink, message: tuple[object, ...]) -> None:
+        send(link, message)
+        has_said.set()
 
-    monkeypatch.setattr(supervisor.link, "send", note)
-    closing = threading.Thread(target=group.close)
-    closing.start()
-    assert said.wait(TIMEOUT)
-    disk.thaw()
-    starting.join(TIMEOUT)
-    closing.join(TIMEOUT)
-    assert [str(error) for error in ended] == ["the group was closed while it was starting"]
+    with meanwhile(group.start) as error:
+        until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._keeper._guard)))
+        supervisor, (_guard, kept) = supervisor_of(group), helpers_of(group)
+        until(lambda: len(procfs.children(kept)) >= 64)
+        monkeypatch.setattr(KeeperLink, "send", note)
+        with meanwhile(group.close):
+            assert has_said.wait(TIMEOUT)
+            disk.thaw()
+        assert str(error()) == "the group was closed while it was starting"
     assert not alive(kept)
     assert supervisor.link.keeper_error is None
-
-
-def pause(address: str) -> None:
-    tell(address, str(os.getpid()))
-    while True:
-        signal.pause()
 
 
 def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,9 +558,8 @@ def test_a_guard_that_takes_over_late_waits_for_no_ended_worker(ready: Ready, mo
 
 
 def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
-    script = "import signal; from tests.engine.test_lost_helpers import sleep_in_a_group; sleep_in_a_group()"
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    with subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True) as launcher:
+    script = "from tests.engine.test_lost_helpers import sleep_in_a_group; sleep_in_a_group()"
+    with started_script(tmp_path, script, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         guard, kept, worker = map(int, launcher.stdout.readline().split())
         until(lambda: holds_pidfd_of(guard, kept))  # the last that it opens; it may get to that after the group is up
@@ -657,7 +571,7 @@ def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
         assert wait_gone([worker, guard]) == set()
 
 
-TAKE_OVER = """
+GUARD = """
 import os, signal, sys
 from phalanx._base import channels, linux
 from phalanx._engine.keeper import guard
@@ -667,6 +581,9 @@ ours, theirs = channels.pair()
 serving = Keeper(theirs)
 linux.become_subreaper()
 guard.ignore_signals()
+"""
+
+TAKE_OVER = """
 heard, told = os.pipe()
 log_writer = os.fork()
 if log_writer == 0:
@@ -690,20 +607,11 @@ print(verb, *fields)
 
 def test_a_guard_needs_no_disk_to_take_over(tmp_path: Path) -> None:
     """Also where log files are rotated: the guard has started nothing that fills them."""
-    done = run_script(tmp_path, TAKE_OVER)
+    done = run_script(tmp_path, GUARD + TAKE_OVER)
     assert (done.returncode, done.stdout.strip()) == (0, f"ended_by_loss keeper {-signal.SIGKILL}"), done.stderr
 
 
 TOO_LATE = """
-import os, signal
-from phalanx._base import channels, linux
-from phalanx._engine.keeper import guard
-from phalanx._engine.keeper.keeper import Keeper
-
-ours, theirs = channels.pair()
-serving = Keeper(theirs)
-linux.become_subreaper()
-guard.ignore_signals()
 log_writer = os.fork()
 if log_writer == 0:
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -725,7 +633,7 @@ print(serving._state)
 
 def test_a_log_writer_that_is_lost_after_the_end_is_no_error(tmp_path: Path) -> None:
     """The launcher's death and the log writer's are seen in one round of the loop, in this order."""
-    done = run_script(tmp_path, TOO_LATE)
+    done = run_script(tmp_path, GUARD + TOO_LATE)
     assert (done.returncode, done.stdout.strip()) == (0, "GONE"), done.stderr
 
 

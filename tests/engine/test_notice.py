@@ -7,19 +7,29 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import phalanx
-from phalanx._base import procfs
 from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx.multiprocessing import KeeperLostError, ScriptContext, SubprocessContext, start_processes
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
-from tests.support.insides import helpers_of, state_of, supervisor_of
-from tests.support.workers import ROOT
+from tests.support.helpers import (
+    TIMEOUT,
+    Gate,
+    Ready,
+    alive,
+    descendants,
+    meanwhile,
+    pass_gate,
+    rest,
+    tell,
+    until,
+    wait_gone,
+)
+from tests.support.insides import helpers_of, state_of, stop, supervisor_of
+from tests.support.workers import ROOT, started_script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,9 +120,11 @@ def logs_specs(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_threads_forks_and_programs_below_a_worker_see_it(ready: Ready) -> None:
+    """Though it has closed all descriptors that it did not open."""
     wait = "\nwhile not phalanx.should_stop(): signal.sigtimedwait([], 0.001)\n"
     code = f"""
 import subprocess, threading
+phalanx.should_stop(); os.closerange(3, 1000)
 def wait(name):
     while not phalanx.should_stop(): threading.Event().wait(0.001)
     names.append(name)
@@ -132,14 +144,6 @@ threads = [threading.Thread(target=wait, args=(name,)) for name in "ab"]
 ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (early, late)]
 assert (ends, child.wait(), sorted(names)) == ([3, 3], 4, ["a", "b"])
 """
-    with commands(code) as group:
-        ready.wait()
-        group.close()
-        assert ended(group)[1] == ["stopped by us (notice SIGUSR1), exited with code 0"]
-
-
-def test_a_program_that_closes_all_descriptors_sees_it(ready: Ready) -> None:
-    code = f"phalanx.should_stop(); os.closerange(3, 1000)\n{loop(ready)}"
     with commands(code) as group:
         ready.wait()
         group.close()
@@ -209,12 +213,10 @@ waiting.join()
     )
     with commands(*codes) as group:
         pids = ready.pids(3)
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        assert sorted(ready.wait(2)) == ["0", "1"]
-        assert wait_gone(pids, 0.2) == {group.pids()[2]}  # the others have ended, and it has time
-        group.close()
-        closing.join()
+        with meanwhile(group.close):
+            assert sorted(ready.wait(2)) == ["0", "1"]
+            assert wait_gone(pids, 0.2) == {group.pids()[2]}  # the others have ended, and it has time
+            group.close()
         result, lines = ended(group)
     assert lines[:2] == 2 * ["stopped by us (notice SIGUSR1), exited with code 0"]
     assert lines[2] == "stopped by us (notice SIGUSR1, SIGTERM)"
@@ -247,13 +249,11 @@ def test_a_failure_after_the_notice_leaves_the_others_their_time(ready: Ready, g
     with commands(loop(ready, "raise OSError('disk full')"), stays, grace=LONG) as group:
         failing, staying = (group.pids()[rank] for rank in (0, 1))
         ready.wait(2)
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        assert ready.wait() == ["1"]
-        assert wait_gone([failing]) == set()
-        assert alive(staying)
-        gate.open()
-        closing.join()
+        with meanwhile(group.close):
+            assert ready.wait() == ["1"]
+            assert wait_gone([failing]) == set()
+            assert alive(staying)
+            gate.open()
         result, lines = ended(group)
     assert lines == ["failed: exited with code 1", "stopped by us (notice SIGUSR1), exited with code 0"]
     assert result.state == "failed"
@@ -264,8 +264,7 @@ def test_who_ended_before_it_has_succeeded(ready: Ready) -> None:
     with commands("pass", loop(ready)) as group:
         ready.wait()
         assert wait_gone([group.pids()[0]]) == set()
-        while 0 in supervisor_of(group).mirror.alive:
-            pass
+        until(lambda: 0 not in supervisor_of(group).mirror.alive)
         group.close()
         assert ended(group)[1] == ["succeeded", "stopped by us (notice SIGUSR1), exited with code 0"]
 
@@ -276,8 +275,7 @@ def test_a_failure_before_it_leaves_no_time(ready: Ready, gate: Gate) -> None:
         ready.wait(2)
         gate.open()
         assert wait_gone([group.pids()[0]]) == set()
-        while state_of(group) != "SETTLING":
-            pass
+        until(lambda: state_of(group) == "SETTLING")
         group.close()
         assert ended(group)[1] == ["failed: exited with code 3", "stopped by us (SIGTERM)"]
 
@@ -308,21 +306,16 @@ def test_a_second_stop_ends_the_notice_and_a_kill_does_so_too(ready: Ready) -> N
     for death, line in ((signal.SIGINT, "notice SIGUSR1, SIGINT"), (signal.SIGKILL, "notice SIGUSR1, SIGKILL")):
         with commands(f"signal.signal(2, signal.SIG_DFL); {ready.python()}; signal.pause()") as group:
             ready.wait()
-            closing = threading.Thread(target=group.close)
-            closing.start()
-            while state_of(group) != "NOTICED":
-                pass
-            group.close(death)
-            closing.join()
+            with meanwhile(group.close):
+                until(lambda: state_of(group) == "NOTICED")
+                group.close(death)
             assert ended(group)[1] == [f"stopped by us ({line})"]
 
 
 def test_a_stopped_worker_is_woken_by_it(ready: Ready) -> None:
     with commands(loop(ready)) as group:
         [pid] = ready.pids()
-        os.kill(pid, signal.SIGSTOP)
-        while procfs.Stat(pid).state != "T":
-            pass
+        stop(pid)
         group.close()
         assert ended(group)[1] == ["stopped by us (notice SIGUSR1), exited with code 0"]
 
@@ -339,11 +332,9 @@ while True: time.sleep(0.1)
 """
     with commands(code, notice=(USR1, 1.0)) as group:
         [pid] = ready.pids()
-        closing = threading.Thread(target=group.close, kwargs={"timeout": 0.1})
-        closing.start()
-        assert ready.wait() == ["noticed"]
-        os.kill(pid, signal.SIGSTOP)
-        closing.join()
+        with meanwhile(group.close, timeout=0.1):
+            assert ready.wait() == ["noticed"]
+            os.kill(pid, signal.SIGSTOP)
         assert ended(group)[1] == ["stopped by us (notice SIGUSR1, SIGKILL)"]
 
 
@@ -363,11 +354,9 @@ if not os.fork():
 """
     with commands(f"{child}\n{loop(ready)}") as group:
         ready.wait(2)
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        assert ready.wait() == ["SIGTERM"]
-        gate.open()
-        closing.join()
+        with meanwhile(group.close):
+            assert ready.wait() == ["SIGTERM"]
+            gate.open()
     assert done.exists()
 
 
@@ -379,13 +368,10 @@ def test_a_helper_that_is_killed_during_it(who: str, ready: Ready) -> None:
     with commands(f"{ready.python()}; signal.pause()") as group:
         pids = ready.pids()
         guard, keeper = helpers_of(group)
-        closing = threading.Thread(target=group.close)
-        closing.start()
-        while state_of(group) != "NOTICED":
-            pass
-        os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
-        assert wait_gone([*pids, guard, keeper]) == set()
-        closing.join()
+        with meanwhile(group.close):
+            until(lambda: state_of(group) == "NOTICED")
+            os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
+            assert wait_gone([*pids, guard, keeper]) == set()
         if who == "keeper":
             with pytest.raises(KeeperLostError):
                 group.wait(0)
@@ -408,14 +394,7 @@ if __name__ == "__main__":
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Of a launcher, which may be killed."""
-    (folder / "logs").mkdir()
-    path = os.pathsep.join([ROOT, *filter(None, sys.path)])
-    return {**os.environ, "TMPDIR": str(folder / "logs"), "PYTHONPATH": path}
-
-
-def give_notice(launcher: subprocess.Popen[bytes], ready: Ready) -> None:
+def give_notice(launcher: subprocess.Popen[str], ready: Ready) -> None:
     """Let it stop its group, once both workers are up."""
     assert ready.wait(2) == ["up", "up"]
     assert launcher.stdin is not None
@@ -441,11 +420,8 @@ def waits(address: str, gate: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("orphan_grace", [0, LONG])
 def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER)
-    command = [sys.executable, str(script), ready.address, gate.address, str(orphan_grace)]
-    env = environment(tmp_path)
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as launcher:
+    words = (ready.address, gate.address, orphan_grace)
+    with started_script(tmp_path, LAUNCHER, *words, stdin=subprocess.PIPE) as launcher:
         give_notice(launcher, ready)
         assert ready.wait(2) == ["noticed", "noticed"]
         everybody = descendants(launcher.pid)
@@ -458,11 +434,8 @@ def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, 
 
 @pytest.mark.slow
 def test_a_launcher_that_is_stopped_during_it_holds_up_nothing(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    script = tmp_path / "launcher.py"
-    script.write_text(LAUNCHER.replace("1000", "1.0"))
-    env = environment(tmp_path)
-    command = [sys.executable, str(script), ready.address, gate.address, "0"]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as launcher:
+    text = LAUNCHER.replace("1000", "1.0")
+    with started_script(tmp_path, text, ready.address, gate.address, 0, stdin=subprocess.PIPE) as launcher:
         give_notice(launcher, ready)
         said = ready.wait(2)  # both have noticed; or one, whose SIGTERM has come before the other had a turn
         launcher.send_signal(signal.SIGSTOP)

@@ -19,7 +19,7 @@ from phalanx._timers.escalation import EVIDENCE_WAIT
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, rest, tell, wait_gone
 from tests.support.insides import stop, supervisor_of
-from tests.support.workers import ROOT
+from tests.support.workers import ROOT, started_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,8 +42,10 @@ from tests.support.helpers import tell
 kind, address, gate, folder, grace, size, forks = sys.argv[1:]
 if __name__ == "__main__":
     specs = DefaultLogsSpecs(folder, redirects=Std.ALL, max_size=int(size) or None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # it may be sent as soon as the workers are up
     with test_orphan_grace.start(kind, address, gate, specs, float(grace)) as group:
         signal.signal(signal.SIGUSR1, lambda *_: group.pause())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         if int(forks) and not os.fork():
             tell(address, "forked")
             while True:
@@ -82,21 +84,15 @@ def start(kind: str, address: str, gate: str, specs: object, grace: float) -> PC
 @contextlib.contextmanager
 def launched(
     kind: str, ready: Ready, gate: Gate, folder: Path, grace: float, *, size: int = 0, forks: bool = False
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher of two workers in a process of its own."""
-    script = folder / "launcher.py"
-    script.write_text(LAUNCHER)
     (folder / "logs").mkdir()
     words = (kind, ready.address, gate.address, folder / "logs", grace, size, int(forks))
-    env = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    with subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env) as launcher:
-        try:
-            yield launcher
-        finally:
-            launcher.kill()
+    with started_script(folder, LAUNCHER, *words) as launcher:
+        yield launcher
 
 
-def everybody(launcher: subprocess.Popen[bytes], ready: Ready) -> tuple[set[int], int, int]:
+def everybody(launcher: subprocess.Popen[str], ready: Ready) -> tuple[set[int], int, int]:
     """All processes below the launcher, its guard, and its keeper."""
     workers = set(ready.pids(4))
     found = descendants(launcher.pid) | workers
@@ -144,17 +140,6 @@ def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gat
     assert lines(tmp_path) == SAVED
 
 
-def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with launched("binary", ready, gate, tmp_path, 0.5) as launcher:
-        found, _guard, _keeper = everybody(launcher, ready)
-        began = time.monotonic()
-        launcher.kill()
-        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
-        assert wait_gone(found) == set()
-        assert time.monotonic() - began >= 0.5
-    assert lines(tmp_path) == []
-
-
 def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0) as launcher:
         found, _guard, _keeper = everybody(launcher, ready)
@@ -164,33 +149,35 @@ def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path:
         ready.wait(timeout=0.1)
 
 
-@pytest.mark.parametrize("who", ["guard", "keeper"])
-def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with launched("binary", ready, gate, tmp_path, LONG) as launcher:
+@pytest.mark.parametrize(
+    "grace, who, number, is_late",
+    [
+        (0.5, None, 0, False),
+        (LONG, "guard", signal.SIGKILL, True),
+        (LONG, "keeper", signal.SIGKILL, True),
+        (LONG, "keeper", signal.SIGSTOP, False),  # it is woken as the launcher dies,
+        (1.0, "keeper", signal.SIGSTOP, True),  # and at the end of the grace
+    ],
+)
+def test_the_orphan_grace_ends(
+    grace: float, who: str | None, number: int, is_late: bool, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    """At its time, whatever happens to a helper, before the launcher's death or after it; or as all have saved."""
+    with launched("binary", ready, gate, tmp_path, grace) as launcher:
         found, guard, keeper = everybody(launcher, ready)
+        helper = {None: 0, "guard": guard, "keeper": keeper}[who]
+        began = time.monotonic()
+        if who and not is_late:
+            os.kill(helper, number)
         launcher.kill()
         assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
-        os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
+        if who and is_late:
+            os.kill(helper, number)
+        if number == signal.SIGSTOP and not is_late:
+            gate.open(2)
         assert wait_gone(found) == set()
-
-
-def test_a_stopped_keeper_is_woken_when_the_launcher_dies(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with launched("binary", ready, gate, tmp_path, LONG) as launcher:
-        found, _guard, keeper = everybody(launcher, ready)
-        os.kill(keeper, signal.SIGSTOP)
-        launcher.kill()
-        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
-        gate.open(2)
-        assert wait_gone(found) == set()
-
-
-def test_a_stopped_keeper_is_woken_at_the_end_of_the_grace(ready: Ready, gate: Gate, tmp_path: Path) -> None:
-    with launched("binary", ready, gate, tmp_path, 1.0) as launcher:
-        found, _guard, keeper = everybody(launcher, ready)
-        launcher.kill()
-        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
-        os.kill(keeper, signal.SIGSTOP)
-        assert wait_gone(found) == set()
+        assert number == signal.SIGKILL or grace == LONG or time.monotonic() - began >= grace
+    assert lines(tmp_path) == (SAVED if number == signal.SIGSTOP and not is_late else [])
 
 
 def test_a_fork_that_holds_the_launchers_socket_delays_nothing(ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -264,13 +251,11 @@ if __name__ == "__main__":
 def decided(tmp_path: Path, ready: Ready, gate: Gate, function: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A launcher of three workers in a process of its own. It prints what became of them."""
     args = {rank: (ready.address, gate.address, rank) for rank in range(3)}
-    script = tmp_path / "launcher.py"
-    script.write_text(
-        DECIDED.replace("**options)", '**{**options, "args": {int(k): tuple(v) for k, v in options["args"].items()}})')
+    text = DECIDED.replace(
+        "**options)", '**{**options, "args": {int(k): tuple(v) for k, v in options["args"].items()}})'
     )
-    command = [sys.executable, "-W", "error", str(script), json.dumps({"function": function, "args": args, **options})]
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+    words = json.dumps({"function": function, "args": args, **options})
+    with started_script(tmp_path, text, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         try:
             yield launcher
         except AssertionError as error:
@@ -279,7 +264,6 @@ def decided(tmp_path: Path, ready: Ready, gate: Gate, function: str, **options: 
             raise
         finally:
             launcher.send_signal(signal.SIGCONT)
-            launcher.kill()
 
 
 def goes_on(launcher: subprocess.Popen[str], expected: str = "", *, busy: bool = False) -> dict[str, Any]:
@@ -305,7 +289,7 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
     tmp_path: Path, ready: Ready, gate: Gate, method: str
 ) -> None:

@@ -25,9 +25,8 @@ from phalanx._engine.worker import script as script_module
 from tests.support.helpers import interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.each_python
 
@@ -144,7 +143,11 @@ DIFFERENT = {
 }
 """What the frames below a fork, and the modules that it has, make of a script that looks for them."""
 
-SLOW = {"an exception of the asyncio loop", "a long text", "exit with an object", "exit by number beyond a byte"}
+SLOW = {
+    *("an exception of the asyncio loop", "a long text", "exit with an object", "exit by number beyond a byte"),
+    *("exit by negative number", "a group of exceptions", "an exception with notes", "an indentation", "SIGFPE"),
+    *("an exception in code without a file", "output that is no text", "SIGBUS", "SIGILL"),
+}
 """Cases that differ from their neighbours in nothing that the start of a worker has to do with."""
 
 
@@ -282,16 +285,6 @@ PLAIN = {
         print(describe.mine, recording.mine, linux.mine, errors.mine, worker.mine, files.mine)
         assert not [name for name in sys.modules if name.startswith("phalanx")]
         """,
-    "annotations from the future": """
-        from __future__ import annotations
-        def f(x: Unknown) -> "Whatever": ...
-        total: Nonsense = 1
-        print(f.__annotations__, f.__code__.co_flags)
-        """,
-    "no annotations from our own future": """
-        def f(x: int) -> list[str]: ...
-        print(f.__annotations__, f.__code__.co_flags, eval("lambda: 0").__code__.co_flags)
-        """,
     "warnings with their places": """
         import warnings, sys
         def f(): warnings.warn("deprecated thing", DeprecationWarning, stacklevel=2)
@@ -300,10 +293,37 @@ PLAIN = {
         warnings.warn("above the top", stacklevel=9)
         print(b"" is 1 if False else "")
         """,
-    "stack at the top": """
+    "annotations, stack, descriptors, signals, pickles, globals and recursion": """
+        def f(x: int) -> list[str]: ...
+        print(f.__annotations__, f.__code__.co_flags, eval("lambda: 0").__code__.co_flags)
         import sys, traceback
         def f(): return [frame.name for frame in traceback.extract_stack()][-2:]
         print(f())
+        import os; print('first', end=''); os.write(1, b'second'); print('third')
+        import os; print(sorted(int(fd) for fd in os.listdir('/proc/self/fd') if int(fd) < 3))
+        import signal
+        print([(number, signal.getsignal(number)) for number in sorted(signal.valid_signals())])
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        import pickle, sys
+        class Thing:
+            def __reduce__(self): return (make, ())
+        def make(): return "made again"
+        class Plain: pass
+        print(pickle.loads(pickle.dumps(Thing())), type(pickle.loads(pickle.dumps(Plain()))) is Plain, Plain.__module__)
+        import other
+        print(other.main_is(globals()))
+        def f(n): return n and 1 + f(n - 1)
+        print(f(900))
+        """,
+    "annotations from the future, typing and dataclasses that look themselves up": """
+        from __future__ import annotations
+        def f(x: Unknown) -> "Whatever": ...
+        total: Nonsense = 1
+        print(f.__annotations__, f.__code__.co_flags)
+        import dataclasses, typing
+        @dataclasses.dataclass
+        class A: x: typing.ClassVar[int] = 1; y: A | None = None
+        print(A(), typing.get_type_hints(A))
         """,
     "exit by number": "import sys; sys.exit(3)",
     "exit by number beyond a byte": "import sys; sys.exit(300)",
@@ -337,7 +357,6 @@ PLAIN = {
         print("main goes on")
         """,
     "exception in an exit handler": "import atexit; atexit.register(lambda: 1 / 0)",
-    "unbuffered": "import os; print('first', end=''); os.write(1, b'second'); print('third')",
     "output that is no text": "import sys; sys.stdout.buffer.write(bytes(range(256)))",
     "closed streams": "import os; os.close(1); os.close(2)",
     "interrupted": "raise KeyboardInterrupt",
@@ -348,35 +367,6 @@ PLAIN = {
             os.kill(os.getpid(), signal.SIGINT); signal.pause()
         except KeyboardInterrupt:
             print("saved"); raise SystemExit(9)
-        """,
-    "signals as python has them": """
-        import signal
-        print([(number, signal.getsignal(number)) for number in sorted(signal.valid_signals())])
-        print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        """,
-    "descriptors": "import os; print(sorted(int(fd) for fd in os.listdir('/proc/self/fd') if int(fd) < 3))",
-    "pickles of its own classes": """
-        import pickle, sys
-        class Thing:
-            def __reduce__(self): return (make, ())
-        def make(): return "made again"
-        class Plain: pass
-        print(pickle.loads(pickle.dumps(Thing())), type(pickle.loads(pickle.dumps(Plain()))) is Plain, Plain.__module__)
-        """,
-    "globals after imports": """
-        import other
-        print(other.main_is(globals()))
-        """,
-    "deep recursion": """
-        def f(n): return n and 1 + f(n - 1)
-        print(f(900))
-        """,
-    "typing and dataclasses look themselves up": """
-        from __future__ import annotations
-        import dataclasses, typing
-        @dataclasses.dataclass
-        class A: x: typing.ClassVar[int] = 1; y: A | None = None
-        print(A(), typing.get_type_hints(A))
         """,
 }
 WANTED = {"exit by number", "exit with a text", "exit with nothing", "exit at once", "exception in a thread",
@@ -512,14 +502,6 @@ def test_a_script_that_clears_its_environment_leaves_evidence(house: House) -> N
 
 
 @pytest.mark.slow
-def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
-    house.write("script.py", "raise KeyboardInterrupt")
-    worker = house.alike("script.py")
-    assert worker.status == 128 + signal.SIGINT
-    assert "SIGINT" in worker.report
-
-
-@pytest.mark.slow
 @cold_and_warm(
     "argv",
     [["-m", "absent"], ["-m", "package.absent"], ["-m", "package"], ["-m", "absent.module"], ["-m", "broken"],
@@ -623,6 +605,10 @@ def test_an_interpreter_that_is_not_there(house: House) -> None:
 
 WORKERS = """
     import multiprocessing, os, sys
+    from concurrent.futures import ProcessPoolExecutor
+
+    def fail(x):
+        raise ValueError(x)
 
     def square(x):
         return x * x, __name__, sys.argv
@@ -646,6 +632,8 @@ WORKERS = """
         say(queue.get())
         process.join()
         say(process.exitcode)
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            say(list(executor.map(square, range(2))), repr(executor.submit(fail, 1).exception()))
     else:
         say("import as", __name__)
     """
@@ -667,24 +655,6 @@ def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str])
     assert sorted(worker.out.splitlines()) == sorted(plain.out.splitlines())
     assert worker.err == plain.err
     assert "(7, '__m" in worker.out
-
-
-@pytest.mark.long
-def test_a_pool_of_the_concurrent_futures_in_a_script(house: House) -> None:
-    house.write(
-        "script.py",
-        """
-        from concurrent.futures import ProcessPoolExecutor
-        import multiprocessing
-        def f(x): return x + 1
-        def bad(x): raise ValueError(x)
-        if __name__ == "__main__":
-            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-                print(list(pool.map(f, range(3))))
-                print(repr(pool.submit(bad, 1).exception()))
-        """,
-    )
-    assert house.alike("script.py").out == "[1, 2, 3]\nValueError(1)\n"
 
 
 @pytest.mark.long
@@ -710,35 +680,10 @@ def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
 # --- evidence
 
 
-@pytest.mark.slow
-def test_what_has_come_of_what_record_had_recorded_has_its_date(house: House) -> None:
-    source = os.path.dirname(os.path.dirname(OURS))
-    house.write(
-        "script.py",
-        f"""
-        import sys; sys.path.append({source!r})
-        from phalanx.multiprocessing.errors import record
-        @record
-        def main(): raise ValueError("the cause")
-        try: main()
-        except ValueError: raise KeyError("the consequence") from None
-        """,
-    )
-    worker = house.as_worker("script.py")
-    assert worker.error is not None
-    info = worker.error["message"]["extraInfo"]
-    assert worker.message == "KeyError: 'the consequence'"
-    assert info["before"]["message"] == "ValueError: the cause"
-    assert info["before"]["monotonic_ns"] == info["monotonic_ns"] < info["recorded_ns"]
-    assert "KeyError: 'the consequence'" in worker.err
-
-
 FATAL = {
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
     "SIGABRT": "import os; os.abort()",
     "SIGFPE": "import os, signal; os.kill(os.getpid(), signal.SIGFPE)",
-    "SIGBUS": "import os, signal; os.kill(os.getpid(), signal.SIGBUS)",
-    "SIGILL": "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
 }
 
 
@@ -776,30 +721,3 @@ def test_a_killed_script_leaves_no_error_file_and_is_reported(house: House) -> N
     assert worker.error is None
     assert "last words" in worker.report
     assert "SIGKILL, not sent by us" in worker.report
-
-
-@pytest.mark.long
-def test_every_rank_leaves_its_own_evidence(house: House, ready: Ready, gate: Gate) -> None:
-    house.write(
-        "script.py",
-        f"""
-        import os, signal
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first to fail must not keep the others from failing
-        {ready.python()}
-        {gate.python()}
-        raise ValueError("rank " + os.environ["RANK"])
-        """,
-    )
-    logs = house.folder / "logs"
-    argv = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "3", "--log-dir", str(logs), "script.py"]
-    with subprocess.Popen(argv, cwd=house.folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as launcher:
-        ready.wait(3)
-        gate.open(3)
-        assert launcher.wait(LIMIT) == 1
-    found = {path.parent.name: _error(path)["message"] for path in logs.glob("*/attempt_0/*/error.json")}
-    assert found == {str(rank): f"ValueError: rank {rank}" for rank in range(3)}
-
-
-def _error(path: Path) -> Mapping[str, Any]:
-    data: Mapping[str, Any] = json.loads(path.read_bytes())["message"]
-    return data

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import acquire, release
 from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests.support import workers
-from tests.support.helpers import TIMEOUT, let_a_request_pass, wait_gone
+from tests.support.helpers import TIMEOUT, let_a_request_pass, meanwhile, wait_gone
 from tests.support.insides import supervisor_of
 from tests.support.waits import when_we_wait
 from tests.support.workers import run_script
@@ -41,38 +40,15 @@ def end_of(pid: int) -> int:
 # --- forks of the host
 
 
-def test_a_fork_of_the_host_has_the_handlers_that_the_host_had() -> None:
-    """SIGTERM ends it: a retry loop would swallow an exception."""
-    out, into = os.pipe()
-    with start_processes("g", "sleep", ("600",), nprocs=1):
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        pid = os.fork()
-        if pid == 0:
-            os.write(into, b".")
-            while True:
-                with contextlib.suppress(Exception):  # a retry loop
-                    time.sleep(0.1)
-        os.read(out, 1)
-        os.kill(pid, signal.SIGTERM)
-        assert end_of(pid) == -signal.SIGTERM
-    os.close(out)
-    os.close(into)
-
-
-def test_so_has_the_fork_of_another_thread() -> None:
-    ends: list[int] = []
-
+def test_the_fork_of_a_thread_has_the_handlers_that_the_host_had() -> None:
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
             os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 1)
-        ends.append(end_of(pid))
+        assert end_of(pid) == 0
 
-    with start_processes("g", "sleep", ("600",), nprocs=1):
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    assert ends == [0]
+    with start_processes("g", "sleep", ("600",), nprocs=1), meanwhile(fork):
+        pass
 
 
 def has_default_handlers() -> bool:
@@ -81,6 +57,7 @@ def has_default_handlers() -> bool:
 
 
 def test_a_pool_that_is_made_while_a_group_is_open() -> None:
+    """SIGTERM ends a fork: a retry loop would swallow an exception."""
     with start_processes("g", "sleep", ("600",), nprocs=1):
         pool = multiprocessing.get_context("fork").Pool(1)
         try:
@@ -133,10 +110,8 @@ time.sleep(600)
         assert ready.wait() == ["up"]
         with pytest.raises(SignalException):
             signal.raise_signal(signal.SIGTERM)
-        sending = threading.Thread(target=again)
-        sending.start()
-        group.close()
-        sending.join()
+        with meanwhile(again):
+            group.close()
         result = group.wait()
     assert result is not None
     assert result.outcomes[0].exitcode == 7
@@ -154,38 +129,36 @@ def test_a_further_request_is_one() -> None:
 # --- swallowed
 
 
-def test_a_swallowed_exception_is_raised_by_the_next_wait() -> None:
+def swallow_sigterm() -> None:
+    """As a library does: logging's own handlers, say."""
+    with contextlib.suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_swallowed_exception_is_raised_by_the_next_wait_once() -> None:
+    """Of the main thread, or by its next start; not if it came out of a wait, or was handled by a close."""
     with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-        with contextlib.suppress(Exception):  # what a library does: logging's own handlers, say
-            os.kill(os.getpid(), signal.SIGTERM)
+        swallow_sigterm()
+        with meanwhile(group.wait, 0.05):
+            pass
         with pytest.raises(SignalException) as caught:
             group.wait(TIMEOUT)
         assert caught.value.sigval is signal.SIGTERM
-        assert group.wait(0) is None, "it comes once"
-
-
-def test_one_that_came_out_of_a_wait_is_not_raised_again() -> None:
-    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
+        assert group.wait(0) is None
+        let_a_request_pass()
         killing = when_we_wait(os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             group.wait(TIMEOUT)
         killing.join()
         assert group.wait(0.05) is None
-
-
-def test_one_that_was_handled_by_a_close_is_forgotten() -> None:
+        let_a_request_pass()
+        swallow_sigterm()
+        with pytest.raises(SignalException):
+            start_processes("h", "sleep", ("600",), nprocs=1)
     with pytest.raises(SignalException), start_processes("g", "sleep", ("600",), nprocs=1):
         os.kill(os.getpid(), signal.SIGTERM)
     with start_processes("g", "true", (), nprocs=1) as group:
         assert group.wait(TIMEOUT).succeeded  # type: ignore[union-attr]  # it ends at once
-
-
-def test_the_next_start_raises_it_too() -> None:
-    with start_processes("g", "sleep", ("600",), nprocs=1):
-        with contextlib.suppress(Exception):  # as above
-            os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(SignalException):
-            start_processes("h", "sleep", ("600",), nprocs=1)
 
 
 def test_a_signal_amid_the_reading_of_a_value_fails_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,17 +202,6 @@ def test_a_signal_amid_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pyt
     assert wait_gone([pid]) == set()
 
 
-def test_another_thread_is_not_sent_it() -> None:
-    results: list[object] = []
-    with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-        with contextlib.suppress(Exception):  # as above
-            os.kill(os.getpid(), signal.SIGTERM)
-        thread = threading.Thread(target=lambda: results.append(group.wait(0.05)))
-        thread.start()
-        thread.join()
-        assert results == [None]
-
-
 # --- handlers that come and go
 
 
@@ -272,23 +234,18 @@ def test_a_handler_of_ours_that_a_host_keeps_passes_on(how: str, tmp_path: Path)
 
 
 def test_a_fork_amid_a_start_has_its_own_interrupt() -> None:
-    with host_signals.postpone():
-        pids: list[int] = []
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(3)
+            os._exit(0)
+        assert end_of(pid) == 3
 
-        def fork() -> None:
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    signal.raise_signal(signal.SIGINT)
-                except KeyboardInterrupt:
-                    os._exit(3)
-                os._exit(0)
-            pids.append(pid)
-
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 3
+    with host_signals.postpone(), meanwhile(fork):
+        pass
 
 
 # --- handlers that C code has set
@@ -375,7 +332,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.each_python), 100])
+@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.each_python), 50])
 def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path, times: int) -> None:
     """Not for a moment: another thread's file would be writable for all."""
     folder = tmp_path / "files"

@@ -20,7 +20,7 @@ from phalanx import spawn
 from phalanx._base import procfs
 from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, meanwhile, wait_gone
 from tests.support.insides import guard_of
 from tests.support.warm_workers import (
     chances,
@@ -33,7 +33,7 @@ from tests.support.warm_workers import (
     signals_with,
     touch,
 )
-from tests.support.workers import ROOT, add, announce, run_script
+from tests.support.workers import add, announce, run_script, started_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,16 +41,7 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = [pytest.mark.each_python, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups without a log folder make a temporary one, which is theirs to keep."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
+pytestmark = [pytest.mark.each_python, pytest.mark.slow, pytest.mark.usefixtures("own_tmpdir")]
 
 
 class Modules:
@@ -200,7 +191,6 @@ def test_helpers_run_no_signal_handler_of_what_is_preloaded(
 
 FAILING = {
     "a name that is missing": ("ImportError: cannot import name 'absent'", "from os import absent"),
-    "a module that is missing": ("ModuleNotFoundError: No module named 'absent'", "import absent"),
     "an exception": ("ValueError: in the module", "def f():\n    raise ValueError('in the module')\nf()"),
     "a mistake in the syntax": ("SyntaxError: ", "def f(:\n"),
     "an exit": ("SystemExit: 3", "raise SystemExit(3)"),
@@ -260,22 +250,11 @@ def test_a_process_that_dies_before_it_imports(modules: Modules, monkeypatch: py
 def test_a_thread_may_close_a_warm_that_imports(ready: Ready, modules: Modules) -> None:
     slow_module(modules.folder, ready)
     it = warm(preload=["slow"])
-    errors: list[BaseException] = []
-
-    def enter() -> None:
-        try:
-            it.__enter__()
-        except PreloadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    pids = list(map(int, ready.wait()[0].split()))
-    it.close()
-    thread.join(TIMEOUT)
-    assert [str(error) for error in errors] == [
-        "preload: 'slow' could not be imported: the process that does so was killed by signal 9"
-    ]
+    with meanwhile(it.__enter__) as error:
+        pids = list(map(int, ready.wait()[0].split()))
+        it.close()
+        said = "preload: 'slow' could not be imported: the process that does so was killed by signal 9"
+        assert str(error()) == said
     assert wait_gone(pids) == set()
 
 
@@ -353,25 +332,20 @@ def test_a_fork_of_a_launcher_with_finalizers_runs_its_own(tmp_path: Path) -> No
         assert os.path.isdir(folder)
 
 
-def test_no_two_workers_draw_alike() -> None:
-    drawn = run(chances, preload=["numpy.random", "uuid"], nprocs=3)
-    for name in ("numpy", "random", "uuid"):
-        assert len({found[name] for found in drawn.values()}) == 3, name
-
-
-def test_nor_do_they_with_torch(modules: Modules) -> None:
-    modules.write(
-        "torch",
-        """
+def test_no_two_workers_draw_alike(modules: Modules) -> None:
+    text = """
     import uuid
     class Generator:
         drawn = uuid.uuid4().int
         def seed(self): self.drawn = uuid.uuid4().int
         def initial_seed(self): return self.drawn
     default_generator = Generator()
-    """,
-    )
-    assert len(set(run(draw_of_torch, preload=["torch"], nprocs=3).values())) == 3
+    """
+    with warm(preload=["numpy.random", "uuid", modules.write("torch", text)]):
+        drawn = run(chances, nprocs=3)
+        for name in ("numpy", "random", "uuid"):
+            assert len({found[name] for found in drawn.values()}) == 3, name
+        assert len(set(run(draw_of_torch, nprocs=3).values())) == 3
 
 
 @pytest.mark.parametrize("cuda", ["True", "False", None])
@@ -481,30 +455,22 @@ def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monke
 
 
 def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> None:
+    """Unless one is given; one that was closed by hand is used no more."""
     outer, inner = modules.write("outer"), modules.write("inner")
-    with warm(preload=[outer]):
-        with warm(preload=[outer, inner]):
-            assert run(has, outer, inner, nprocs=1)[0][1] == [True, True]
-        assert run(has, outer, inner, nprocs=1)[0][1] == [True, False]
-        assert run(has, outer, inner, nprocs=1, preload=[outer])[0][1] == [True, False]
+
+    def found(**options: Any) -> list[bool]:
+        return list(run(has, outer, inner, nprocs=1, **options)[0][1])
+
+    with warm(preload=[outer]) as first:
+        with warm(preload=[outer, inner]) as second:
+            assert found() == [True, True]
+            assert found(warm=first) == [True, False]
+            second.close()
+            assert found() == [False, False]
+        assert found(preload=[outer]) == [True, False]
         assert len(modules.importers(outer)) == 2
-        assert run(has, outer, inner, nprocs=1, preload=[inner])[0][1] == [False, True]  # one of the group's own
+        assert found(preload=[inner]) == [False, True]  # one of the group's own
     assert len(modules.importers(inner)) == 2
-
-
-def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
-    first, second = modules.write("first"), modules.write("second")
-    with warm(preload=[first]) as one, warm(preload=[second]):
-        assert run(has, first, second, nprocs=1, warm=one)[0][1] == [True, False]
-        assert run(has, first, second, nprocs=1)[0][1] == [False, True]
-
-
-def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> None:
-    marked = modules.write("marked")
-    with warm(preload=[marked]) as it:
-        it.close()
-        assert run(has, marked, nprocs=1)[0][1] == [False]
-    assert len(modules.importers(marked)) == 1
 
 
 def test_a_warm_may_be_left_in_another_context(modules: Modules) -> None:
@@ -544,27 +510,20 @@ def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
         assert run(add, 1, 2) == {0: 3, 1: 3}
 
 
-def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_group_outlives_the_warm_that_it_was_started_from(is_killed: bool, ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
         forkserver = fork_server_of(it)
         group = start(announce, (ready.address, gate.address))
+        if is_killed:
+            os.kill(forkserver, signal.SIGKILL)
     with group:
-        assert not alive(forkserver)
+        assert wait_gone([forkserver]) == set()
         pids = set(ready.pids(2))
-        gate.open(2)
-        result = group.wait()
-    assert set(result.return_values.values()) == pids
-
-
-def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> None:
-    with warm(preload=["json"]) as it, start(announce, (ready.address, gate.address)) as group:
-        pids = set(ready.pids(2))
-        os.kill(fork_server_of(it), signal.SIGKILL)
-        assert wait_gone([fork_server_of(it)]) == set()
         assert all(map(alive, pids))
         gate.open(2)
         result = group.wait()
-        assert set(result.return_values.values()) == pids
+    assert set(result.return_values.values()) == pids
 
 
 def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
@@ -583,15 +542,6 @@ def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
 
 
 # --- nothing is left
-
-
-def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
-    """A Python script that can import the tests, in a process that we may interrupt."""
-    path = folder / "launcher.py"
-    path.write_text(text)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 SLOW = """
@@ -631,9 +581,10 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     slow_module(tmp_path, ready)
-    script = tmp_path / "script.py"
+    script = tmp_path / "other.py"
     script.write_text("print('not reached')")
-    with popen(tmp_path, ENTERING.format(STARTS[way]), str(script)) as launcher:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started_script(tmp_path, ENTERING.format(STARTS[way]), script, **pipes) as launcher:
         forkserver, child = map(int, ready.wait()[0].split())
         began = time.monotonic()
         launcher.send_signal(number)
@@ -659,11 +610,8 @@ def test_an_interrupt_amid_an_import_is_a_signal_exception(ready: Ready, modules
         ready.wait()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(SignalException, match="SIGTERM"):
+    with meanwhile(interrupt), pytest.raises(SignalException, match="SIGTERM"):
         start(add, (1, 2), preload=["slow"])
-    thread.join()
 
 
 # --- hosts of every kind
@@ -792,20 +740,10 @@ def test_a_child_of_an_import_delays_no_end_of_the_fork_server(modules: Modules,
     """It has the socket, which does not tell of the fork server's end then."""
     child = f"if os.fork() == 0:\n    {ready.python()}\n    signal.pause()\n    os._exit(0)\n"
     modules.write("forking", f"import os, signal\n{child}{gate.python()}\nos._exit(3)")
-    failed: list[PreloadError] = []
-
-    def enter() -> None:
-        with pytest.raises(PreloadError) as caught, warm(preload=["forking"]):
-            pass
-        failed.append(caught.value)
-
-    entering = threading.Thread(target=enter, daemon=True)
-    entering.start()
-    [child_pid] = ready.pids()
-    gate.open()
-    entering.join(TIMEOUT)
-    assert not entering.is_alive()
-    assert "ended with exit code 3" in str(failed[0])
+    with meanwhile(warm(preload=["forking"]).__enter__) as error:
+        [child_pid] = ready.pids()
+        gate.open()
+        assert "ended with exit code 3" in str(error())
     os.kill(child_pid, signal.SIGKILL)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from textwrap import dedent
@@ -29,8 +28,21 @@ def house(tmp_path: Path, logs: Path) -> WarmHouse:
 
 
 MORE = {
-    "streams": """
-        import sys
+    "streams, limits, multiprocessing, logging, a child, and a thread that is a daemon": """
+        import atexit, gc, logging, multiprocessing, os, subprocess, sys, threading
+        print(sys.getrecursionlimit(), sys.getswitchinterval(), threading.stack_size())
+        print(gc.isenabled(), gc.get_threshold())
+        me = multiprocessing.current_process()
+        print(me.name, me.daemon, multiprocessing.parent_process(), multiprocessing.active_children())
+        print(me.pid == os.getpid(), multiprocessing.get_start_method(allow_none=True), type(me).__name__)
+        os.environ["OF_MINE"] = "1"
+        code = "import os; print(os.environ['OF_MINE'], os.environ['RANK'] if 'RANK' in os.environ else 0)"
+        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+        logging.basicConfig(stream=sys.stdout, level="INFO")
+        atexit.register(logging.info, "at exit")
+        logging.info("now")
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print(threading.active_count(), threading.main_thread() is threading.current_thread())
         for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__):
             print(stream, stream.name, stream.mode, stream.line_buffering, stream.write_through, stream.newlines,
                   stream.encoding, stream.errors, stream.buffer, stream.fileno(), stream.isatty())
@@ -66,40 +78,11 @@ MORE = {
         sys.exit("the text")
         """,
     "an exit handler that exits": "import atexit, sys; atexit.register(lambda: sys.exit(3))",
-    "a thread that is a daemon": """
-        import threading
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        print(threading.active_count(), threading.main_thread() is threading.current_thread())
-        """,
     "a fork of its own": """
         import os, sys
         if os.fork() == 0:
             print("child"); sys.exit(5)
         print(os.waitstatus_to_exitcode(os.wait()[1]))
-        """,
-    "a child's environment": """
-        import os, subprocess, sys
-        os.environ["OF_MINE"] = "1"
-        code = "import os; print(os.environ['OF_MINE'], os.environ['RANK'] if 'RANK' in os.environ else 0)"
-        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
-        """,
-    "the process as multiprocessing sees it": """
-        import multiprocessing, os
-        me = multiprocessing.current_process()
-        print(me.name, me.daemon, multiprocessing.parent_process(), multiprocessing.active_children())
-        print(me.pid == os.getpid())
-        print(multiprocessing.get_start_method(allow_none=True), type(me).__name__)
-        """,
-    "logging at the end": """
-        import atexit, logging, sys
-        logging.basicConfig(stream=sys.stdout, level="INFO")
-        atexit.register(logging.info, "at exit")
-        logging.info("now")
-        """,
-    "limits of the interpreter": """
-        import gc, sys, threading
-        print(sys.getrecursionlimit(), sys.getswitchinterval(), threading.stack_size())
-        print(gc.isenabled(), gc.get_threshold())
         """,
     "the last exception of the interpreter": """
         import atexit, sys
@@ -143,31 +126,6 @@ def test_a_module_beside_the_script_can_be_preloaded(house: WarmHouse) -> None:
     assert house.as_worker("-m", "package").out == f"True {house.folder}\n"
 
 
-def test_signal_handlers_of_a_preloaded_module_are_the_scripts(house: WarmHouse) -> None:
-    house.preload = "beside"
-    house.write(
-        "beside.py",
-        """
-import signal
-signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-""",
-    )
-    house.write(
-        "script.py",
-        """
-import beside, signal
-signal.raise_signal(signal.SIGUSR1)
-signal.raise_signal(signal.SIGINT)
-signal.raise_signal(signal.SIGPIPE)
-""",
-    )
-    worker = house.alike("script.py")
-    assert worker.out == "handled\n"
-    assert worker.status == 128 + signal.SIGPIPE
-
-
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_every_worker_is_a_fork_of_one_import(house: WarmHouse, way: str) -> None:
     house.write("beside.py", "import os; open('imports', 'a').write('.')")
@@ -204,25 +162,6 @@ def test_a_preload_that_fails_is_told_before_any_worker_starts(house: WarmHouse)
         ValueError: no
         """)
     assert not (house.folder / "started").exists()
-
-
-@pytest.mark.parametrize(
-    "options, env, told",
-    [
-        (["--preload", "js-on", "script.py"], {}, "'js-on' is not the name of a module"),
-        (["--preload", "json,__main__", "script.py"], {}, "__main__ is the script"),
-        (["--preload", "json", "--no-python", "true"], {}, "a binary imports nothing"),
-        (["--preload", "json", "script.py"], {"PYTHON_EXEC": "/usr/bin/python3-of-another"}, "PYTHON_EXEC"),
-    ],
-)
-def test_what_cannot_be_preloaded_is_refused(
-    house: WarmHouse, options: list[str], env: dict[str, str], told: str
-) -> None:
-    house.write("script.py", "")
-    done = run(house, *options, **env)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_standard_descriptors_that_the_launcher_has_not(house: WarmHouse) -> None:

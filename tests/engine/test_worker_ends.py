@@ -132,10 +132,9 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
     assert (logs / "0/stdout.log").read_text() == ""
 
 
-@each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
-def test_what_is_told_is_cut(method: str, letter: str) -> None:
-    failure = failure_of(does.fail_without_a_byte, "", letter * 500_000, start_method=method)
+def test_what_is_told_is_cut(letter: str) -> None:
+    failure = failure_of(does.fail_without_a_byte, "", letter * 500_000, start_method="fork")
     assert failure.message.startswith(f"ValueError: {letter * 100}")
     assert "\n... cut ...\n" in failure.message
     assert len(failure.message.encode()) < 5_000
@@ -326,11 +325,11 @@ def end():
 
 
 @pytest.mark.long
-@each_method
 @pytest.mark.parametrize(
-    "begin",
-    ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout.detach()", "sys.stderr = None", "sys.stdout = object()",
-     "sys.stdout = open('/dev/full', 'w'); print('text')"],
+    "method, begin",
+    [("fork", "sys.stdout.close()"), ("fork", "sys.stderr.close()"), ("fork", "sys.stdout.detach()"),
+     ("fork", "sys.stderr = None"), ("fork", "sys.stdout = object()"), ("spawn", "sys.stderr = sys.stdout = None"),
+     ("fork", "sys.stdout = open('/dev/full', 'w'); print('text')"), ("forkserver", "sys.stdout.close()")],
 )  # fmt: skip
 def test_streams_of_the_host_may_be_unusable(tmp_path: Path, begin: str, method: str) -> None:
     text = f"""

@@ -1,7 +1,7 @@
 """Function workers beside torch: its tensors as arguments, as globals and as return values, under each start method.
 
 One script does it all, once for each method but "spawn", where every worker takes two seconds to import torch: that is
-for the tutorial among the programs (``test_programs.py``). Each test looks at a part of what the script has found.
+for the tutorial among the programs (``test_programs.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,86 +188,33 @@ if __name__ == "__main__":
 RUNS = [("forkserver", "file_descriptor"), ("forkserver", "file_system"), ("fork", "file_descriptor")]
 
 
-@pytest.fixture(scope="module", params=RUNS, ids="-".join)
-def run(request: pytest.FixtureRequest) -> tuple[str, str]:
-    method, strategy = request.param
-    return method, strategy
-
-
-@pytest.fixture(scope="module")
-def told(run: tuple[str, str]) -> Any:
-    """What the script has found."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = run_script(Path(folder), SCRIPT, *run, timeout=180, env={"PYTHONWARNINGS": "ignore"})
+@pytest.mark.parametrize("method, strategy", RUNS)
+def test_tensors_of_workers_are_as_under_torch(method: str, strategy: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, SCRIPT, method, strategy, timeout=180, env={"PYTHONWARNINGS": "ignore"})
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-each_way = pytest.mark.parametrize("way", ["import", "value"])
-
-
-@each_way
-def test_tensors_come_back(told: Any, way: str) -> None:
-    found = told[way]
-    assert found["whole"] == [[100.0, 101.0, 102.0], [3.0, 4.0, 5.0]]
-    assert found["parameter"] == [True, True]
-    assert (found["empty"], found["net"], found["flags"], found["big"]) == (0, 1.0, [True] * 3, [1.0, 1.0])
-    assert (found["resized"], found["sparse"], found["meta"]) == (50, [0, 1, 2], "meta")
-
-
-def test_what_torch_refuses_to_return_is_refused(told: Any) -> None:
-    assert "Cowardly refusing to serialize non-leaf tensor" in told["refused"]
-
-
-@each_way
-def test_global_tensors_are_copies(told: Any, way: str) -> None:
-    assert told[way]["globals"] == [1.0, 1.0, 1.0, True]
+    told = json.loads(done.stdout.splitlines()[-1])
+    by_name = strategy == "file_system"  # which only holds where the top of the script does
+    for way, ranks in (("import", 2), ("value", 4)):
+        found = told[way]
+        assert found["whole"] == [[100.0, 101.0, 102.0], [3.0, 4.0, 5.0]]
+        assert found["parameter"] == [True, True]
+        assert (found["empty"], found["net"], found["flags"], found["big"]) == (0, 1.0, [True] * 3, [1.0, 1.0])
+        assert (found["resized"], found["sparse"], found["meta"]) == (50, [0, 1, 2], "meta")
+        assert found["globals"] == [1.0, 1.0, 1.0, True]
+        changes = ranks + (1 if way == "import" or by_name else 2)
+        assert found["shared"] == [changes, ranks, not by_name or way == "value", 150]
+        assert found["same"] == (method != "fork" and not (by_name and way == "value"))  # a fork maps it once more
+        if way == "import" or method == "fork":  # by value, the top of the script does not hold
+            assert found["settings"] == ["high", strategy, 1, method]
+        if method == "forkserver":  # conjugated, quantized, on no device; and those that nobody holds any more
+            assert told[f"odd {way}"] == ["not sent" if way == "import" else True, True, True, True]
     assert told["launcher"] == [0.0, 0.0, 0.0]
-
-
-def test_a_closure_holds_copies_but_of_shared_memory(told: Any) -> None:
-    assert told["closure"] == [[[1.0, 0.0]] * 2, 2.0]
-
-
-@each_way
-def test_shared_tensors_come_back_as_the_same_memory(told: Any, way: str, run: tuple[str, str]) -> None:
-    ranks = {"import": 2, "value": 4}[way]
-    by_name = run[1] == "file_system"  # which only holds where the top of the script does
-    changes = ranks + (1 if way == "import" else 1 if by_name else 2)
-    by_descriptor = run[1] == "file_descriptor" or way == "value"  # by value, the top of the script does not hold
-    assert told[way]["shared"] == [changes, ranks, by_descriptor, 150]
-    assert told[way]["same"] == (run[0] != "fork" and not (by_name and way == "value"))  # a fork maps it once more
-
-
-def test_several_ranks_share_a_tensor_again_and_again(told: Any, run: tuple[str, str]) -> None:
-    before = told["closure"][1]
-    assert told["again"] == ([before + 4.0, 8.0] if run[0] == "forkserver" else [before, 4.0])
-
-
-@each_way
-def test_what_is_set_at_the_top_holds_in_workers(told: Any, way: str, run: tuple[str, str]) -> None:
-    if way == "import" or run[0] == "fork":
-        assert told[way]["settings"] == ["high", run[1], 1, run[0]]
-
-
-def test_a_model_is_saved_and_a_dataset_is_loaded_in_a_worker(told: Any) -> None:
-    assert told["saved"] == [True, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]]
-    assert told["loaded"]
-
-
-def test_what_comes_back_is_in_no_file(told: Any) -> None:
-    assert told["left"] == []
-
-
-@each_way
-def test_unusual_tensors_arrive_as_they_were(told: Any, way: str, run: tuple[str, str]) -> None:
-    """Conjugated, quantized, on no device; and those that nobody holds when their bytes are read."""
-    if run[0] == "forkserver":
-        assert told[f"odd {way}"] == ["not sent" if way == "import" else True, True, True, True]
-
-
-def test_an_argument_is_shared_though_code_by_value_refers_to_it(told: Any, run: tuple[str, str]) -> None:
-    if run[0] == "forkserver":
+    assert "Cowardly refusing to serialize non-leaf tensor" in told["refused"]
+    assert told["closure"] == [[[1.0, 0.0]] * 2, 2.0]  # copies, but of shared memory
+    assert told["again"] == ([6.0, 8.0] if method == "forkserver" else [2.0, 4.0])
+    assert (told["saved"], told["loaded"]) == ([True, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]], True)
+    assert told["left"] == []  # in files
+    if method == "forkserver":  # an argument is shared though code by value refers to it
         assert told["both"] == [{"0": [True, 1.0], "1": [True, 1.0]}, [2.0, 2.0, 2.0], 4.0, 0.0]
 
 

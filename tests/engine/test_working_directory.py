@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine.test_lost_helpers import until
 from tests.support.command import LIMIT
-from tests.support.helpers import Ready
+from tests.support.helpers import Ready, until
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:

@@ -106,6 +106,7 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
         ({"preload": 5, "start_method": "forkserver", "nprocs": 1}, TypeError, "preload: expected a list of modules'"),
         ({"start_method": "thread", "nprocs": 1}, ValueError, "expected one of spawn, forkserver, fork, got 'thread'"),
         ({"start_method": None, "nprocs": 1}, ValueError, "start_method: expected one of"),
+        ({"main": "reference", "nprocs": 1}, ValueError, "main: expected 'import' or 'value', got 'reference'"),
         ({"settle": -1, "nprocs": 1}, ValueError, "settle: expected 0 seconds or more, got -1"),
         ({"settle": "1", "nprocs": 1}, TypeError, "settle: expected seconds, got '1'"),
         ({"grace": -0.5, "nprocs": 1}, ValueError, "grace: expected 0 seconds or more, got -0.5"),

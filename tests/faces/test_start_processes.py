@@ -591,7 +591,7 @@ def test_close_from_a_thread_while_the_main_thread_waits(ready: Ready, gate: Gat
     closer.join()
     assert result is not None
     assert [outcome.state for outcome in result.outcomes.values()] == ["stopped", "stopped"]
-    assert result.state == "stopped"
+    assert (result.state, result.is_failed(), result.succeeded, result.root_cause) == ("stopped", True, False, None)
 
 
 @pytest.fixture

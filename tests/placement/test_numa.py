@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._placement.numa import Gpu, bind, visible_gpus
 from phalanx._placement.topology import NEAR_GPUS as MODES
+from phalanx._placement.topology import Gpu, bind, visible_gpus
 from tests.support.torch_names import torch_version
 
 if TYPE_CHECKING:
@@ -89,30 +89,31 @@ def machine(tmp_path: Path) -> Folder:
     return it
 
 
-def test_node(machine: Folder) -> None:
-    near_3 = "12 13 14 15 28 29 30 31"
-    assert machine.bind("node", 4) == ["4 5 6 7 20 21 22 23", near_3, near_3, "0 1 2 3 16 17 18 19"]
-    assert machine.bind("node", 1) == ["4 5 6 7 20 21 22 23"]
+NEAR_1, NEAR_3, NEAR_0 = "4 5 6 7 20 21 22 23", "12 13 14 15 28 29 30 31", "0 1 2 3 16 17 18 19"
+HALVES = [" ".join(map(str, (*range(first, first + 8), *range(first + 16, first + 24)))) for first in (0, 8)]
 
 
-def test_socket(machine: Folder) -> None:
-    halves = [" ".join(map(str, (*range(first, first + 8), *range(first + 16, first + 24)))) for first in (0, 8)]
-    assert machine.bind("socket", 4) == [halves[0], halves[1], halves[1], halves[0]]
-
-
-def test_exclusive(machine: Folder) -> None:
-    assert machine.bind("exclusive", 3) == ["4 5 6 7 20 21 22 23", "12 13 28 29", "14 15 30 31"]
-    # The division is among the GPUs of the node, whether there is a rank for each or not.
-    assert machine.bind("exclusive", 2)[1] == "12 13 28 29"
-    # Three cores for two: the first has one more.
-    assert machine.bind("exclusive", 3, allowed=[4, 12, 13, 28, 14]) == ["4", "12 13 28", "14"]
-
-
-def test_core_complex(machine: Folder) -> None:
-    assert machine.bind("core-complex", 3) == ["4 5 20 21", "12 13 28 29", "14 15 30 31"]
-    # That with more CPUs comes first; with fewer than GPUs, they are shared in turn.
-    assert machine.bind("core-complex", 3, allowed=[4, 12, 14, 15]) == ["4", "14 15", "12"]
-    assert machine.bind("core-complex", 3, allowed=[4, 12]) == ["4", "12", "12"]
+@pytest.mark.parametrize(
+    "mode, visible, allowed, shares",
+    [
+        ("node", None, ALL, [NEAR_1, NEAR_3, NEAR_3, NEAR_0]),
+        ("node", None, ALL, [NEAR_1]),
+        ("socket", None, ALL, [HALVES[0], HALVES[1], HALVES[1], HALVES[0]]),
+        ("exclusive", None, ALL, [NEAR_1, "12 13 28 29", "14 15 30 31"]),
+        ("exclusive", None, ALL, [NEAR_1, "12 13 28 29"]),  # among the GPUs of the node, with a rank or without
+        ("exclusive", None, [4, 12, 13, 28, 14], ["4", "12 13 28", "14"]),  # three cores: the first has one more
+        ("core-complex", None, ALL, ["4 5 20 21", "12 13 28 29", "14 15 30 31"]),
+        ("core-complex", None, [4, 12, 14, 15], ["4", "14 15", "12"]),  # the one with more CPUs comes first
+        ("core-complex", None, [4, 12], ["4", "12", "12"]),  # fewer than GPUs: shared in turn
+        ("exclusive", "0,2", ALL, [NEAR_1, NEAR_3]),
+        ("node", "MIG-GPU-dddd4444/1/0", ALL, [NEAR_0]),
+    ],
+)
+def test_each_rank_has_cpus_near_its_gpu(
+    machine: Folder, mode: str, visible: str | None, allowed: Sequence[int], shares: list[str]
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert machine.bind(mode, len(shares), environ, allowed) == shares
 
 
 @pytest.mark.parametrize(
@@ -127,30 +128,6 @@ def test_core_complex(machine: Folder) -> None:
 )
 def test_gpus_that_are_visible(machine: Folder, visible: str, nodes: list[int]) -> None:
     assert [gpu.node for gpu in visible_gpus(machine.root, {"CUDA_VISIBLE_DEVICES": visible})] == nodes
-
-
-def test_ranks_follow_the_visible_gpus(machine: Folder) -> None:
-    assert machine.bind("exclusive", 2, {"CUDA_VISIBLE_DEVICES": "0,2"}) == [
-        "4 5 6 7 20 21 22 23",
-        "12 13 14 15 28 29 30 31",
-    ]
-
-
-@pytest.mark.parametrize(
-    "visible, what",
-    [
-        ("GPU-bb", "GPU-bb: no GPU, or several"),
-        ("GPU-ffff", "GPU-ffff: no GPU, or several"),
-        ("MIG-0a1b", "MIG-0a1b: instances of GPUs are not told apart"),
-    ],
-)
-def test_gpus_that_are_not_told(machine: Folder, visible: str, what: str) -> None:
-    with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES: {re.escape(what)}"):
-        machine.bind("node", 1, {"CUDA_VISIBLE_DEVICES": visible})
-
-
-def test_an_instance_whose_name_tells_its_gpu(machine: Folder) -> None:
-    assert machine.bind("node", 1, {"CUDA_VISIBLE_DEVICES": "MIG-GPU-dddd4444/1/0"}) == ["0 1 2 3 16 17 18 19"]
 
 
 def test_gpus_of_amd(tmp_path: Path) -> None:
@@ -171,22 +148,27 @@ def test_without_a_gpu(tmp_path: Path, mode: str) -> None:
         bind(mode, 1, ALL, str(tmp_path), {})
 
 
-def test_more_ranks_than_gpus(machine: Folder) -> None:
-    with pytest.raises(ValueError, match="node: rank 4 has no GPU: there are 4 for 5 ranks"):
-        machine.bind("node", 5)
-    with pytest.raises(ValueError, match="node: rank 1 has no GPU: there is 1 for 2 ranks"):
-        machine.bind("node", 2, {"CUDA_VISIBLE_DEVICES": "2"})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_node_whose_cpus_may_not_be_used(machine: Folder, mode: str) -> None:
-    with pytest.raises(ValueError, match=r"rank 0, GPU 0000:0a:00\.0: no CPU of NUMA node 1 \(4-7,20-23\) may be used"):
-        machine.bind(mode, 1, allowed=range(4))
-
-
-def test_fewer_cores_than_gpus(machine: Folder) -> None:
-    with pytest.raises(ValueError, match=r"exclusive: rank 1, .*: NUMA node 3 has 1 core for 2 GPUs"):
-        machine.bind("exclusive", 2, allowed=[4, 12, 28])
+@pytest.mark.parametrize(
+    "mode, count, visible, allowed, what",
+    [
+        ("node", 1, "GPU-bb", ALL, "CUDA_VISIBLE_DEVICES: GPU-bb: no GPU, or several"),
+        ("node", 1, "GPU-ffff", ALL, "CUDA_VISIBLE_DEVICES: GPU-ffff: no GPU, or several"),
+        ("node", 1, "MIG-0a1b", ALL, "CUDA_VISIBLE_DEVICES: MIG-0a1b: instances of GPUs are not told apart"),
+        ("node", 5, "0,1,2,3", ALL, "node: rank 4 has no GPU: there are 4 for 5 ranks"),
+        ("node", 2, "2", ALL, "node: rank 1 has no GPU: there is 1 for 2 ranks"),
+        *(
+            (mode, 1, "0", range(4), "GPU 0000:0a:00.0: no CPU of NUMA node 1 (4-7,20-23) may be used")
+            for mode in MODES
+        ),
+        ("exclusive", 2, "0,1,2", [4, 12, 28], "NUMA node 3 has 1 core for 2 GPUs"),
+        ("nodes", 1, "0", ALL, "'nodes': expected one of node, socket, exclusive, core-complex"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused(
+    machine: Folder, mode: str, count: int, visible: str, allowed: Sequence[int], what: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(what)):
+        machine.bind(mode, count, {"CUDA_VISIBLE_DEVICES": visible}, allowed)
 
 
 def test_a_kernel_without_numa_and_without_caches(tmp_path: Path) -> None:
@@ -195,11 +177,6 @@ def test_a_kernel_without_numa_and_without_caches(tmp_path: Path) -> None:
     it.write("sys/devices/system/cpu/cpu0/topology/physical_package_id", "0")
     assert [it.bind(mode, 1, allowed=[0, 1]) for mode in ("node", "socket", "exclusive")] == [["0 1"]] * 3
     assert it.bind("core-complex", 1, allowed=[0, 1]) == ["0"]
-
-
-def test_a_mode_that_is_none() -> None:
-    with pytest.raises(ValueError, match="'nodes': expected one of node, socket, exclusive, core-complex"):
-        bind("nodes", 1, ALL)
 
 
 @pytest.mark.torch

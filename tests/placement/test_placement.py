@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import resource
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
 from tests.support import workers
 from tests.support.command import Place, refused
 from tests.support.helpers import wait_gone
-from tests.support.workers import limits, look_around
+from tests.support.workers import limits, look_around, started_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -465,15 +464,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", *METHODS])
 def test_nobody_placed_is_left_when_the_launcher_was_killed(kind: str, ready: Ready, tmp_path: Path) -> None:
-    script = tmp_path / "launcher.py"
-    script.write_text(FAMILY)
     path = os.pathsep.join((workers.ROOT, os.path.join(workers.ROOT, "src"), *filter(None, sys.path)))
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, str(script), kind, ready.address, path], env=env) as launcher:
-        try:
-            pids = ready.pids(6)
-        finally:
-            launcher.kill()
+    with started_script(tmp_path, FAMILY, kind, ready.address, path):
+        pids = ready.pids(6)
     assert not wait_gone(pids)
 
 
@@ -571,20 +564,6 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert "CUDA_VISIBLE_DEVICES=1" in rehearsed("--virtual-local-rank", "--nproc-per-node", 2)[0]
     err = rehearsed("--virtual-local-rank", "--nproc-per-node", 3)[1]
     assert "--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks" in err
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [(("--cpu-bind", "cores"), "--cpu-bind: 'cores': rank 0: 'cores' is no CPU"),
-     (("--cpu-bind", "0-999999"), "--cpu-bind: '0-999999': rank 0: CPU "),
-     (("--nice", "20"), "'--nice': '20': expected a whole number, -20 to 19"),
-     (("--rlimit", "nofile"), "'--rlimit': 'nofile': expected limits, each once, like nofile=4096,as=8GiB"),
-     (("--rlimit", "nofile=1,nofile=2"), "the trouble is with 'nofile=2'"),
-     (("--rlimit", "files=1"), "'--rlimit': 'files' is no resource limit; there are as, core,"),
-     (("--rlimit", "nofile=2:1"), "'--rlimit': nofile: the soft limit 2 is above the hard limit 1")],
-)  # fmt: skip
-def test_options_that_cannot_be(place: Place, options: tuple[str, ...], message: str) -> None:
-    refused(place.run(*options, place.write("")), message)
 
 
 @pytest.mark.long

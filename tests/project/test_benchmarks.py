@@ -40,7 +40,7 @@ from benchmarks.cases import (
 )
 from benchmarks.peers import VARIABLE, PeerError, find_or_make
 from benchmarks.runner import ROOT, Result, RunError, run_contender
-from tests.engine.test_lost_helpers import until
+from tests.support.helpers import until
 
 
 @pytest.mark.parametrize("name", NAMES)

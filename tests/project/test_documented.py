@@ -25,9 +25,8 @@ from phalanx.cli import run as cli_run
 from phalanx.cli._commands import cli
 from phalanx.multiprocessing import Placement, start_processes
 from phalanx.timer import TimerSpecs
-from tests.engine.test_lost_helpers import until
 from tests.support.command import Place
-from tests.support.helpers import Gate, descendants
+from tests.support.helpers import Gate, descendants, until
 from tests.support.timer_workers import wait_asleep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +108,7 @@ UNNAMED = {
     "api.py: _name": set[str](),  # the same
     "services.py: name": set[str](),  # those of the ports, one of which is an option's
     "_dry_run.py: name": set[str](),  # those of workers, to leave out what they have anyway
-    "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
+    "start_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
 """Where the source reads variables without naming them there, and which these are."""
 

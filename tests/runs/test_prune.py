@@ -20,10 +20,10 @@ from phalanx._runs import prune as pruning
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
 from phalanx.cli import runs as runs_module
-from tests.engine.test_lost_helpers import until
 from tests.runs.test_other_users import acting_as
 from tests.runs.test_runs import on_a_terminal
 from tests.support.command import Done, Launcher, refused, sh
+from tests.support.helpers import until
 from tests.support.records import example, write
 
 if TYPE_CHECKING:

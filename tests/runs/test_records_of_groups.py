@@ -21,10 +21,9 @@ from phalanx._runs import prune as pruning
 from phalanx._runs import record as records
 from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.engine.test_lost_helpers import until
 from tests.logs.test_logs import OneFolder
 from tests.support.forks import code_of_fork
-from tests.support.helpers import TIMEOUT, pass_gate, tell
+from tests.support.helpers import TIMEOUT, pass_gate, tell, until
 from tests.support.insides import helpers_of
 from tests.support.timer_workers import wait_asleep
 

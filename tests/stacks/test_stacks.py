@@ -925,7 +925,7 @@ def test_a_program_that_calls_the_engine_keeps_its_frames(called: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "starter", ["keeper/fork_server.py", "keeper/fork_process.py", "worker/forked.py", "worker/script.py"]
+    "starter", ["keeper/fork_server.py", "keeper/start_process.py", "worker/forked.py", "worker/script.py"]
 )
 def test_the_frames_that_start_a_worker_are_left_out(starter: str) -> None:
     frames = at(("/u/train.py", 41, "step"), (os.path.join(ROOT, "_engine", starter), 1, "_call"))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._runs import record
-from tests.engine.test_lost_helpers import until
-from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.helpers import TIMEOUT, until, wait_gone
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,10 +16,10 @@ from phalanx._base.threads import Latch
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, start_processes
 from phalanx.timer import TimerSpecs
-from tests.engine.test_lost_helpers import lose_both, until
+from tests.engine.test_lost_helpers import lose_both
 from tests.support import hang_workers
 from tests.support.forks import code_of_fork
-from tests.support.helpers import PYTHON, TIMEOUT, pass_gate
+from tests.support.helpers import PYTHON, TIMEOUT, pass_gate, until
 from tests.support.insides import helpers_of
 
 if TYPE_CHECKING:

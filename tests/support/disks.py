@@ -7,11 +7,12 @@ import fcntl
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import helpers
 from tests.support.helpers import TIMEOUT
 
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
@@ -99,7 +100,4 @@ def sleeping_on_disks(pid: int) -> int:
     return count
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
+until = helpers.until

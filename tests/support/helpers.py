@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 PYTHON = shlex.quote(sys.executable)
 """This interpreter, as a word for a shell."""
@@ -101,6 +102,34 @@ def rest() -> NoReturn:
     """Live for ever, and handle each signal: `signal.pause` misses one that comes just before it."""
     while True:
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def meanwhile(function: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Callable[[], object]]:
+    """Call a function on a thread of its own. The block ends when it has returned, and raises what it has raised.
+
+    What it has raised is returned by what the block is given, if that is called: then the block does not raise it.
+    """
+    is_asked = False
+
+    def error() -> BaseException | None:
+        nonlocal is_asked
+        is_asked = True
+        return future.exception(TIMEOUT)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function, *arguments, **options)
+        yield error
+        if not is_asked:
+            future.result(TIMEOUT)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Look again and again: for what no descriptor tells."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        select.select((), (), (), 0.001)
 
 
 def let_a_request_pass() -> None:

@@ -6,12 +6,14 @@ function: this one costs it nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,20 +23,43 @@ FAILED = {"spawn": {1, 120}, "forkserver": {1}, "fork": {1}}
 interpreter that ends makes 120 of 1 then (`sys.exit`), unless PYTHONUNBUFFERED has it write at once."""
 
 
-def run_script(
-    folder: Path, text: str, *arguments: str, timeout: float = 60, prefix: tuple[str, ...] = (), **options: Any
-) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a Python script, warnings being errors, that can import the package and the tests; capture its output."""
+    command, environment = script_command(folder, text, *arguments, prefix=options.pop("prefix", ()))
+    env = environment | options.pop("env", {})
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "stdin": subprocess.DEVNULL,
+        "timeout": 60,
+    } | options
+    return subprocess.run(command, env=env, text=True, errors="replace", check=False, **options)
+
+
+@contextlib.contextmanager
+def started_script(folder: Path, text: str, *arguments: object, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start such a script, whose temporary files are in the folder. It is killed at the end of the block."""
+    command, environment = script_command(folder, text, *arguments, prefix=options.pop("prefix", ()))
+    env = environment | {"TMPDIR": str(folder)} | options.pop("env", {})
+    with subprocess.Popen(command, env=env, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def script_command(
+    folder: Path, text: str, *arguments: object, prefix: tuple[str, ...] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Write a script. Returns the command that runs it, and the environment in which it finds package and tests."""
     import phalanx
 
     assert phalanx.__file__
     source = os.path.dirname(os.path.dirname(phalanx.__file__))
     path = folder / "script.py"
     path.write_text(text)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((source, ROOT))} | options.pop("env", {})
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL} | options
-    command = [*prefix, sys.executable, "-W", "error", str(path), *arguments]
-    return subprocess.run(command, env=env, timeout=timeout, text=True, errors="replace", check=False, **options)
+    command = [*prefix, sys.executable, "-W", "error", str(path), *map(str, arguments)]
+    return command, {**os.environ, "PYTHONPATH": os.pathsep.join((source, ROOT))}
 
 
 def add(a: int, b: int) -> int:

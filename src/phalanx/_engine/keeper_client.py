@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from signal import SIGCONT, SIGKILL
 
@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
     from _socket import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from phalanx._engine.forkserver import ForkServer
 
@@ -43,18 +43,12 @@ class KeeperClient:
 
     def exec(self, flags: Sequence[str]) -> None:
         """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
-        theirs = self._connect()
-        try:
+        with self._connecting() as theirs:
             fd = theirs.fileno()
             command = interpreter.command(flags, f"from phalanx._engine.keeper.guard import main;main({fd})")
             self.executable = command[0]
             self._popen = interpreter.start_helper(command, fd, self.marked.environment())
             self._hold(self._popen.pid)
-        except BaseException:
-            self.channel.close()
-            raise
-        finally:
-            theirs.close()
 
     def fork(self, call: Callable[[int, list[int]], None], forget: Callable[[], None]) -> None:
         """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError.
@@ -67,40 +61,28 @@ class KeeperClient:
         for stream in (sys.stdout, sys.stderr):  # each fork would write once more what is in their buffers
             with suppress(Exception):  # None, closed, a full disk, or any object of the host
                 stream.flush()
-        theirs = self._connect()
-        try:
+        with self._connecting() as theirs:
             with interpreter.unfollowed():
                 pid = interpreter.fork()
-        except BaseException:
-            self.channel.close()
-            theirs.close()
-            raise
-        if pid == 0:
-            try:
-                if interpreter.debugger() is not None:
-                    sys.settrace(None)  # it traces the thread that forks
-                self.channel.close()
-                forget()
-                os.setsid()
-                linux.map_name(self.marked.page)
-                guard.keep(theirs, call)
-            finally:
-                os._exit(70)
-        theirs.close()
+            if pid == 0:
+                try:
+                    if interpreter.debugger() is not None:
+                        sys.settrace(None)  # it traces the thread that forks
+                    self.channel.close()
+                    forget()
+                    os.setsid()
+                    linux.map_name(self.marked.page)
+                    guard.keep(theirs, call)
+                finally:
+                    os._exit(70)
         self._hold(pid)
 
     def fork_warm(self, fork_server: ForkServer) -> None:
         """Start a keeper that is a fork of ``fork_server``. Raises PreloadError, OSError."""
-        theirs = self._connect()
-        try:
+        with self._connecting() as theirs:
             self._guard, pidfd = fork_server.fork(theirs, self.marked.page)
             self.guard = Process(self._guard, pidfd) if pidfd >= 0 else None
             self._is_child = False
-        except BaseException:
-            self.channel.close()
-            raise
-        finally:
-            theirs.close()
 
     def close(self, wait: float, spared: int = 0) -> int:
         """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
@@ -176,10 +158,18 @@ class KeeperClient:
         known = [process for process in (self.guard, self.keeper) if process is not None]
         return bool(known) and wait_all(known, 0)
 
-    def _connect(self) -> socket:
+    @contextmanager
+    def _connecting(self) -> Iterator[socket]:
+        """Make the socket. Its other end is closed here at the end of the block, and ours if that raises."""
         ours, theirs = channels.pair()
         self.channel = channels.Channel(ours)
-        return theirs
+        try:
+            yield theirs
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
 
     def _hold(self, guard: int) -> None:
         """Open a pidfd of the guard.
@@ -222,9 +212,8 @@ _LIGHT = (
     *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.recording",
     *("phalanx._timers.escalation", "phalanx._timers.table"),
-    *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "rotated_logs", "start_group", "sweep")),
+    *(f"phalanx._engine.keeper.{name}" for name in ("guard", "log_writer", "start_group", "sweep")),
     *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "picklers", "results", "unpicklable")),
-    "phalanx._engine.keeper.log_writer",
     "phalanx._engine.worker.forked",
 )
 _HEAVY = ("cloudpickle", "linecache", "phalanx._engine.pickling.call_pickler", "tokenize")

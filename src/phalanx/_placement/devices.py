@@ -14,6 +14,9 @@ _OTHERS = ("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICE
 VARIABLES = (_CUDA, _HIP, *_OTHERS)
 """The variables that `one_each` chooses by."""
 
+CHOOSE_NVIDIA, CHOOSE_AMD = (_CUDA,), (_HIP, "ROCR_VISIBLE_DEVICES", _CUDA)
+"""The variables that choose among the devices of a maker: the first that is set does."""
+
 _NAMED = ("GPU-", "MIG-")
 
 
@@ -100,8 +103,8 @@ def count_gpus(root: str = "/") -> int:
     others are CPUs).
     """
     for variables, present in (
-        (("CUDA_VISIBLE_DEVICES",), _nvidia(root)),
-        (("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), len(amd_nodes(root))),
+        (CHOOSE_NVIDIA, _nvidia(root)),
+        (CHOOSE_AMD, len(amd_nodes(root))),
     ):
         if present:
             chosen = next((os.environ[name] for name in variables if name in os.environ), None)

@@ -460,10 +460,8 @@ def place(config: RunConfig) -> tuple[Placement, dict[int, dict[str, str]], list
     said = ""
     try:
         if near:
-            from phalanx._placement import numa
-
             try:
-                shares = numa.bind(near, nprocs, os.sched_getaffinity(0))
+                shares = topology.bind(near, nprocs, os.sched_getaffinity(0))
             except ValueError as error:
                 raise ValueError(f"numa_binding: {error}") from None
         else:

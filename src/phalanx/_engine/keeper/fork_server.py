@@ -77,14 +77,14 @@ def _on_preload(
 
     from phalanx._base import process  # noqa: F401 - what forks will need
     from phalanx._engine import forkserver, supervisor  # noqa: F401 - workers that run the main module again import them
-    from phalanx._engine.keeper import fork_process, guard, start_group  # noqa: F401 - what forks will need
+    from phalanx._engine.keeper import guard, start_group, start_process  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload, results  # noqa: F401 - what forks will need
     from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
 
     forked.own_path[:] = own
     ours = list(sys.path)
     sys.path[:] = [*path, *own]
-    with fork_process.preloaded:
+    with start_process.preloaded:
         for name in modules:
             channel.send(protocol.importing(name))
             try:

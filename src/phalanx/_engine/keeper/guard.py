@@ -112,7 +112,7 @@ def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard
 def load_end() -> None:
     """Import what the end needs: a disk may not answer then."""
     try:
-        from phalanx._engine.keeper import rotated_logs, sweep  # noqa: F401 - the former for a guard that takes over
+        from phalanx._engine.keeper import log_writer, sweep  # noqa: F401 - the former for a guard that takes over
     except (OSError, ImportError):  # no descriptor is left, perhaps
         return
 

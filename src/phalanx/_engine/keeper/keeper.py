@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.loop import Deadline
     from phalanx._engine.keeper.children import Notice
-    from phalanx._engine.keeper.rotated_logs import RotatedLogs
+    from phalanx._engine.keeper.log_writer import RotatedLogs
     from phalanx._engine.keeper.start_group import Start
     from phalanx._engine.keeper.sweep import Sweep
     from phalanx._timers.escalation import Escalation
@@ -98,7 +98,7 @@ class Keeper:
         self._children.forker, self._taken_over = keeper, {}
         self._last_message = protocol.ended_by_loss("keeper", os.waitstatus_to_exitcode(status))
         if log_writer:
-            from phalanx._engine.keeper.rotated_logs import RotatedLogs
+            from phalanx._engine.keeper.log_writer import RotatedLogs
 
             self._logs = RotatedLogs(log_writer)
         self.loop.watch(self._signals, self._on_signal)

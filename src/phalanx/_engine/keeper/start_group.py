@@ -1,7 +1,7 @@
 """The start of all workers of one group, in the order of their ranks. Runs in the keeper, once.
 
 Owns the order of the steps: the log files of each worker are opened, then it is started and watched. How one process is
-started is in `start_process` and `fork_process`. Imported while the launcher still prepares the order to start.
+started is in `start_process`. Imported while the launcher still prepares the order to start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.loop import Loop
     from phalanx._engine.keeper.children import Children
-    from phalanx._engine.keeper.rotated_logs import RotatedLogs
+    from phalanx._engine.keeper.log_writer import RotatedLogs
     from phalanx._timers.escalation import Escalation
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
@@ -92,7 +92,7 @@ class Start:
         if not any(_has_writer(spec) for spec in self._specs):
             return notice, None, ()
         try:
-            from phalanx._engine.keeper.rotated_logs import RotatedLogs
+            from phalanx._engine.keeper.log_writer import RotatedLogs
         except (OSError, ImportError):  # no descriptor is left
             return notice, None, protocol.start_failed(-1, "starting what writes its log files", errno.EMFILE, "")
         logs = RotatedLogs()
@@ -119,7 +119,6 @@ class Start:
         try:
             ignored = start_process.ignored_signals()
             limit = start_process.DescriptorLimit(sum(map(_descriptors, self._specs)) + _SPARE_DESCRIPTORS)
-            self._import_fork()
             self._check_room(limit.most)
             for number, spec in enumerate(self._specs):
                 if number % _TOGETHER == 0 and not may_go_on(number > 0):
@@ -162,18 +161,16 @@ class Start:
         call: Callable[[int, list[int]], None] | None,
         own: Callable[[], list[int]],
     ) -> int:
-        from phalanx._engine.keeper import fork_process  # loaded by now
-
         given = [self._fds[index] for index in spec.fds]
         if not self._forked:
-            return fork_process.execute(spec, self._environment, outputs, given)
+            return start_process.execute_in_fork(spec, self._environment, outputs, given)
         private = {*own(), *self._fds}.difference(given)
-        return fork_process.fork(spec, self._environment, outputs, given, private, call)
+        return start_process.fork(spec, self._environment, outputs, given, private, call)
 
     def _failed(self, error: OSError | ImportError) -> protocol.Message:
         rank, doing = self._doing
         doing = getattr(error, "doing", doing)  # the step that failed in a placed child
-        if isinstance(error, ImportError):  # of `fork_process`: no descriptor is left to open its file
+        if isinstance(error, ImportError):  # no descriptor is left to open its file
             return protocol.start_failed(rank, doing, errno.EMFILE, "")
         if isinstance(error, files.UnfitError):
             doing = f"{doing} ({error.strerror})"
@@ -196,15 +193,6 @@ class Start:
         finally:
             sys.path[:] = own
         gc.freeze()
-
-    def _import_fork(self) -> None:
-        """Import `fork_process`, if it is needed. Raises OSError, ImportError.
-
-        The limit of the workers holds during a fork, and open log files may have all the numbers below it.
-        """
-        if self._forked or any(spec.placement is not None for spec in self._specs):
-            self._doing = -1, "importing what forks them"
-            import phalanx._engine.keeper.fork_process  # noqa: F401 - see above
 
     def close(self) -> None:
         """Close the descriptors that came with the order, but for those of memory that is shared with the workers."""

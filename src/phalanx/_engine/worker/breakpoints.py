@@ -6,7 +6,6 @@ connection. A worker loads this module when it stops for the first time, in what
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -16,7 +15,7 @@ import threading
 from phalanx._base import std_streams
 from phalanx._engine.worker.debug_socket import Server, Standing
 from phalanx._evidence.describe import is_own_file
-from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, ERROR_FILE_ENV, is_of_run
+from phalanx._evidence.error_file import BREAKPOINT_TIMEOUT_ENV, DEBUG_SUFFIX, DEBUGPY_ENV, ERROR_FILE_ENV, is_of_run
 from phalanx._timers.client import Seat
 from phalanx._timers.layout import BREAKPOINT, TIMERS_ENV, encode
 
@@ -32,7 +31,7 @@ finally:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -319,16 +318,6 @@ def _debugger(server: Server | None) -> Debugger:
     return debugger
 
 
-@contextlib.contextmanager
-def resting() -> Iterator[None]:
-    """A context in which another debugger holds this thread: the timers of its group rest."""
-    _stop.begin("", None)
-    try:
-        yield
-    finally:
-        _stop.end()
-
-
 def listen() -> str:
     """Open the socket of this process. Returns its path; "": there is none, and a line on stderr says why."""
     server = _open(beside_terminal=True)
@@ -399,6 +388,58 @@ def post_mortem(error: BaseException) -> None:
         return  # the group is stopped
     except Exception as failure:  # noqa: BLE001 - the failure of the program is what counts
         std_streams.write_stderr(f"phalanx: there is no debugger after this exception: {failure!r}\n")
+
+
+_HOST = "127.0.0.1"
+
+
+def listen_for_editor() -> None:
+    """Have debugpy listen before the program begins, and wait for an editor if that is wanted: `phalanx run --debugpy`.
+
+    While the editor holds a thread, the timers of the group rest. Where there can be no debugpy, a line on stderr says
+    why.
+    """
+    port, _, waits = os.environ.pop(DEBUGPY_ENV).partition(" ")  # programs that this one starts must not have it
+    try:
+        import debugpy  # noqa: T100 - what this module is about
+
+        debugpy.listen((_HOST, int(port)))  # noqa: T100 - as above
+        pydevd = sys.modules["pydevd"]
+        _let_timers_rest(pydevd.PyDB)
+    except Exception as error:  # noqa: BLE001 - of another project; the program runs without it
+        why = f"{type(error).__name__}: {error}"
+        std_streams.write_stderr(f"phalanx: --debugpy: no editor can attach to pid {os.getpid()}: {why}\n")
+        return
+
+    def stop(*args: Any, **options: Any) -> None:
+        """Stop in the editor; in pdb, if none is attached."""
+        frame = sys._getframe(1)  # noqa: SLF001 - it is where the program stops
+        if debugpy.is_client_connected():
+            pydevd.settrace(
+                suspend=True, trace_only_current_thread=True, patch_multiprocessing=False, stop_at_frame=frame
+            )
+        else:
+            stop(frame, *args, **options)
+
+    if not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = stop
+    if waits:
+        std_streams.write_stderr(f"phalanx: waits for an editor at {_HOST}:{port}\n")
+        debugpy.wait_for_client()  # noqa: T100 - as above
+
+
+def _let_timers_rest(kind: Any) -> None:
+    """Wrap the method of pydevd in which a thread waits, held by an editor."""
+    wait = kind.do_wait_suspend
+
+    def do_wait_suspend(*args: Any, **options: Any) -> Any:
+        _stop.begin("", None)
+        try:
+            return wait(*args, **options)
+        finally:
+            _stop.end()
+
+    kind.do_wait_suspend = do_wait_suspend
 
 
 os.register_at_fork(after_in_child=_start_anew)

@@ -125,10 +125,7 @@ def _install_breakpoint() -> None:
     Before that, have debugpy listen for an editor, if that is wanted.
     """
     if os.environ.get(DEBUGPY_ENV):
-        with _Ours():
-            from phalanx._engine.worker import debugpy_server
-
-        debugpy_server.listen()
+        _debugger().listen_for_editor()
     if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _breakpoint
     module = sys.modules.get("pdb")
