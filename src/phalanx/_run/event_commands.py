@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
@@ -19,16 +20,10 @@ from phalanx._base.text import format_size, how_many, one_line
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._base.tty import printable, sanitise
 from phalanx._events import agent_kinds, kinds
+from phalanx._events.kinds import Event
 from phalanx._run.shell_command import GRACE, ShellCommand, append_output, entry
 from phalanx._runs import catalog, record
 from phalanx._runs.run_report import describe_run
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from phalanx._events.kinds import Event
 
 LONGEST = 60.0
 """Seconds that a command may take."""
