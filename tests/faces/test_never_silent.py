@@ -260,6 +260,34 @@ def test_a_group_that_succeeds_or_is_closed_says_nothing(log: Log, gate: Gate) -
     assert log.records.empty()
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Lets no attribute be set."""
+
+    text: str
+
+
+def raise_frozen() -> None:
+    pid = os.fork()
+    if not pid:
+        raise ValueError("below")
+    os.waitpid(pid, 0)
+    raise FrozenError("is nan")
+
+
+def test_a_rank_is_no_fork_of_its_own_nor_needs_attributes(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
+    """A fork of a worker prints its traceback as itself, and an exception that lets no attribute be set is printed."""
+    with start_processes("f", raise_frozen, (), nprocs=1) as group:
+        assert group.wait().failures[0].message == "FrozenError: is nan"
+    assert "rank 0, FrozenError: is nan" in log.next()
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback")
+    assert (err.count("Traceback"), err.count("ValueError: below"), err.count("rank 0 failed")) == (2, 1, 1)
+    assert "FrozenInstanceError" not in err
+    assert "phalanx/_engine" not in err.partition("rank 0 failed")[2]
+    assert log.records.empty()
+
+
 def test_a_handler_that_raises_blocks_or_exits_holds_up_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     logger, freed = logging.getLogger("phalanx"), threading.Event()
 
@@ -305,42 +333,6 @@ def test_a_console_that_nobody_reads_holds_up_nobody(method: str, tmp_path: Path
         assert group.wait({TIMEOUT}).failures.keys() == {{0}}
     """
     assert script(tmp_path, body) == ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    """Lets no attribute be set."""
-
-    text: str
-
-
-def raise_frozen() -> None:
-    raise FrozenError("is nan")
-
-
-def test_an_exception_without_attributes_is_printed(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
-    with start_processes("f", raise_frozen, (), nprocs=1) as group:
-        assert group.wait().failures[0].message == "FrozenError: is nan"
-    assert "rank 0, FrozenError: is nan" in log.next()
-    err = capfd.readouterr().err
-    assert (err.count("Traceback"), err.count("FrozenInstanceError")) == (1, 0)
-    assert "phalanx/_engine" not in err
-
-
-def fail_in_a_fork() -> int:
-    pid = os.fork()
-    if not pid:
-        raise ValueError("below")
-    return os.waitpid(pid, 0)[1]
-
-
-def test_a_fork_of_a_worker_that_fails_is_not_its_rank(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
-    with start_processes("f", fail_in_a_fork, (), nprocs=1) as group:
-        assert group.wait().raise_if_failed().return_values == {0: 1 << 8}
-    err = capfd.readouterr().err
-    assert err.startswith("Traceback")
-    assert (err.count("ValueError: below"), err.count("rank 0 failed")) == (1, 0)
-    assert log.records.empty()
 
 
 @pytest.mark.slow

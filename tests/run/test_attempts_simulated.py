@@ -324,39 +324,19 @@ def test_a_worker_that_outlived_sigkill_prevents_a_restart() -> None:
     assert team.said[0] == "phalanx: ending attempt 0: asked for"
 
 
-def test_attempts_are_numbered_where_a_restart_is_not_counted() -> None:
-    team = Workers()
-
-    def happen(_most: float | None) -> None:
-        number = len(team.started)
-        if number == 2 and not team.orders:  # the second attempt; the first has failed
-            attempts.ask_restart(signal.SIGTERM, 5, "asked for")
-        elif number == 2:
-            team.over(AttemptEnd("stopped"))
-        else:
-            team.over(AttemptEnd("failed", error="bad batch"))
-
-    attempts = Simulated(team, RestartPolicy(1), happen)
-    assert attempts.run().state == "failed"
-    first, _, last = [line.partition(" after ")[0] for line in team.said]
-    assert (team.started, first, last) == ([0, 1, 2], "phalanx: attempt 0 failed", "phalanx: attempt 2 failed")
-
-
-def test_requests_are_checked_when_they_are_made() -> None:
-    attempts = LocalRunner(Workers(), RestartPolicy(), signals=False)
-    asks: list[Callable[..., None]] = [attempts.ask_stop, lambda number, grace: attempts.ask_restart(number, grace, "")]
-    for ask in asks:
-        with pytest.raises(ValueError, match=r"expected a signal, like signal\.SIGTERM or 15, got 999"):
-            ask(999, 1)
-        with pytest.raises(TypeError, match="grace: expected seconds, got 'a'"):
-            ask(15, "a")
-        with pytest.raises(ValueError, match="grace: expected 0 seconds or more, got nan"):
-            ask(15, float("nan"))
-    attempts.ask_stop(15, -1)
-    assert attempts.run().state == "stopped"
-
-
 def test_of_two_stops_the_shorter_grace_holds() -> None:
+    """Requests are checked when they are made."""
+    attempts = LocalRunner(Workers(), RestartPolicy(), signals=False)
+    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+        (999, 1, ValueError, r"expected a signal, like signal\.SIGTERM or 15, got 999"),
+        (15, "a", TypeError, "grace: expected seconds, got 'a'"),
+        (15, float("nan"), ValueError, "grace: expected 0 seconds or more, got nan"),
+    ]
+    for number, grace, kind, says in wrong:
+        with pytest.raises(kind, match=says):
+            attempts.ask_stop(number, grace)
+        with pytest.raises(kind, match=says):
+            attempts.ask_restart(number, grace, "")
     for graces in ((30, 5), (5, 30)):
         team = Obedient()
         attempts = LocalRunner(team, RestartPolicy(), signals=False)
