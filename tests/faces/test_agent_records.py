@@ -153,20 +153,10 @@ def test_a_signal_at_the_very_end_waits_until_all_is_written(tmp_path: Path) -> 
 
 EARLY = """
 import os, signal, sys, threading, time
+from phalanx._base.procfs import children
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousParameters
-
-def children():
-    me = str(os.getpid())
-    found = []
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdecimal() and open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1] == me:
-                found.append(name)
-        except OSError:
-            pass
-    return found
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: None)  # one that comes before the run
@@ -186,7 +176,7 @@ if __name__ == "__main__":
             timer.cancel()
             timer.join()
         left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        assert (left, children()) == ([], []), (delay, left, children())
+        assert (left, [*children(os.getpid())]) == ([], []), (delay, left)
         time.sleep(0.3)  # a signal within that time is the same request
 """
 

@@ -15,7 +15,10 @@ from phalanx._run.attempts import Ending
 from phalanx._run.logs import RunLogs
 from phalanx._run.plan import in_our_words
 from phalanx._run.run_team import RunTeam
-from phalanx.errors import ChildFailedError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.errors import ChildFailedError
 
 
 class RunEnd(NamedTuple):

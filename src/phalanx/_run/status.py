@@ -18,7 +18,7 @@ from phalanx._base import clock, files, procfs
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._events.agent_kinds import AgentState, AgentStatus, RestartDecided
 from phalanx._events.kinds import Event, WorkerStarted
-from phalanx.multiprocessing import PContext
+from phalanx._group.context import PContext
 
 LINE = 200
 """Characters of a worker's last line."""

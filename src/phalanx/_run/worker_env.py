@@ -11,10 +11,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from phalanx._group.arguments import VALUE
+from phalanx._group.command_group import ScriptContext, SubprocessContext
+from phalanx._group.context import PContext
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm, path_of
+from phalanx._logs.specs import DefaultLogsSpecs
 from phalanx._run.master_port import ReservedPort
-from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, SubprocessContext
 
 MASTER_PORT = "MASTER_PORT"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
