@@ -59,7 +59,7 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 452,
+    "private modules imported": 451,
     "private attributes": 419,
     "private names patched": 208,
     "long names": 0,
