@@ -70,12 +70,12 @@ def test_a_cancelled_task_stops_waiting_and_leaves_nothing(gate: Gate) -> None:
         for _ in range(20):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(group.wait_async(), 0.001)
-        assert len(group._started().ended._waiters) == before
+        assert len(group._started().ended._actions) == before
         gate.open()
         return await group.wait_async()
 
     with gated(gate) as group:
-        before = len(group._started().ended._waiters)
+        before = len(group._started().ended._actions)
         assert asyncio.run(main()).succeeded
 
 
