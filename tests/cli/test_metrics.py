@@ -404,7 +404,8 @@ def test_starts_without_it_load_none_of_it(place: Place) -> None:
             sys.argv[1:] = ["run", "--log-dir", {str(place.logs)!r}, {script!r}]
             main()
         finally:
-            print([name for name in ("http.server", "prometheus_client", "phalanx._run.health") if name in sys.modules])
+            names = ("http.server", "prometheus_client", "phalanx._run.services")
+            print([name for name in names if name in sys.modules])
         """
     done = place.program(sys.executable, place.write(command, "main.py"))
     assert (done.status, done.out) == (0, "[]\n"), done

@@ -181,7 +181,7 @@ def test_samples_are_in_the_runs_folder(place: Place, ready: Ready, gate: Gate) 
 
 
 NOT_ASKED_FOR = {
-    *("phalanx._page", "phalanx._run.event_commands", "phalanx._run.health", "phalanx._run.run_metrics"),
+    *("phalanx._page", "phalanx._run.event_commands", "phalanx._run.services", "phalanx._run.run_metrics"),
     *("decimal", "http", "importlib.util", "jinja2", "prometheus_client", "statistics"),
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,12 +18,11 @@ from phalanx.agent import (
     RestartPolicy,
     RunResult,
     SimpleElasticAgent,
-    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Placement, SignalException, Std, UnpicklableError
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, Std
 from phalanx.rendezvous import (
     OneMachineRendezvous,
     RendezvousClosedError,
@@ -34,20 +33,13 @@ from phalanx.rendezvous import (
     RendezvousStateError,
     RendezvousStoreInfo,
 )
-from phalanx.timer import (
-    FileTimerClient,
-    FileTimerServer,
-    LocalTimerClient,
-    LocalTimerServer,
-    TimerSpecs,
-)
+from phalanx.timer import TimerSpecs
 from tests.support import agent_workers
 from tests.support.agent_workers import Meeting, PopenAgent
-from tests.support.helpers import TIMEOUT, alive, let_a_request_pass, wait_gone
-from tests.support.workers import run_script
+from tests.support.helpers import TIMEOUT, alive, let_a_request_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.support.helpers import Gate, Ready
@@ -79,17 +71,13 @@ def local(entrypoint: Any, *args: Any, **options: Any) -> LocalElasticAgent:
     [
         ("role", 5, TypeError, "role: expected a string, got 5"),
         ("local_world_size", 0, ValueError, "local_world_size: expected a whole number, 1 or more, got 0"),
-        ("local_world_size", "2", TypeError, "local_world_size: expected a whole number, 1 or more, got '2'"),
         ("rdzv_handler", "c10d", TypeError, "rdzv_handler: expected a RendezvousHandler, or None, got 'c10d'"),
         ("entrypoint", None, TypeError, "entrypoint: expected a callable, or a program's name, got None"),
         ("args", "abc", TypeError, "args: expected a tuple of arguments, got 'abc'"),
         ("max_restarts", -1, ValueError, "max_restarts: expected a whole number, 0 or more, got -1"),
-        ("max_restarts", True, TypeError, "max_restarts: expected a whole number, 0 or more, got True"),
         ("monitor_interval", 0, ValueError, "monitor_interval: expected more than 0 seconds, got 0"),
-        ("monitor_interval", "1", TypeError, "monitor_interval: expected seconds, got '1'"),
         ("master_port", 65536, ValueError, "master_port: expected a port, 0 to 65535, got 65536"),
         ("master_addr", 1, TypeError, "master_addr: expected a string, got 1"),
-        ("local_addr", 1, TypeError, "local_addr: expected a string, got 1"),
         ("event_log_handler", None, TypeError, "event_log_handler: expected a string, got None"),
         ("numa_options", "node", TypeError, "numa_options: expected a Placement, got 'node'"),
         ("duplicate_stdout_filters", "abc", TypeError, "duplicate_stdout_filters: expected a list of strings"),
@@ -103,17 +91,13 @@ def test_a_spec_refuses_bad_input(argument: str, value: Any, error: type[Excepti
     assert str(info.value).startswith(says)
 
 
-def test_fn_is_the_older_name_of_entrypoint() -> None:
+def test_the_entrypoint_has_an_older_name_and_a_name_of_its_own() -> None:
     with pytest.warns(DeprecationWarning, match="fn: deprecated"):
         assert WorkerSpec("r", 1, None, print).entrypoint is print
     with pytest.raises(ValueError, match="fn, entrypoint: expected one of them"):
         WorkerSpec("r", 1, None, print, len)
-
-
-def test_the_name_of_an_entrypoint() -> None:
-    assert spec("echo").get_entrypoint_name() == "echo"
-    assert spec(agent_workers.fails_until).get_entrypoint_name() == "fails_until"
-    assert "partial" in spec(functools.partial(print)).get_entrypoint_name()
+    names = [spec(each).get_entrypoint_name() for each in ("echo", agent_workers.fails_until, functools.partial(print))]
+    assert (names[:2], "partial" in names[2]) == (["echo", "fails_until"], True)
 
 
 @pytest.mark.parametrize(
@@ -137,31 +121,27 @@ def test_an_agent_refuses_bad_input(options: dict[str, Any], error: type[Excepti
         LocalElasticAgent(print, DefaultLogsSpecs())  # type: ignore[arg-type]  # what is refused
 
 
-def test_values() -> None:
-    assert [state.value for state in WorkerState] == [state.name for state in WorkerState]
-    assert [WorkerState.is_running(state) for state in WorkerState] == [False, False, True, True, False, False, False]
-    assert RunResult(WorkerState.FAILED).is_failed()
-    assert not RunResult(WorkerState.UNHEALTHY).is_failed()
-    group = WorkerGroup(spec(print))
-    assert [(worker.local_rank, worker.global_rank, worker.id) for worker in group.workers] == [
-        (0, -1, None),
-        (1, -1, None),
-    ]
-    assert (group.state, group.store, group.group_rank, group.master_port) == (WorkerState.INIT, None, None, None)
-    assert "local_rank=3" in repr(Worker(3))
-
-
 # --- the agent of this machine
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_group_that_fails_twice_is_started_three_times(method: str) -> None:
-    agent = local(agent_workers.fails_until, 2, start_method=method, max_restarts=2)
-    result = agent.run()
-    assert result == RunResult(WorkerState.SUCCEEDED, {0: (2, 0), 1: (2, 1)})
+    """In each attempt, the machines meet anew. An agent can run again."""
+    handler = Meeting()
+    agent = local(agent_workers.fails_until, 2, start_method=method, max_restarts=2, rdzv_handler=handler)
     group = agent.get_worker_group()
-    assert group.state == WorkerState.SUCCEEDED
-    assert all(isinstance(worker.id, int) and not alive(worker.id) for worker in group.workers)
+    assert [(worker.global_rank, worker.id) for worker in group.workers] == [(-1, None)] * 2
+    for calls in (3, 6) if method == "fork" else (3,):
+        assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: (2, 0), 1: (2, 1)})
+        assert (handler.calls, group.master_port) == (calls, 4000 + calls)
+        assert group.state == WorkerState.SUCCEEDED
+        assert all(isinstance(worker.id, int) and not alive(worker.id) for worker in group.workers)
+
+
+def test_only_who_failed_by_itself_is_in_the_result() -> None:
+    agent = local(agent_workers.one_fails, 1, policy=RestartPolicy(5, never_on=[3]))
+    assert {rank: failure.exitcode for rank, failure in agent.run().failures.items()} == {1: 3}
+    assert agent._attempt == 0
 
 
 def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -176,11 +156,6 @@ def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str], cap
     assert told[0].startswith("phalanx: attempt 0 failed after ")
     assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; attempt 1 follows (restart 1 of at most 1)")
     assert told[1].endswith("giving up: 1 of 1 restart used")
-
-
-def test_only_who_failed_by_itself_is_in_the_result() -> None:
-    result = local(agent_workers.one_fails, 1, max_restarts=0).run()
-    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: 3}
 
 
 def test_a_program(tmp_path: Path) -> None:
@@ -211,13 +186,6 @@ def test_what_workers_find_in_their_environment() -> None:
     assert [found[rank]["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["0", "1"]
 
 
-def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
-    handler = Meeting()
-    agent = local(agent_workers.fails_until, 1, rdzv_handler=handler)
-    assert agent.run().return_values == {0: (1, 0), 1: (1, 1)}
-    assert (handler.calls, agent.get_worker_group().master_port) == (2, 4002)
-
-
 def test_a_machine_that_waits_has_the_group_restarted(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
     handler = Meeting(waiting=1)
     gate.open(2)
@@ -237,24 +205,6 @@ def test_the_prefix_of_lines(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "<trainer:0> hello\n"
 
 
-def test_cpus_of_workers() -> None:
-    cpu = min(os.sched_getaffinity(0))
-    agent = local(os.sched_getaffinity, 0, size=1, numa_options=Placement(cpu_bind=str(cpu)))
-    assert agent.run().return_values == {0: {cpu}}
-
-
-def test_exit_codes_that_never_restart() -> None:
-    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(5, never_on=[3]))
-    assert agent.run().failures[0].exitcode == 3
-    assert agent._attempt == 0
-
-
-def test_an_agent_can_run_again() -> None:
-    agent = local(agent_workers.fails_until, 1, max_restarts=1)
-    results = [agent.run() for _ in range(2)]
-    assert results[0] == results[1] == RunResult(WorkerState.SUCCEEDED, {0: (1, 0), 1: (1, 1)})
-
-
 def test_an_agent_in_a_worker_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     result = local(agent_workers.runs_an_agent, start_method="spawn").run()
@@ -272,26 +222,13 @@ def test_what_is_preloaded_is_imported_once_for_all_attempts(tmp_path: Path, mon
     assert (tmp_path / "imports").read_text() == "once once "
 
 
-# --- starts that fail
-
-
-def test_what_cannot_be_pickled_is_named() -> None:
-    agent = local(print, threading.Lock(), start_method="spawn")
-    with pytest.raises(UnpicklableError, match="argument 0 of rank 0"):
-        agent.run()
-    assert agent.get_worker_group().state == WorkerState.INIT
-
-
-def test_a_first_start_that_fails_is_raised() -> None:
+def test_a_start_that_fails_is_raised_or_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         local("no-such-program").run()
     closed = OneMachineRendezvous()
     closed.set_closed()
     with pytest.raises(RendezvousClosedError):
         local(print, rdzv_handler=closed).run()
-
-
-def test_a_later_start_that_fails_is_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "program"
     program.write_text('#!/bin/sh\nrm "$0"\nexit 1\n')
     program.chmod(0o755)
@@ -303,55 +240,7 @@ def test_a_later_start_that_fails_is_tried_again(tmp_path: Path, capfd: pytest.C
 # --- the end that somebody asks for
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_workers_and_is_raised(ready: Ready, number: signal.Signals) -> None:
-    agent = local(agent_workers.says_and_waits, ready.address, shutdown_timeout=0.1)
-    pids: list[int] = []
-
-    def interrupt() -> None:
-        pids.extend(ready.pids(4))
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(SignalException) as info:
-        agent.run()
-    thread.join()
-    assert info.value.sigval == number
-    assert not any(map(alive, pids))
-    assert agent.get_worker_group().state == WorkerState.STOPPED
-    assert signal.getsignal(number) is before
-
-
-def test_a_signal_in_a_delay() -> None:
-    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
-
-    def interrupt() -> None:
-        _until(lambda: _is_waiting(agent))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(SignalException):
-        agent.run()
-    thread.join()
-
-
-def test_a_stop_in_a_delay() -> None:
-    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
-
-    def stop() -> None:
-        _until(lambda: _is_waiting(agent))
-        agent.stop()
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    assert agent.run() == RunResult(WorkerState.STOPPED)
-    thread.join()
-
-
-def _until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     """Look again and again: for what no descriptor tells."""
     pause = threading.Event()
     for _ in range(int(TIMEOUT * 100)):
@@ -361,8 +250,62 @@ def _until(condition: Callable[[], bool]) -> None:
     pytest.fail("it has not come to that")
 
 
-def _is_waiting(agent: SimpleElasticAgent) -> bool:
-    return agent._attempts is not None and agent._attempts.state == "WAITING"
+def test_a_signal_ends_the_workers_and_is_raised(ready: Ready) -> None:
+    agent = local(agent_workers.says_and_waits, ready.address, shutdown_timeout=0.1)
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        pids.extend(ready.pids(4))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException) as info:
+        agent.run()
+    thread.join()
+    assert info.value.sigval == signal.SIGINT
+    assert not any(map(alive, pids))
+    assert agent.get_worker_group().state == WorkerState.STOPPED
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("how", ["signal", "stop"])
+def test_an_end_in_a_delay(how: str) -> None:
+    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
+
+    def end() -> None:
+        until(lambda: agent._attempts is not None and agent._attempts.state == "WAITING")
+        if how == "stop":
+            agent.stop()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with contextlib.nullcontext() if how == "stop" else pytest.raises(SignalException):
+        assert agent.run() == RunResult(WorkerState.STOPPED)
+    thread.join()
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_a_keeper_that_is_killed_ends_an_attempt(ready: Ready, restarts: int) -> None:
+    agent = local(agent_workers.waits_in_the_first_attempt, ready.address, size=1, max_restarts=restarts)
+
+    def lose_the_keeper() -> None:
+        ready.wait()
+        until(lambda: agent.get_worker_group().state == WorkerState.HEALTHY)  # else it would be a start that failed
+        group = agent._groups.group
+        assert group is not None
+        assert group._supervisor is not None
+        [keeper] = procfs.children(group._supervisor._keeper._guard)
+        os.kill(keeper, signal.SIGKILL)
+
+    thread = threading.Thread(target=lose_the_keeper)
+    thread.start()
+    with contextlib.nullcontext() if restarts else pytest.raises(KeeperLostError):
+        assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1})
+    thread.join()
 
 
 def test_a_signal_during_a_start_leaves_workers_their_time(ready: Ready) -> None:
@@ -395,33 +338,6 @@ def test_a_second_signal_kills(ready: Ready) -> None:
     assert not alive(agent.get_worker_group().workers[0].id)
 
 
-def test_a_keeper_that_is_killed_ends_an_attempt(ready: Ready) -> None:
-    def lose_the_keeper() -> None:
-        ready.wait()
-        _until(lambda: agent.get_worker_group().state == WorkerState.HEALTHY)  # else it would be a start that failed
-        os.kill(_keeper(agent), signal.SIGKILL)
-
-    agent = local(agent_workers.waits_in_the_first_attempt, ready.address, size=1, max_restarts=1)
-    thread = threading.Thread(target=lose_the_keeper)
-    thread.start()
-    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1})
-    thread.join()
-    agent = local(agent_workers.waits_in_the_first_attempt, ready.address, size=1, max_restarts=0)
-    thread = threading.Thread(target=lose_the_keeper)
-    thread.start()
-    with pytest.raises(KeeperLostError):
-        agent.run()
-    thread.join()
-
-
-def _keeper(agent: LocalElasticAgent) -> int:
-    group = agent._groups.group
-    assert group is not None
-    assert group._supervisor is not None
-    [keeper] = procfs.children(group._supervisor._keeper._guard)
-    return keeper
-
-
 def test_an_agent_in_a_thread_can_be_stopped(ready: Ready) -> None:
     agent = local(agent_workers.says_and_waits, ready.address)
     results: list[RunResult] = []
@@ -437,55 +353,17 @@ def test_an_agent_in_a_thread_can_be_stopped(ready: Ready) -> None:
     agent.stop()  # nothing runs
 
 
-def test_nothing_survives_an_agent_that_is_killed(tmp_path: Path, ready: Ready) -> None:
-    text = f"""
-from phalanx.agent import LocalElasticAgent, WorkerSpec
-from phalanx.multiprocessing import DefaultLogsSpecs
-from tests.support.agent_workers import says_and_waits
-import os
-from tests.support.helpers import tell
-
-if __name__ == "__main__":
-    tell({ready.address!r}, str(os.getpid()))
-    spec = WorkerSpec("trainer", 2, None, entrypoint=says_and_waits, args=({ready.address!r},))
-    LocalElasticAgent(spec, DefaultLogsSpecs()).run()
-"""
-    thread = threading.Thread(target=lambda: run_script(tmp_path, text, env={"TMPDIR": str(tmp_path)}))
-    thread.start()
-    launcher, *workers = ready.pids(5)
-    os.kill(launcher, signal.SIGKILL)
-    assert wait_gone([launcher, *workers]) == set()
-    thread.join()
-
-
 # --- timers
 
 
-@pytest.fixture(params=["local", "file", "group", "agent"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A timer server that runs in the launcher, and what the agent and the workers are given of it."""
-    entrypoint: Callable[..., int] = agent_workers.overruns
-    if request.param == "local":
-        queue = multiprocessing.get_context("spawn").Queue()
-        with LocalTimerServer(queue, max_interval=0.01):
-            yield {"entrypoint": entrypoint, "args": (LocalTimerClient(queue),)}
-        queue.close()
-        queue.join_thread()
-    elif request.param == "file":
-        path = str(tmp_path / "timers")
-        with FileTimerServer(path, "run", 0.01):
-            yield {"entrypoint": entrypoint, "args": (FileTimerClient(path),)}
-    elif request.param == "group":  # neither server nor client is needed
-        yield {"entrypoint": entrypoint, "args": (None,), "timers": TimerSpecs()}
-    else:
+@pytest.mark.parametrize("server", ["group", "agent"])
+def test_an_expired_timer_kills_its_worker_and_restarts(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if server == "agent":
         monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
-        yield {"entrypoint": agent_workers.overruns_by_environment, "args": ()}
-
-
-def test_an_expired_timer_kills_its_worker_and_restarts(pair: dict[str, Any]) -> None:
-    entrypoint, args = pair.pop("entrypoint"), pair.pop("args")
-    result = local(entrypoint, *args, start_method="spawn", max_restarts=1, **pair).run()
-    assert result == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+        agent = local(agent_workers.overruns_by_environment, max_restarts=1)
+    else:  # neither server nor client is needed
+        agent = local(agent_workers.overruns, None, max_restarts=1, timers=TimerSpecs())
+    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
 
 
 def test_the_environment_names_the_agents_timer_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,24 +385,16 @@ def popen(code: str, **options: Any) -> PopenAgent:
     return PopenAgent(spec(sys.executable, "-c", code, monitor_interval=0.01, **options), **own)
 
 
-def test_hooks_of_an_agent_of_ones_own() -> None:
+def test_hooks_of_an_agent_of_ones_own(ready: Ready) -> None:
     agent = popen("import os, sys; sys.exit(os.environ['ATTEMPT'] == '0' and os.environ['RANK'] == '1')")
     assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: None, 1: None})
     assert agent.calls == ["start", "monitor", "stop", "start", "monitor", "shutdown SIGTERM 30"]
-    assert [worker.id for worker in agent.get_worker_group().workers] == [
-        agent.processes[0].pid,
-        agent.processes[1].pid,
-    ]
-
-
-def test_hooks_when_it_gives_up() -> None:
+    pids = [agent.processes[rank].pid for rank in (0, 1)]
+    assert [worker.id for worker in agent.get_worker_group().workers] == pids
     agent = popen("import os, sys; sys.exit(int(os.environ['RANK']))", max_restarts=0)
-    result = agent.run()
+    result = agent.run()  # it gives up
     assert (result.state, list(result.failures)) == (WorkerState.FAILED, [1])
     assert agent.calls == ["start", "monitor", "stop", "shutdown SIGTERM 30"]
-
-
-def test_a_signal_reaches_the_hook(ready: Ready) -> None:
     agent = popen(f"{ready.python()}; import signal; signal.pause()", shutdown_timeout=7)
 
     def interrupt() -> None:
@@ -612,67 +482,63 @@ def test_a_hook_that_raises_ends_it(raising: str, calls: list[str]) -> None:
     assert agent.calls == calls
 
 
-def test_a_shutdown_of_an_older_signature() -> None:
-    class Older(Scripted):
-        def _shutdown(self, death_sig: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - as it was
-            self._note("shutdown")
+class Ended(Meeting):
+    """Raises at the first rendezvous, or the second one."""
 
-    agent = Older(WorkerState.SUCCEEDED)
-    assert agent.run().state == WorkerState.SUCCEEDED
-    assert agent.calls == ["start INIT", "shutdown"]
+    def __init__(self, error: Exception, after: int) -> None:
+        super().__init__()
+        self.error, self.after = error, after
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.calls == self.after:
+            raise self.error
+        return super().next_rendezvous()
 
 
-def test_an_agent_that_is_not_needed_ends_quietly() -> None:
-    class NotNeeded(Meeting):
-        def next_rendezvous(self) -> RendezvousInfo:
-            raise RendezvousGracefulExitError
+class Two(Meeting):
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(None, 0, 2, None)
 
-    agent = Scripted(rdzv_handler=NotNeeded())
+
+class Older(Scripted):
+    """Has a hook as it was before there was a ``timeout``."""
+
+    def _shutdown(self, death_sig: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - as it was
+        self._note("shutdown")
+
+
+def test_ends_that_a_rendezvous_brings() -> None:
+    agent = Older(rdzv_handler=Ended(RendezvousGracefulExitError(), after=0))  # it is not needed
     assert agent.run() == RunResult(WorkerState.STOPPED)
     assert agent.calls == ["shutdown"]
-
-
-def test_a_rendezvous_that_fails_later_ends_it() -> None:
-    class Closing(Meeting):
-        def next_rendezvous(self) -> RendezvousInfo:
-            if self.calls:
-                raise RendezvousClosedError
-            return super().next_rendezvous()
-
     with pytest.raises(RendezvousClosedError):
-        Scripted(WorkerState.FAILED, rdzv_handler=Closing()).run()
-
-
-def test_several_machines_are_refused() -> None:
-    class Two(Meeting):
-        def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(None, 0, 2, None)
-
+        Scripted(WorkerState.FAILED, rdzv_handler=Ended(RendezvousClosedError(), after=1)).run()
     with pytest.raises(RuntimeError, match="rdzv_handler: it has brought 2 machines together"):
         Scripted(rdzv_handler=Two()).run()
 
 
-def test_an_agent_with_a_look_of_its_own() -> None:
-    """A subclass of `LocalElasticAgent` that looks at its workers itself is asked again and again."""
+class Looking(LocalElasticAgent):
+    """Looks at its workers itself: it is asked again and again."""
 
-    class Looking(LocalElasticAgent):
-        looks = 0
+    looks = 0
 
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            self.looks += 1
-            if self.looks == 3 and self._attempt == 0:
-                return RunResult(WorkerState.UNHEALTHY)
-            return super()._monitor_workers(worker_group)
-
-    agent = Looking(spec(_unhealthy_at_first, monitor_interval=0.01), DefaultLogsSpecs(), "fork")
-    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
-    assert agent.looks > 3
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.looks += 1
+        if self.looks == 3 and self._attempt == 0:
+            return RunResult(WorkerState.UNHEALTHY)
+        return super()._monitor_workers(worker_group)
 
 
 def _unhealthy_at_first() -> int:
     if agent_workers.attempt() == 0:
         signal.pause()
     return agent_workers.attempt()
+
+
+def test_an_agent_with_a_look_of_its_own() -> None:
+    agent = Looking(spec(_unhealthy_at_first, monitor_interval=0.01), DefaultLogsSpecs(), "fork")
+    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+    assert agent.looks > 3
 
 
 # --- the rendezvous of one machine
@@ -715,8 +581,7 @@ def test_where_workers_meet_is_told_through_a_store() -> None:
     assert chosen == RendezvousStoreInfo.build(1, store, None) == RendezvousStoreInfo("10.2.2.2", 7)
     free = RendezvousStoreInfo.build(0, None, None)
     assert (free.master_addr, free.master_port > 0) == (os.uname().nodename, True)
-    store["MASTER_PORT"] = b"none"
-    for wrong in (store, Unreadable()):
+    for wrong in (Shelf(store, MASTER_PORT=b"none"), Unreadable()):
         with pytest.raises(RendezvousStateError, match="no address"):
             RendezvousStoreInfo.build(1, wrong, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 SOON = 30.0
 
 pytestmark = pytest.mark.slow
+
+
+def record(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*/run.json")
+    return dict(json.loads(path.read_text()))
 
 
 def both(call: Callable[[int], Any]) -> list[Any]:
@@ -120,11 +126,13 @@ def wait_for(found: Callable[[], Any]) -> Any:
 
 
 def test_all_restart_when_a_worker_of_one_fails(tmp_path: Path) -> None:
+    """Its cause is recorded by all alike."""
     port, values = launched(tmp_path, 1, 1)
-    assert values == [
-        {0: (0, 3, 0, str(port)), 1: (1, 3, 0, str(port))},
-        {2: (2, 3, 1, str(port))},
-    ]
+    assert values == [{0: (0, 3, 0, str(port)), 1: (1, 3, 0, str(port))}, {2: (2, 3, 1, str(port))}]
+    causes = [f"rank 2 on host {os.uname().nodename}, ValueError: bad batch 0", ""]
+    for rank in (0, 1):
+        run = record(tmp_path / f"{rank}")
+        assert (run["state"], [attempt["cause"] for attempt in run["attempts"]]) == ("succeeded", causes)
 
 
 def test_all_report_the_same_on_a_job_that_has_failed(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from phalanx.agent import LocalElasticAgent, RunResult, WorkerGroup, WorkerSpec,
 from phalanx.launcher import LaunchConfig, launch_agent
 from phalanx.multiprocessing import DefaultLogsSpecs
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousClosedError, RendezvousParameters
-from tests.faces.test_agent_machines import SOON, both, launched
+from tests.faces.test_agent_machines import SOON, both, record
 from tests.support.etcd import free_port
 
 if TYPE_CHECKING:
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
-
-
-def record(folder: Path) -> dict[str, Any]:
-    (path,) = folder.glob("*/run.json")
-    return dict(json.loads(path.read_text()))
 
 
 def how(folder: Path) -> tuple[str, int, str]:
@@ -75,22 +69,6 @@ def test_workers_that_are_unhealthy_have_failed(tmp_path: Path) -> None:
     assert how(tmp_path) == ("failed", 1, "the workers are UNHEALTHY")
 
 
-def test_attempts_have_the_same_cause_on_all_machines(tmp_path: Path) -> None:
-    launched(tmp_path, 1, 1)
-    host = os.uname().nodename
-    for rank in (0, 1):
-        run = record(tmp_path / f"{rank}")
-        assert (run["state"], [attempt["cause"] for attempt in run["attempts"]]) == (
-            "succeeded",
-            [f"rank 2 on host {host}, ValueError: bad batch 0", ""],
-        )
-
-
-def machine(rank: int, port: int) -> ManyMachinesRendezvous:
-    where = f"127.0.0.1:{port}"
-    return ManyMachinesRendezvous(RendezvousParameters("static", where, "job", 2, 2, rank=rank, agent_port=port))
-
-
 def of_two(
     folder: Path, kinds: tuple[type[LocalElasticAgent], type[LocalElasticAgent]], *command: str, restarts: int = 0
 ) -> Callable[[int], Any]:
@@ -98,7 +76,8 @@ def of_two(
     port = free_port()
 
     def run(rank: int) -> Any:
-        handler = machine(rank, port)
+        where = f"127.0.0.1:{port}"
+        handler = ManyMachinesRendezvous(RendezvousParameters("static", where, "job", 2, 2, rank=rank, agent_port=port))
         spec = WorkerSpec("default", 1, handler, entrypoint=command[0], args=command[1:], max_restarts=restarts)
         try:
             return kinds[rank](spec, DefaultLogsSpecs(str(folder / f"{rank}"))).run()
@@ -164,8 +143,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_at_the_very_end_waits_until_all_is_written(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_at_the_very_end_waits_until_all_is_written(tmp_path: Path) -> None:
+    number = signal.SIGINT
     command = [sys.executable, "-c", LATE, str(tmp_path), str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert (done.returncode, done.stdout) == (0, f"{number.name}\n"), done.stderr
@@ -174,24 +153,14 @@ def test_a_signal_at_the_very_end_waits_until_all_is_written(tmp_path: Path, num
 
 EARLY = """
 import os, signal, sys, threading, time
+from phalanx._base.procfs import children
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException
 from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousParameters
 
-def children():
-    me = str(os.getpid())
-    found = []
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdecimal() and open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1] == me:
-                found.append(name)
-        except OSError:
-            pass
-    return found
-
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: None)  # one that comes before the run
-    for delay in range(12):
+    for delay in range(0, 12, 2):
         params = RendezvousParameters("static", f"127.0.0.1:{sys.argv[1]}", "job", 2, 2, rank=0, agent_port=sys.argv[1])
         handler = ManyMachinesRendezvous(params, warn=lambda _: None)
         spec = WorkerSpec("w", 1, handler, entrypoint=time.sleep, args=(600,))
@@ -207,7 +176,7 @@ if __name__ == "__main__":
             timer.cancel()
             timer.join()
         left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        assert (left, children()) == ([], []), (delay, left, children())
+        assert (left, [*children(os.getpid())]) == ([], []), (delay, left)
         time.sleep(0.3)  # a signal within that time is the same request
 """
 

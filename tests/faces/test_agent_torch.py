@@ -1,4 +1,4 @@
-"""A program with agents of torch's needs other imports, and prints the same."""
+"""A program with agents of torch's needs other imports: it prints the same, and tells the same events and metrics."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ import phalanx.rendezvous
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]  # torch's may hang, see `run`
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "agents.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
+OF_LOOKS = ("LocalElasticAgent._monitor_workers.", "SimpleElasticAgent._restart_workers.")
+"""What only torch's agent does: it looks at its workers again and again, and restarts them within one method."""
 
 
-def run(library: str, part: str, folder: Path) -> list[str]:
+def run(program: str, library: str, part: str, folder: Path) -> list[str]:
     assert phalanx.__file__
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env |= {"TMPDIR": str(folder), "PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
-    command = [sys.executable, str(PROGRAM), library, part]
+    command = [sys.executable, str(PROGRAMS / program), library, part]
     # torch forks while threads of its own run: a lock that one of them holds at that moment is never released in the
     # child, and the program hangs, once in dozens of runs on a busy machine. It is run again then; ours is not.
     for again in (True, True, False) if library == "torch" else (False,):
@@ -42,9 +44,25 @@ def run(library: str, part: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["values", "hooks", "groups"])
 def test_the_same_program_prints_the_same(part: str, tmp_path: Path) -> None:
-    here, there = (run(library, part, tmp_path) for library in ("phalanx", "torch"))
+    here, there = (run("agents.py", library, part, tmp_path) for library in ("phalanx", "torch"))
     assert here == there
     assert len(here) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["succeed", "fail_once", "fail"])
+def test_an_agent_by_itself_tells_the_same(which: str, tmp_path: Path) -> None:
+    """Events in order, and metrics but for those of looks: torch's agent puts some again at each look."""
+    here, there = (run("agent_events.py", library, which, tmp_path) for library in ("phalanx", "torch"))
+    events = [[line for line in lines if line.startswith("event")] for lines in (here, there)]
+    metrics = [
+        {line for line in lines if line.startswith("metric") and not any(name in line for name in OF_LOOKS)}
+        for lines in (here, there)
+    ]
+    assert events[0] == events[1]
+    assert metrics[0] == metrics[1]
+    assert len(events[0]) >= 4
+    assert len(metrics[0]) >= 15
 
 
 def parameters(function: Any) -> list[tuple[str, Any]]:

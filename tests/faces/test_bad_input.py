@@ -53,11 +53,9 @@ def nothing_starts(tmp_path: Path) -> Iterator[None]:
     "args,envs,nprocs,text",
     [
         ({0: (), 2: ()}, None, None, "args: expected exactly the local ranks 0 to 1: 1 missing; 2 too many"),
-        ({1: (), 2: ()}, None, None, "args: expected exactly the local ranks 0 to 1: 0 missing; 2 too many"),
         ({0: (), 1: ()}, {0: {}}, None, "envs: expected exactly the local ranks 0 to 1: 1 missing"),
         ({0: ()}, {0: {}, 1: {}, 5: {}}, None, "envs: expected exactly the local ranks 0 to 0: 1, 5 too many"),
         ({0: (), 1: ()}, None, 3, "args: expected exactly the local ranks 0 to 2: 2 missing"),
-        ({0: (), 1: ()}, None, 1, "args: expected exactly the local ranks 0 to 0: 1 too many"),
         ({"0": ()}, None, None, "args: expected exactly the local ranks 0 to 0: 0 missing; '0' too many"),
         ({0: (), -1: ()}, None, None, "args: expected exactly the local ranks 0 to 1: 1 missing; -1 too many"),
         ((), {1: {}}, None, "envs: expected exactly the local ranks 0 to 0: 0 missing; 1 too many"),
@@ -73,25 +71,18 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
 @pytest.mark.parametrize(
     "options,kind,text",
     [
-        ({"args": {}}, ValueError, "nprocs: expected at least 1 process, got 0"),
         ({"nprocs": 0}, ValueError, "nprocs: expected at least 1 process, got 0"),
         ({"nprocs": -1}, ValueError, "nprocs: expected at least 1 process, got -1"),
-        ({"nprocs": 2.0}, TypeError, "nprocs: expected a whole number, got 2.0"),
         ({"nprocs": True}, TypeError, "nprocs: expected a whole number, got True"),
         ({"nprocs": "many"}, TypeError, "nprocs: expected a whole number, got 'many'"),
         ({}, TypeError, "nprocs: how many processes?"),
-        ({"args": ()}, TypeError, "nprocs: how many processes?"),
         ({"args": 5}, TypeError, "args: expected a mapping"),
-        ({"args": {0: 5}}, TypeError, "args: rank 0: expected a tuple of arguments, got 5"),
         ({"args": {0: "text"}}, TypeError, "args: rank 0: expected a tuple of arguments, got 'text'"),
         ({"args": {0: {"lr": 1}}}, TypeError, "args: rank 0: expected a tuple of arguments, got {'lr': 1}"),
         ({"args": {0: {1, 2}}}, TypeError, "args: rank 0: expected a tuple of arguments, got {1, 2}"),
-        ({"args": {0: None}}, TypeError, "args: rank 0: expected a tuple of arguments, got None"),
         ({"envs": [{}], "nprocs": 1}, TypeError, "envs: expected a mapping"),
         ({"envs": {0: None}}, TypeError, "envs: rank 0: expected environment variables by name, got None"),
         ({"envs": {0: {"A": 1}}}, TypeError, "envs: rank 0: 'A' is 1; names and values must be strings"),
-        ({"envs": {0: {"A": None}}}, TypeError, "envs: rank 0: 'A' is None; names and values must be strings"),
-        ({"envs": {0: {"A": b"x"}}}, TypeError, "envs: rank 0: 'A' is b'x'; names and values must be strings"),
         ({"envs": {0: {1: "x"}}}, TypeError, "envs: rank 0: 1 is 'x'; names and values must be strings"),
         ({"envs": {0: {"A=B": "x"}}}, ValueError, "envs: rank 0: 'A=B'='x' cannot be an environment variable"),
         ({"envs": {0: {"": "x"}}}, ValueError, "envs: rank 0: ''='x' cannot be an environment variable"),
@@ -105,9 +96,7 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
         ({"duplicate_stdout_filters": 5, "nprocs": 1}, TypeError, "duplicate_stdout_filters: expected a list of"),
         ({"preload": 5, "start_method": "forkserver", "nprocs": 1}, TypeError, "preload: expected a list of modules'"),
         ({"start_method": "thread", "nprocs": 1}, ValueError, "expected one of spawn, forkserver, fork, got 'thread'"),
-        ({"start_method": None, "nprocs": 1}, ValueError, "start_method: expected one of"),
         ({"main": "reference", "nprocs": 1}, ValueError, "main: expected 'import' or 'value', got 'reference'"),
-        ({"settle": -1, "nprocs": 1}, ValueError, "settle: expected 0 seconds or more, got -1"),
         ({"settle": "1", "nprocs": 1}, TypeError, "settle: expected seconds, got '1'"),
         ({"grace": -0.5, "nprocs": 1}, ValueError, "grace: expected 0 seconds or more, got -0.5"),
         ({"grace": float("nan"), "nprocs": 1}, ValueError, "grace: expected 0 seconds or more, got nan"),
@@ -145,11 +134,10 @@ def test_whole_numbers_of_numpy() -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
-    "name,kind,words",
+    "name, kind, words",
     [
         ("missing", FileNotFoundError, "log_dir: '{}' does not exist"),
         ("file", NotADirectoryError, "log_dir: '{}' is not a folder"),
-        ("file/below", FileNotFoundError, "log_dir: '{}' does not exist"),
         ("full", RuntimeError, "log_dir: '{}' is not empty; it holds a, b, c …"),
     ],
 )
@@ -200,7 +188,7 @@ def test_disk_without_room_for_the_log_files(small_disk: Path) -> None:
 
 
 @root_only
-@each_method
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: Gate, method: str) -> None:
     """The worker sees ENOSPC as it would anywhere; its failure is told although no error file has room."""
     logs = small_disk / "logs"
@@ -221,38 +209,25 @@ def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: 
 
 @pytest.mark.slow
 @each_method
-def test_log_dir_removed_while_running(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
-    args = {0: (ready.address, gate.address, "text"), 1: (ready.address, gate.address, "text")}
-    with start_processes(
-        "n", workers.print_after, args, log_dir=logs, redirects=Std.ERR, tee=Std.OUT, start_method=method
-    ) as group:
-        ready.wait(2)
-        shutil.rmtree(logs)
-        gate.open(2)
-        result = group.wait()
-    assert result is not None
-    assert not result.is_failed()
+def test_a_log_dir_may_be_removed_meanwhile(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
+    """Nobody fails of it; for the evidence of a failure, the folder is made anew."""
+
+    def run_without_logs(entrypoint: Callable[..., None], *args: str) -> RunProcsResult:
+        logs.mkdir(exist_ok=True)
+        options: dict[str, Any] = {"redirects": Std.ERR, "tee": Std.OUT, "start_method": method}
+        args = (ready.address, gate.address, *args)
+        with start_processes("n", entrypoint, dict.fromkeys(range(2), args), log_dir=logs, **options) as group:
+            ready.wait(2)
+            shutil.rmtree(logs)
+            gate.open(2)
+            return group.wait()
+
+    assert not run_without_logs(workers.print_after, "text").is_failed()
     assert not logs.exists()
-
-
-@each_method
-def test_log_dir_removed_before_a_failure(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
-    with start_processes(
-        "n",
-        workers.fail_after,
-        {0: (ready.address, gate.address)},
-        log_dir=logs,
-        redirects=Std.ALL,
-        start_method=method,
-    ) as group:
-        ready.wait()
-        shutil.rmtree(logs)
-        gate.open()
-        result = group.wait()
-    assert result is not None
-    assert result.failures[0].exitcode == 1
-    assert result.failures[0].message == "ValueError: after the gate"  # the folder is made anew, for the evidence
-    assert [path.name for path in logs.rglob("*") if path.is_file()] == ["error.json"]
+    result = run_without_logs(workers.fail_after)
+    assert result.root_cause is not None
+    assert (result.root_cause.exitcode, result.root_cause.message) == (1, "ValueError: after the gate")
+    assert {path.name for path in logs.rglob("*") if path.is_file()} == {"error.json"}
 
 
 # --- binaries
@@ -285,14 +260,9 @@ def test_a_binary_that_cannot_start_is_named(
     for name, text, mode in (("plain", "", 0o644), ("no line", "echo\n", 0o755), ("no sh", "#!/no/such/sh\n", 0o755)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(mode)
-    envs = {0: {"PATH": "/first:/second"}}
+    args = {0: ("x" * (1 << 20) if argument == "LONG" else argument,)}
     with pytest.raises(kind, match=f"(?s){words.replace('HERE', str(tmp_path))}"):
-        start_processes(
-            "n",
-            binary.replace("HERE", str(tmp_path)),
-            {0: ("x" * (1 << 20) if argument == "LONG" else argument,)},
-            envs,
-        )
+        start_processes("n", binary.replace("HERE", str(tmp_path)), args, {0: {"PATH": "/first:/second"}})
 
 
 def test_a_binary_on_the_path_of_its_worker(tmp_path: Path) -> None:
@@ -330,12 +300,11 @@ def test_what_cannot_be_pickled_is_named(method: str) -> None:
     with pytest.raises(TypeError, match=r"the variable 'lock' of the entrypoint .*guarded") as caught:
         start_processes("n", guarded, {0: ()}, start_method=method)
     assert "_thread.lock" in str(caught.value)
+    args: dict[int, tuple[Any, ...]] = {0: (1, 2), 1: (1, 2), 2: (1, {"lock": threading.Lock()})}
     with pytest.raises(
         TypeError, match=r"item 'lock' of argument 1 of rank 2 .*_thread.lock.* cannot be sent to a worker"
     ):
-        start_processes(
-            "n", workers.echo, {0: (1, 2), 1: (1, 2), 2: (1, {"lock": threading.Lock()})}, start_method=method
-        )
+        start_processes("n", workers.echo, args, start_method=method)
 
 
 def no_cell() -> Callable[[], object]:
@@ -451,11 +420,10 @@ def test_what_cannot_be_pickled_is_found_in_anything(function: Any, argument: An
         assert getattr(holder, "asked", []) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_search_among_too_many_names_the_whole() -> None:
     Counted.times = 0
-    many = [*(Counted() for _ in range(20_000)), threading.Lock()]
+    many = [*(Counted() for _ in range(5000)), threading.Lock()]
     with pytest.raises(
         TypeError, match=r"^argument 0 of rank 0 \(list\) cannot be sent to a worker: TypeError: cannot"
     ):
@@ -516,14 +484,9 @@ def test_an_unusual_exception_is_reported(method: str, function: Any, args: tupl
 
 
 @each_method
-@pytest.mark.parametrize("redirects", [Std.NONE, Std.ALL])
-def test_a_worker_that_closes_all_its_descriptors_and_fails(
-    logs: Path, ready: Ready, gate: Gate, method: str, redirects: Std
-) -> None:
-    with start_processes(
-        "n", workers.close_everything, {0: (ready.address, gate.address)},
-        log_dir=logs, redirects=redirects, start_method=method,
-    ) as group:  # fmt: skip
+def test_a_worker_that_closes_all_its_descriptors_and_fails(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
+    options: dict[str, Any] = {"log_dir": logs, "redirects": Std.ALL, "start_method": method}
+    with start_processes("n", workers.close_everything, {0: (ready.address, gate.address)}, **options) as group:
         ready.wait()
         assert group.wait(0) is None  # it lives, whatever it has closed
         gate.open()
@@ -536,7 +499,7 @@ def test_a_worker_that_closes_all_its_descriptors_and_fails(
 LONG = """
 import sys
 from phalanx.multiprocessing import Std, start_processes
-with start_processes("l", "truncate", {0: ("-s", "1G", "/proc/self/fd/1")}, log_dir=sys.argv[1], tee=Std.OUT) as group:
+with start_processes("l", "truncate", {0: ("-s256M", "/proc/self/fd/1")}, log_dir=sys.argv[1], tee=Std.OUT) as group:
     result = group.wait()
 assert not result.is_failed(), result.root_cause
 with open("/proc/self/status") as file:
@@ -545,7 +508,7 @@ with open("/proc/self/status") as file:
 
 
 @pytest.mark.long
-def test_a_gigabyte_without_a_newline_takes_little_memory(tmp_path: Path, logs: Path) -> None:
+def test_a_long_line_takes_little_memory(tmp_path: Path, logs: Path) -> None:
     """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
 
     Where the machine is so busy that there is more to show than the end has time for, that is said before the figure.
@@ -553,7 +516,7 @@ def test_a_gigabyte_without_a_newline_takes_little_memory(tmp_path: Path, logs: 
     with open(os.devnull, "wb") as console:
         done = run_script(tmp_path, LONG, str(logs), stdout=console)
     assert done.returncode == 0, done.stderr
-    assert (logs / "0/stdout.log").stat().st_size == 1 << 30
+    assert (logs / "0/stdout.log").stat().st_size == 256 << 20
     *said, size = done.stderr.splitlines()
     assert [line for line in said if not re.fullmatch(r"phalanx: … (1 more line|more) in .*/0/stdout.log", line)] == []
     assert int(size) < 40_000, "KiB"
@@ -570,7 +533,7 @@ from tests.support.helpers import descendants
 if __name__ == "__main__":
     kind, here = sys.argv[1], len(os.listdir("/proc/self/fd")) - 1
     errors = []
-    for limit in (45, 36, 30, 24, *range(here + 12, here, -1)):
+    for limit in (45, 30, *range(here + 12, here, -1)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         before = set(os.listdir("/proc/self/fd"))
         try:
@@ -610,7 +573,7 @@ if __name__ == "__main__":
     errors = []
     if kind in ("spawn", "fork"):
         start_processes("p", workers.nothing, {0: ()}, start_method=kind).close()  # starts what thread pools there are
-    for limit in (25, 18, 12, *range(9, 0, -1)):
+    for limit in (25, 12, *range(9, 0, -1)):
         with open(f"{cgroup}/pids.max", "w") as file:
             file.write(str(limit))
         try:
@@ -645,7 +608,7 @@ def test_processes_run_out(tmp_path: Path, kind: str) -> None:
     finally:
         os.rmdir(cgroup)
     assert (done.stderr, done.returncode) == ("", 0)
-    assert int(done.stdout) == 12
+    assert int(done.stdout) == 11
 
 
 def test_a_subclass_of_a_value_annotates_what_it_likes() -> None:

@@ -109,7 +109,7 @@ def test_a_program_that_pyinstaller_has_frozen(tmp_path: Path) -> None:
     script.write_text(dedent(_PROGRAM), encoding="utf-8")
     env = {**os.environ, "PYINSTALLER_CONFIG_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(SOURCE)}
     freeze = ("PyInstaller", "--noconfirm", "--log-level", "ERROR", "--paths", str(SOURCE), str(script))
-    subprocess.run([sys.executable, "-m", *freeze], cwd=tmp_path, env=env, check=True, timeout=110)
+    subprocess.run([sys.executable, "-m", *freeze], cwd=tmp_path, env=env, check=True, timeout=400)
     program = str(tmp_path / "dist" / "program" / "program")
     _check(tmp_path, [program], program)
     done = subprocess.run([program, "multiprocessing"], capture_output=True, text=True, timeout=60, check=False)

@@ -18,7 +18,6 @@ import pytest
 from phalanx import events, metrics
 from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
-from phalanx.launcher._launch import rendezvous_of
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from phalanx.rendezvous import (
     OneMachineRendezvous,
@@ -33,18 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.usefixtures("own_temporary_folder", "own_signals"),
-]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder", "own_signals")
 
 STANDALONE = LaunchConfig(
-    min_nodes=1,
-    max_nodes=1,
-    nproc_per_node=2,
-    rdzv_backend="c10d",
-    rdzv_endpoint="localhost:0",
-    max_restarts=0,
-    start_method="fork",
+    1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork"
 )
 
 
@@ -72,25 +63,16 @@ def where() -> tuple[str, str]:
     return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
 
-def test_the_address_of_this_machine() -> None:
-    for backend, expected in (("c10d", "127.0.0.3"), ("static", "localhost")):
-        own = config(nproc_per_node=1, rdzv_backend=backend, local_addr="127.0.0.3")
-        assert elastic_launch(own, where)()[0][0] == expected
-
-
-def test_the_same_config_twice() -> None:
+def test_the_same_config_again_in_a_thread() -> None:
     own = config()
     before = dict(vars(own))
     assert [elastic_launch(own, product)(factor) for factor in (2, 3)] == [{0: 0, 1: 2}, {0: 0, 1: 3}]
-    assert vars(own) == before
-
-
-def test_a_thread() -> None:
     found: list[dict[int, int]] = []
-    thread = threading.Thread(target=lambda: found.append(launch_agent(config(), product, [4])))
+    thread = threading.Thread(target=lambda: found.append(launch_agent(own, product, [4])))
     thread.start()
     thread.join()
     assert found == [{0: 0, 1: 4}]
+    assert vars(own) == before
 
 
 def test_restarts() -> None:
@@ -125,9 +107,8 @@ def test_programs(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["", "-"])
-def test_functions_of_main(start: str, tmp_path: Path) -> None:
-    """Also those of a program that comes by stdin, as a notebook's cells do, and a lambda."""
+def test_functions_of_main() -> None:
+    """Those of a program that comes by stdin, as a notebook's cells do, and a lambda."""
     program = """
 from phalanx.launcher import LaunchConfig, elastic_launch
 
@@ -138,29 +119,24 @@ if __name__ == "__main__":
     config = LaunchConfig(1, 1, 1, max_restarts=0)
     print(elastic_launch(config, double)(2), elastic_launch(config, lambda: 5)())
 """
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
-    command = [sys.executable, start or str(path)]
+    env, command = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}, [sys.executable, "-"]
     done = subprocess.run(command, input=program, env=env, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "{0: 4} {0: 5}\n"
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d", "etcd", "etcd-v2"])
-@pytest.mark.parametrize("endpoint", ["", "localhost", "localhost:0", "[::1]:0", "127.0.0.2", os.uname().nodename])
-def test_endpoints_of_this_machine(backend: str, endpoint: str) -> None:
-    own = config(rdzv_backend=backend, rdzv_endpoint=endpoint)
-    handler = rendezvous_of(own)
-    place = handler.next_rendezvous().bootstrap_store_info
-    handler.shutdown()
-    assert handler.get_backend() == backend
-    assert place is not None
-    assert place.master_port > 0
-    host = endpoint.removesuffix(":0").strip("[]") if backend == "static" else ""
-    assert place.master_addr == (host or "127.0.0.1")
+@pytest.mark.parametrize("backend", ["static", "etcd-v2"])
+def test_endpoints_of_this_machine(backend: str) -> None:
+    for endpoint in ("", "localhost:0", "[::1]:0", os.uname().nodename):
+        own = config(nproc_per_node=1, rdzv_backend=backend, rdzv_endpoint=endpoint)
+        host, port = elastic_launch(own, where)()[0]
+        expected = endpoint.removesuffix(":0").strip("[]") if backend == "static" else ""
+        assert (host, int(port) > 0) == (expected or "127.0.0.1", True)
 
 
 def test_a_static_endpoint_is_where_workers_meet() -> None:
+    for backend, expected in (("c10d", "127.0.0.3"), ("static", "localhost")):
+        own = config(nproc_per_node=1, rdzv_backend=backend, local_addr="127.0.0.3")
+        assert elastic_launch(own, where)()[0][0] == expected
     own = config(rdzv_backend="static", rdzv_endpoint="localhost:29511", rdzv_configs={"rank": 0}, nproc_per_node=1)
     assert elastic_launch(own, where)() == {0: ("localhost", "29511")}
 
@@ -169,36 +145,22 @@ def test_a_static_endpoint_is_where_workers_meet() -> None:
     "changes, error, says",
     [
         ({"nproc_per_node": 0}, ValueError, "nproc_per_node: expected a whole number, 1 or more, got 0"),
-        ({"nproc_per_node": "2"}, TypeError, "nproc_per_node: expected a whole number, 1 or more, got '2'"),
         ({"min_nodes": True}, TypeError, "min_nodes: expected a whole number"),
         ({"min_nodes": 2}, ValueError, "max_nodes: expected min_nodes (2) or more, got 1"),
-        (
-            {"max_nodes": 2, "rdzv_backend": "static"},
-            ValueError,
-            "max_nodes: 1:2: with the backend",
-        ),
+        ({"max_nodes": 2, "rdzv_backend": "static"}, ValueError, "max_nodes: 1:2: with the backend"),
         ({"max_nodes": 2, "rdzv_backend": "etcd"}, ValueError, "run_id: the machines of a job find"),
         ({"max_nodes": 2, "rdzv_configs": {"timeout": -1}}, ValueError, "rdzv_configs: timeout: '-1': expected a time"),
-        (
-            {"rdzv_backend": "zeus"},
-            ValueError,
-            "rdzv_backend: there is no 'zeus'; there are 'static', 'c10d', 'etcd'",
-        ),
+        ({"rdzv_backend": "zeus"}, ValueError, "rdzv_backend: there is no 'zeus'; there are 'static', 'c10d', 'etcd'"),
         ({"rdzv_backend": None}, TypeError, "rdzv_backend: expected a string, got None"),
         ({"rdzv_endpoint": "192.0.2.1:29400"}, ValueError, "rdzv_endpoint: expected an address of this machine"),
-        ({"rdzv_endpoint": "a..b"}, ValueError, "rdzv_endpoint: expected an address of this machine"),
         ({"rdzv_endpoint": "localhost:x"}, ValueError, "rdzv_endpoint: expected a port, 0 to 65535, after"),
-        ({"rdzv_endpoint": "localhost:65536"}, ValueError, "rdzv_endpoint: expected a port, 0 to 65535, after"),
         ({"rdzv_configs": {"rank": 1}}, ValueError, "rdzv_configs: expected the rank 0, got 1"),
         ({"rdzv_configs": None}, TypeError, "rdzv_configs: expected a dict, got None"),
         ({"metrics_cfg": "x"}, TypeError, "metrics_cfg: expected a dict, got 'x'"),
         ({"signals_to_handle": "SIGTERM,TERM"}, ValueError, "signals_to_handle: expected names of signals"),
         ({"signals_to_handle": "SIGKILL"}, ValueError, "signals_to_handle: expected names of signals"),
         ({"event_log_handler": "consle"}, KeyError, "event_log_handler: there is no event handler 'consle'"),
-        ({"max_restarts": -1}, ValueError, "max_restarts: expected a whole number"),
-        ({"start_method": "threads"}, ValueError, "start_method: expected one of"),
         ({"shutdown_timeout": -1}, ValueError, "shutdown_timeout: expected 0 seconds or more"),
-        ({"numa_options": "node"}, TypeError, "numa_options: expected a"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -314,15 +276,19 @@ def ends(launcher: int) -> None:
     signal.pause()
 
 
-def test_an_event_of_a_signal(kept: Kept) -> None:
+def test_an_event_of_a_signal_and_of_an_error(kept: Kept) -> None:
     """It may come before the workers' events of a start have been told."""
     with pytest.raises(SignalException) as info:
         elastic_launch(config(nproc_per_node=1, event_log_handler="kept"), ends)(os.getpid())
     assert info.value.sigval == signal.SIGTERM
+    said = ["SignalException"]
+    with pytest.raises(FileNotFoundError):
+        elastic_launch(config(event_log_handler="kept"), "/not/there")()
+    said.append("no such binary: '/not/there'")
     assert events.flush(60)
-    last = kept.events[-1]
-    assert (last["source"], last["metadata"]["state"]) == ("AGENT", "FAILED")
-    assert "SignalException" in last["metadata"]["raw_error"]
+    last = [event for event in kept.events if event["metadata"]["state"] == "FAILED"]
+    assert [event["source"] for event in last] == ["AGENT"] * 2
+    assert all(text in event["metadata"]["raw_error"] for text, event in zip(said, last, strict=True))
 
 
 class Elsewhere(RendezvousHandler):
@@ -365,12 +331,3 @@ def test_a_signal_leaves_the_handler_of_somebody_else_open() -> None:
     assert Elsewhere.shut_down == before
     elastic_launch(config(nproc_per_node=1, rdzv_backend="elsewhere"), "true")()
     assert Elsewhere.shut_down == before + 1
-
-
-def test_an_event_of_an_error(kept: Kept) -> None:
-    with pytest.raises(FileNotFoundError):
-        elastic_launch(config(event_log_handler="kept"), "/not/there")()
-    assert events.flush(60)
-    last = kept.events[-1]
-    assert (last["source"], last["metadata"]["state"]) == ("AGENT", "FAILED")
-    assert "no such binary: '/not/there'" in last["metadata"]["raw_error"]

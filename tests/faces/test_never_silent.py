@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent import LocalElasticAgent, RunResult, WorkerSpec
+from phalanx.agent import RunResult
 from phalanx.agent import WorkerState as State
 from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import (
@@ -104,7 +104,10 @@ def script(folder: Path, body: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_failure_is_seen_though_nobody_looks_at_the_result(method: str, tmp_path: Path) -> None:
-    err = script(tmp_path, f"run(start_method={method!r})")
+    """From a thread, too."""
+    call = f"run(start_method={method!r})"
+    in_thread = f"thread = threading.Thread(target=lambda: {call}); thread.start(); thread.join()"
+    err = script(tmp_path, in_thread if method == "spawn" else call)
     head, trace, *_, last, line = err.splitlines()
     assert (head, trace, last) == ("phalanx: rank 1 failed:", "Traceback (most recent call last):", LAST)
     assert err.count("Traceback") == 1
@@ -112,6 +115,29 @@ def test_a_failure_is_seen_though_nobody_looks_at_the_result(method: str, tmp_pa
     assert found is not None, line
     assert found[1].startswith(f"{tmp_path}/phalanx_")
     assert (Path(found[1]) / "1" / "error.json").exists()
+
+
+@pytest.mark.slow
+def test_logging_decides_where_the_error_goes(tmp_path: Path) -> None:
+    body = """
+    import io
+    logger, real = logging.getLogger("phalanx"), sys.stderr
+    sys.stderr = io.StringIO()
+    run()
+    sys.stdout.flush()
+    assert sys.stderr.getvalue().startswith("phalanx: the group"), sys.stderr.getvalue()
+    sys.stderr = real
+    nowhere = logging.NullHandler()
+    logger.addHandler(nowhere)
+    run()
+    logger.removeHandler(nowhere)
+    logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s")
+    run()
+    """
+    err = script(tmp_path, body)
+    assert err.splitlines()[-1].startswith(f"ERROR:phalanx:the group 'train' has failed: rank 1, {LAST}")
+    assert (err.count("the group"), err.count("phalanx: the group")) == (1, 0)
+    assert err.count("Traceback") == 3  # the workers write to the descriptor
 
 
 @pytest.mark.slow
@@ -124,36 +150,6 @@ def test_a_traceback_is_where_stderr_goes_and_nowhere_else(tmp_path: Path) -> No
         [path] = logs.glob("*/attempt_0/1/stderr.log")
         assert path.read_text().count("Traceback") == 1
         assert path.read_text().startswith("Traceback")
-
-
-@pytest.mark.slow
-def test_it_is_seen_from_a_thread_too(tmp_path: Path) -> None:
-    err = script(tmp_path, "thread = threading.Thread(target=run); thread.start(); thread.join()")
-    assert (err.count("Traceback"), err.count(f"rank 1, {LAST}; its files are in ")) == (1, 1)
-
-
-@pytest.mark.slow
-def test_logging_decides_where_the_error_goes(tmp_path: Path) -> None:
-    err = script(tmp_path, 'logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s"); run()')
-    assert err.splitlines()[-1].startswith(f"ERROR:phalanx:the group 'train' has failed: rank 1, {LAST}")
-    assert "phalanx: the group" not in err
-    err = script(tmp_path, 'logging.getLogger("phalanx").addHandler(logging.NullHandler()); run()')
-    assert (err.count("the group"), err.count("Traceback")) == (0, 1)
-    err = script(
-        tmp_path,
-        "import io; sys.stderr = io.StringIO(); run(); sys.stdout.flush(); "
-        "assert sys.stderr.getvalue().startswith('phalanx: the group'), sys.stderr.getvalue()",
-    )
-    assert err.count("Traceback") == 1  # the workers write to the descriptor
-
-
-def test_who_waits_for_something_else_hears_of_it(log: Log, gate: Gate) -> None:
-    with start_processes("q", wait_or_fail, {0: (gate.address,), 1: ("",)}, settle=0.0) as group:
-        said = log.next()  # as in a `queue.get()` of the caller's: nobody waits for the group
-        assert said.startswith(f"the group 'q' has failed: rank 1, {LAST}; its files are in ")
-        result = group.wait()
-    assert result.failures.keys() == {1}
-    assert log.records.empty()
 
 
 def wait_or_fail(address: str) -> None:
@@ -225,15 +221,6 @@ def test_what_a_program_said_last_is_in_it(log: Log, tmp_path: Path) -> None:
     assert log.records.empty()
 
 
-def test_a_group_that_succeeds_or_is_closed_says_nothing(log: Log, gate: Gate) -> None:
-    with start_processes("p", pow, (2, 3), nprocs=2) as group:
-        assert group.wait().raise_if_failed().return_values == {0: 8, 1: 8}
-    with start_processes("p", wait_or_fail, (gate.address,), nprocs=2) as group:
-        pass
-    assert group.wait().state == "stopped"
-    assert log.records.empty()
-
-
 class Unloadable:
     """Can be pickled, and cannot be unpickled in the launcher."""
 
@@ -255,15 +242,49 @@ def test_a_value_that_cannot_be_unpickled_is_logged(log: Log) -> None:
     assert log.records.empty()
 
 
-def test_a_lost_keeper_is_logged(log: Log, gate: Gate) -> None:
+def test_a_group_that_succeeds_or_is_closed_says_nothing(log: Log, gate: Gate) -> None:
+    with start_processes("p", pow, (2, 3), nprocs=2) as group:
+        assert group.wait().raise_if_failed().return_values == {0: 8, 1: 8}
+    with start_processes("p", wait_or_fail, (gate.address,), nprocs=2) as group:
+        pass
+    assert group.wait().state == "stopped"
+    assert log.records.empty()
     with start_processes("k", wait_or_fail, (gate.address,), nprocs=1) as group:
         assert group._supervisor is not None
         keeper = group._supervisor._keeper.keeper
         assert keeper is not None
         keeper.signal(signal.SIGKILL)
-        assert "the group 'k' has failed: the group's keeper" in log.next()
+        assert "the group 'k' has failed: the group's keeper" in log.next()  # a lost one is a failure
         with pytest.raises(KeeperLostError):
             group.wait()
+    assert log.records.empty()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Lets no attribute be set."""
+
+    text: str
+
+
+def raise_frozen() -> None:
+    pid = os.fork()
+    if not pid:
+        raise ValueError("below")
+    os.waitpid(pid, 0)
+    raise FrozenError("is nan")
+
+
+def test_a_rank_is_no_fork_of_its_own_nor_needs_attributes(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
+    """A fork of a worker prints its traceback as itself, and an exception that lets no attribute be set is printed."""
+    with start_processes("f", raise_frozen, (), nprocs=1) as group:
+        assert group.wait().failures[0].message == "FrozenError: is nan"
+    assert "rank 0, FrozenError: is nan" in log.next()
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback")
+    assert (err.count("Traceback"), err.count("ValueError: below"), err.count("rank 0 failed")) == (2, 1, 1)
+    assert "FrozenInstanceError" not in err
+    assert "phalanx/_engine" not in err.partition("rank 0 failed")[2]
     assert log.records.empty()
 
 
@@ -295,7 +316,7 @@ def test_a_handler_that_raises_blocks_or_exits_holds_up_nobody(capfd: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_console_that_nobody_reads_holds_up_nobody(method: str, tmp_path: Path) -> None:
     body = f"""
     read, write = os.pipe()
@@ -312,42 +333,6 @@ def test_a_console_that_nobody_reads_holds_up_nobody(method: str, tmp_path: Path
         assert group.wait({TIMEOUT}).failures.keys() == {{0}}
     """
     assert script(tmp_path, body) == ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    """Lets no attribute be set."""
-
-    text: str
-
-
-def raise_frozen() -> None:
-    raise FrozenError("is nan")
-
-
-def test_an_exception_without_attributes_is_printed(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
-    with start_processes("f", raise_frozen, (), nprocs=1) as group:
-        assert group.wait().failures[0].message == "FrozenError: is nan"
-    assert "rank 0, FrozenError: is nan" in log.next()
-    err = capfd.readouterr().err
-    assert (err.count("Traceback"), err.count("FrozenInstanceError")) == (1, 0)
-    assert "phalanx/_engine" not in err
-
-
-def fail_in_a_fork() -> int:
-    pid = os.fork()
-    if not pid:
-        raise ValueError("below")
-    return os.waitpid(pid, 0)[1]
-
-
-def test_a_fork_of_a_worker_that_fails_is_not_its_rank(log: Log, capfd: pytest.CaptureFixture[str]) -> None:
-    with start_processes("f", fail_in_a_fork, (), nprocs=1) as group:
-        assert group.wait().raise_if_failed().return_values == {0: 1 << 8}
-    err = capfd.readouterr().err
-    assert err.startswith("Traceback")
-    assert (err.count("ValueError: below"), err.count("rank 0 failed")) == (1, 0)
-    assert log.records.empty()
 
 
 @pytest.mark.slow
@@ -404,15 +389,6 @@ def test_spawn_without_a_join_logs_it(log: Log, capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err == ""
 
 
-def test_an_agent_logs_what_its_caller_may_not_look_at(log: Log, tmp_path: Path) -> None:
-    spec = WorkerSpec("trainer", 1, None, entrypoint=train, args=(1,), max_restarts=0)
-    result = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run()
-    assert result.is_failed()
-    said = log.next()
-    assert said.startswith(f"the group 'trainer' has failed: rank 0, {LAST}; its files are in {tmp_path}/")
-    assert log.records.empty()
-
-
 # --- results
 
 
@@ -434,8 +410,8 @@ def test_results_and_failures_have_short_reprs() -> None:
     long = "x" * 10_000
     failure = ProcessFailure(1, 4242, 1, "<N/A>", detail=long, stderr_tail=long, told=(long, long, 1))
     killed = failure.replace(message=f"{long}\n{long}", exitcode=-9)
-    outcomes = {rank: Outcome(rank, 4242 + rank, "stopped", -15, 15, 10**15, notice=10) for rank in range(1000)}
-    failures = dict.fromkeys(range(1000), killed)
+    outcomes = {rank: Outcome(rank, 4242 + rank, "stopped", -15, 15, 10**15, notice=10) for rank in range(99)}
+    failures = dict.fromkeys(range(99), killed)
     result = RunProcsResult({}, failures, {0: long}, {0: long}, outcomes, name=long, log_dir=long)
     agent = RunResult(State.FAILED, {0: long}, failures)
     left = Leftover(4711, long, 2, 12.34, 15, None)

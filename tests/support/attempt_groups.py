@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import linecache
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, Self
 
+import pytest
+
+from phalanx._engine import host_signals
 from phalanx._group.restart_policy import AttemptEnd
 from phalanx._run.attempts import Attempts, Ending
 from phalanx._run.group_team import GroupTeam
@@ -11,7 +18,8 @@ from phalanx._run.runner import Runner, Team
 from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from phalanx.agent import RestartPolicy
     from phalanx.multiprocessing import PContext
@@ -80,3 +88,57 @@ def shells(script: str | Callable[[int], str], nprocs: int = 1, folder: str = ""
         )
 
     return Told(make)
+
+
+class Interrupter:
+    """Sends SIGTERM to this process when the ``moment``-th line of the agent is about to run.
+
+    Lines of ``with`` are passed over: they are run again before ``__exit__`` is called, where no real signal raises.
+
+    Args:
+        moment: Which.
+        more: Ends of paths of further sources of which the lines count.
+    """
+
+    def __init__(self, moment: int, more: Sequence[str] = ()) -> None:
+        self._left = moment
+        self._sources = ("_run/attempts.py", "_run/runner.py", "_run/group_team.py", *more)
+        self._patch = pytest.MonkeyPatch()
+        self.fired = ""
+        """Where it was sent: the name of the function, and the line; "": there are fewer lines."""
+
+    def __enter__(self) -> Self:
+        self._patch.setattr(host_signals, "_APART", 0.0)  # signals raise however soon one follows another
+        host_signals.acquire(self)  # `run` has not done so yet in its first lines
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(None)
+        host_signals.release(self)
+        self._patch.undo()
+
+    def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
+        name = frame.f_code.co_filename
+        if not name.endswith(self._sources) or frame.f_code.co_name == "__del__":  # what is raised there is lost
+            return None
+        if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
+            self._left -= 1
+            if self._left == 0:
+                self.fired = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                sys.settrace(None)
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self._trace
+
+
+def interrupted_at_each_line(run: Callable[[Interrupter], object], more: Sequence[str] = (), step: int = 1) -> set[str]:
+    """Call ``run`` with an interrupter for each moment, ``step`` apart, until none comes. Returns the functions hit."""
+    seen: set[str] = set()
+    moment = 1
+    while True:
+        interrupter = Interrupter(moment, more)
+        run(interrupter)
+        if not interrupter.fired:
+            return seen
+        seen.add(interrupter.fired.partition(":")[0])
+        moment += step

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -60,18 +60,35 @@ def when_we_wait(action: Callable[..., object], *arguments: object) -> threading
 
     Returns that thread, which has begun.
     """
+    return _when(lambda frame: frame.f_code is Latch.wait.__code__, action, *arguments)
+
+
+def when_we_select(action: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Call something likewise as soon as this thread waits in a selector, that of an event loop too.
+
+    A signal that comes just before the wait is noticed with the next event only; and what is raised in a callback, the
+    loop itself swallows.
+    """
+    return _when(lambda frame: frame.f_code.co_filename.endswith("selectors.py"), action, *arguments, times=3)
+
+
+def _when(
+    is_it: Callable[[FrameType], bool], action: Callable[..., object], *arguments: object, times: int = 1
+) -> threading.Thread:
+    """Call something once this thread has been seen in such a frame so many times in a row."""
     waiter = threading.get_ident()
 
     def waits() -> bool:
         frame = sys._current_frames().get(waiter)
-        while frame is not None and frame.f_code is not Latch.wait.__code__:
+        while frame is not None and not is_it(frame):
             frame = frame.f_back
         return frame is not None
 
     def look() -> None:
-        until = time.monotonic() + TIMEOUT
-        while not waits() and time.monotonic() < until:
+        seen, until = 0, time.monotonic() + TIMEOUT
+        while seen < times and time.monotonic() < until:
             time.sleep(0.005)
+            seen = seen + 1 if waits() else 0
         action(*arguments)
 
     thread = threading.Thread(target=look)

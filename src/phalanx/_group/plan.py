@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx._timers.specs import TimerSpecs
 
 
-class GroupOptions:
+class GroupOptions(Value):
     """What `PContext` was given beside the workers and the looks of their lines; see there."""
 
     announces: bool
@@ -44,9 +44,6 @@ class GroupOptions:
     speak: Callable[[str], None] | None
     stdin: dict[int, int]
     timers: TimerSpecs | None
-
-    def __init__(self, **options: Any) -> None:
-        vars(self).update(options)
 
 
 class Places(Value):
@@ -72,10 +69,10 @@ class Places(Value):
         self._store(bounds=bounds, variables=placement.environment(envs), warning=warning)
 
 
-class Plan:
+class Plan(Value):
     """How a group's workers are started.
 
-    Args:
+    Attributes:
         commands: Local rank → the file to execute, its argv, and the indices of the descriptors that it inherits, of
             ``fds`` from 1 on; 0 is the report socket, see `worker_messages`.
         flags: The options of the keeper's interpreter.
@@ -86,24 +83,13 @@ class Plan:
         warm: The process that forks the keeper, and has imported already what the workers need.
     """
 
-    def __init__(
-        self,
-        commands: dict[int, tuple[str, list[bytes], list[int]]],
-        *,
-        flags: Sequence[str] = ("-I", "-S"),
-        call: Callable[[int, list[int]], None] | None = None,
-        fork: bool = False,
-        modules: Sequence[str] = (),
-        fds: Sequence[int] = (),
-        warm: Warm | None = None,
-    ) -> None:
-        self.commands = commands
-        self.flags = flags
-        self.call = call
-        self.fork = fork
-        self.modules = modules
-        self.fds = fds
-        self.warm = warm
+    commands: dict[int, tuple[str, list[bytes], list[int]]]
+    flags: Sequence[str] = ("-I", "-S")
+    call: Callable[[int, list[int]], None] | None = None
+    fork: bool = False
+    modules: Sequence[str] = ()
+    fds: Sequence[int] = ()
+    warm: Warm | None = None
 
 
 def find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ Pure: it decides, and acts on nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from phalanx._base import clock
@@ -12,10 +13,6 @@ from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many, seconds
 from phalanx._group.arguments import checked_whole
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
 
 _MOST_CODE, _MOST_SIGNAL = 255, 64  # of exit codes, and of signals
 _LONGEST_EXPONENT = 64  # of the delay: more would overflow a float, and the cap holds long before
@@ -152,11 +149,6 @@ class RestartPolicy(Value):
     Traceback (most recent call last):
     ValueError: max_restarts: expected a whole number, 0 or more, got -1
     """
-
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "max_restarts", "window", "backoff", "backoff_cap", "jitter", "min_uptime", "failing_starts", "never_on",
-        "always_on", "without_progress",
-    )  # fmt: skip
 
     max_restarts: int
     window: float | None

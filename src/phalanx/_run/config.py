@@ -7,18 +7,14 @@ the option.
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Mapping
+from typing import Any
 
 from phalanx._base.tty import use_colour
 from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.layout import Std
 from phalanx._logs.prefixes import TEMPLATE_ENV, template_or_default
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Mapping
-    from typing import Any
-
-    from phalanx.multiprocessing import Std
 
 MANY = 1000
 """Runs in a folder of which a person is told."""

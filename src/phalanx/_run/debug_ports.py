@@ -6,19 +6,14 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 from phalanx._base.text import how_many
 from phalanx._evidence.error_file import DEBUGPY_ENV
-from phalanx._run.config import RunError
+from phalanx._run.config import RunConfig, RunError
 from phalanx._runs.recorder import write_text
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import ExitStack
-    from typing import Any
-
-    from phalanx._run.config import RunConfig
 
 HOST = "127.0.0.1"
 FILE = "launch.json"

@@ -5,20 +5,19 @@ That of a job of many machines is `job_node`'s.
 
 from __future__ import annotations
 
+import signal
 from typing import NamedTuple
 
 from phalanx._base.clock import format_duration
 from phalanx._group.restart_policy import AttemptEnd, describe_attempts
 from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._run.attempts import Ending
+from phalanx._run.logs import RunLogs
 from phalanx._run.plan import in_our_words
+from phalanx._run.run_team import RunTeam
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import signal
-
-    from phalanx._run.attempts import Ending
-    from phalanx._run.logs import RunLogs
-    from phalanx._run.run_team import RunTeam
     from phalanx.errors import ChildFailedError
 
 

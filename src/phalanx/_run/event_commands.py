@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,16 +20,10 @@ from phalanx._base.text import format_size, how_many, one_line
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._base.tty import printable, sanitise
 from phalanx._events import agent_kinds, kinds
+from phalanx._events.kinds import Event
 from phalanx._run.shell_command import GRACE, ShellCommand, append_output, entry
 from phalanx._runs import catalog, record
 from phalanx._runs.run_report import describe_run
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from phalanx._events.kinds import Event
 
 LONGEST = 60.0
 """Seconds that a command may take."""
@@ -116,18 +111,31 @@ class EventCommands:
     def __call__(self, events: Sequence[Event]) -> None:
         """Have the commands run of those of these events that they are about."""
         for event in events:
-            note = _NOTES.get(event.name)
-            if note is not None:
-                note(self, event)
+            self._note(event)
 
-    def note_start(self, event: kinds.GroupStarting) -> None:
-        self._folder = event.folder
+    def _note(self, event: Event) -> None:
+        match event:
+            case kinds.GroupStarting():
+                self._folder = event.folder
+            case kinds.GroupRunning(attempt=0):
+                self._happen("started", event)
+            case kinds.TimerExpired():
+                self._note_hang(event)
+            case kinds.TimerLeft():
+                self._hung.discard((event.rank, event.pid, event.scope))
+            case agent_kinds.AgentStatus():
+                self._note_status(event)
+            case agent_kinds.JobStopping():
+                self._note_stop(event)
+            case agent_kinds.RankSlow():
+                cause = f"{event.ratio:.1f} x the median step for {format_duration(event.seconds)}"
+                self._happen("straggler", event, cause, event.rank, event.host, is_here=True)
+            case agent_kinds.RestartDecided():
+                self._restart = event.cause
+            case agent_kinds.RunEnded():
+                self._end = Happened(event.state, event.attempt, event.cause, self._here, None, event.time)
 
-    def note_running(self, event: kinds.GroupRunning) -> None:
-        if event.attempt == 0:
-            self._happen("started", event)
-
-    def note_status(self, event: agent_kinds.AgentStatus) -> None:
+    def _note_status(self, event: agent_kinds.AgentStatus) -> None:
         if event.status == "START":
             self._ranks = {worker.local_rank: worker.global_rank for worker in event.workers}
         elif event.status == "RENDEZVOUS":  # an attempt begins
@@ -137,31 +145,18 @@ class EventCommands:
                 self._happen("restarted", event, self._restart)
             self._restart = ""
 
-    def note_hang(self, event: kinds.TimerExpired) -> None:
+    def _note_hang(self, event: kinds.TimerExpired) -> None:
         """Note an expiry. A hang is one until no expired timer is set any more, however many expire, and again."""
         is_new = not self._hung
         self._hung.add((event.rank, event.pid, event.scope))
         if is_new and not (self._is_job and self._ends_hangs):  # else the job says which of the ranks it is
             self._happen("hung", event, event.what, self._ranks.get(event.rank, event.rank), is_here=True)
 
-    def note_left(self, event: kinds.TimerLeft) -> None:
-        self._hung.discard((event.rank, event.pid, event.scope))
-
-    def note_stop(self, event: agent_kinds.JobStopping) -> None:
+    def _note_stop(self, event: agent_kinds.JobStopping) -> None:
         self._stop = event
         is_here = event.group_rank is not None and event.group_rank == self._group_rank
         if event.reason == "hang" and is_here and self._ends_hangs:
             self._happen("hung", event, event.cause, event.rank, is_here=True)
-
-    def note_slow(self, event: agent_kinds.RankSlow) -> None:
-        cause = f"{event.ratio:.1f} x the median step for {format_duration(event.seconds)}"
-        self._happen("straggler", event, cause, event.rank, event.host, is_here=True)
-
-    def note_restart(self, event: agent_kinds.RestartDecided) -> None:
-        self._restart = event.cause
-
-    def note_end(self, event: agent_kinds.RunEnded) -> None:
-        self._end = Happened(event.state, event.attempt, event.cause, self._here, None, event.time)
 
     def _happen(
         self, name: str, event: Event, cause: str = "", rank: int | None = None, host: str = "", *,
@@ -329,19 +324,6 @@ class EventCommands:
             "logs": self._folder,
         }
         return [f"{name}: {about}", *(f"  {key:10}: {value}" for key, value in fields.items() if value)]
-
-
-_NOTES: dict[str, Callable[[EventCommands, Any], None]] = {
-    kinds.GroupStarting.name: EventCommands.note_start,
-    kinds.GroupRunning.name: EventCommands.note_running,
-    kinds.TimerExpired.name: EventCommands.note_hang,
-    kinds.TimerLeft.name: EventCommands.note_left,
-    agent_kinds.AgentStatus.name: EventCommands.note_status,
-    agent_kinds.JobStopping.name: EventCommands.note_stop,
-    agent_kinds.RestartDecided.name: EventCommands.note_restart,
-    agent_kinds.RunEnded.name: EventCommands.note_end,
-    agent_kinds.RankSlow.name: EventCommands.note_slow,
-}
 
 
 def _descriptor_of(text: str) -> int:

@@ -1,24 +1,21 @@
 """What an agent answers over HTTP: how it is, as JSON for people and probes, and its metrics.
 
-Owns the paths, the statuses, and when an agent counts as healthy. `health` has the sockets; `run_metrics` the numbers.
+Owns the paths, the statuses, and when an agent counts as healthy. `services` has the
+sockets; `run_metrics` the numbers.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from typing import NamedTuple
 
-from phalanx._run.health import is_whole
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx._run.run_metrics import RunMetrics
+from phalanx._run.local_server import has_no_more
+from phalanx._run.run_metrics import RunMetrics
 
 _HEALTH, _METRICS = ("/", "/healthz"), "/metrics"
 _JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
@@ -76,7 +73,7 @@ class _Exchange(BaseHTTPRequestHandler):
         self.rfile, self.wfile = BytesIO(request), BytesIO()
         self._page = page
         self.command, self.requestline, self.request_version = "", "", self.protocol_version
-        if is_whole(request):
+        if has_no_more(request):
             self.handle_one_request()
         if not self.wfile.tell():  # it did not come whole, or is an empty line, which the base answers by nothing
             self.send_error(HTTPStatus.BAD_REQUEST)

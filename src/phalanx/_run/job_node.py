@@ -5,38 +5,30 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from phalanx._base.host_names import is_loopback
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, one_line
 from phalanx._engine import host_signals
 from phalanx._rendezvous.conclusion import conclude, earlier_attempts, failed_attempts, told
-from phalanx._rendezvous.entrance import come
+from phalanx._rendezvous.entrance import Entrance, come
+from phalanx._rendezvous.evidence import JobEvidence
+from phalanx._rendezvous.life import Finish
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.rdzv_conf import NOT_FOR_WORKERS
-from phalanx._rendezvous.records import Node, first_rank
-from phalanx._rendezvous.settings import NO_FORK, agent_id
+from phalanx._rendezvous.records import Job, Node, first_rank
+from phalanx._rendezvous.settings import NO_FORK, Machines, agent_id
 from phalanx._run.config import RunError
 from phalanx._run.ends import RunEnd, child_failed
 from phalanx._run.job_run import JobRun
+from phalanx._run.logs import RunLogs
 from phalanx._run.node_team import MachineTeam, command_line
-from phalanx._run.plan import reserve_port
+from phalanx._run.plan import RunPlan, reserve_port
+from phalanx._run.run_events import Asked
+from phalanx._run.services import Services
 from phalanx._store.etcd import INSTALL
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import ExitStack
-
-    from phalanx._rendezvous.entrance import Entrance
-    from phalanx._rendezvous.evidence import JobEvidence
-    from phalanx._rendezvous.life import Finish
-    from phalanx._rendezvous.records import Job
-    from phalanx._rendezvous.settings import Machines
-    from phalanx._run.logs import RunLogs
-    from phalanx._run.plan import RunPlan
-    from phalanx._run.run_events import Asked
-    from phalanx._run.services import Services
 
 
 class JobNode:

@@ -25,6 +25,11 @@ no_fork = unpatched.module("_thread").RLock()
 os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
+def has_no_more(request: bytes) -> bool:
+    """Whether the blank line has come that ends a request of HTTP without a body."""
+    return b"\r\n\r\n" in request or b"\n\n" in request
+
+
 class LocalServer:
     """A listening socket and its connections, from `begin` to `end`: each carries a request, and its answer.
 

@@ -7,6 +7,7 @@ serves one, if they need it.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx._base.host_names import address_text
@@ -14,12 +15,7 @@ from phalanx._rendezvous import rdzv_conf
 from phalanx._rendezvous.endpoint import asks_for_others, is_here
 from phalanx._rendezvous.rdzv_conf import SECRET
 from phalanx._rendezvous.settings import STATIC, STATIC_PORT, Machines
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from phalanx._run.config import RunConfig
+from phalanx._run.config import RunConfig
 
 MASTER_ADDR = "127.0.0.1"
 """Where workers meet, if nobody says otherwise."""

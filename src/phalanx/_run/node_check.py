@@ -9,6 +9,8 @@ import os
 import random
 import signal
 from collections import deque
+from collections.abc import Callable
+from typing import Self
 
 from phalanx._base import clock, interrupts
 from phalanx._base.clock import format_duration
@@ -18,11 +20,6 @@ from phalanx._base.tty import sanitise
 from phalanx._engine import host_signals
 from phalanx._run.runner import NoAttemptError
 from phalanx._run.shell_command import GRACE, ShellCommand, append_output, entry
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
 
 LONGEST = 120.0
 """Seconds that a check may take."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
@@ -14,31 +14,23 @@ from phalanx._base.stderr import mention
 from phalanx._base.text import how_many, name_ranks, one_line
 from phalanx._base.tty import sanitise
 from phalanx._events import agent_kinds
+from phalanx._group.restart_policy import AttemptEnd
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous.candidates import have_other_args
 from phalanx._rendezvous.conclusion import follows, reason_of, told, unreachable
 from phalanx._rendezvous.evidence import Left, account, stop_of
-from phalanx._rendezvous.records import Stop, first_rank
+from phalanx._rendezvous.life import Missing
+from phalanx._rendezvous.records import Job, Node, Stop, first_rank
 from phalanx._run.group_team import COMMON_STOP_SECONDS
-from phalanx._run.job_run import NodeTeam
+from phalanx._run.job_run import JobRun, NodeTeam
+from phalanx._run.master_port import ReservedPort
 from phalanx._run.node_workers import LOOK, NodeWorkers
 from phalanx._run.run_events import FailureWatch, WorkerFailure
 from phalanx._run.run_team import Place, RunTeam
 from phalanx._run.runner import NoAttemptError
 from phalanx.multiprocessing import PreloadError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx._group.restart_policy import AttemptEnd
-    from phalanx._rendezvous.life import Missing
-    from phalanx._rendezvous.records import Job, Node
-    from phalanx._run.job_run import JobRun
-    from phalanx._run.master_port import ReservedPort
-
-    Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
+Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
 
 _NODE_RANK, _LOCAL_ADDR, _CONF = "--node-rank", "--local-addr", "--rdzv-conf"
 _CONF_OF_ONE_MACHINE = ("is_host", "bind")

@@ -24,13 +24,12 @@ from phalanx._placement import devices, topology
 from phalanx._placement.placement import divide
 from phalanx._rendezvous.rdzv_conf import exposed
 from phalanx._run import master_port
-from phalanx._run.attempt_groups import AttemptGroups, scripts_of
 from phalanx._run.config import GONE, RunError, colours_of_workers, console_specs, is_here_gone
 from phalanx._run.logs import bounds_given, make_logs, umask_notes
 from phalanx._run.meeting import meet
 from phalanx._run.status import RunStatus
 from phalanx._run.stdin import Stdin
-from phalanx._run.worker_env import OF_PART, worker_env
+from phalanx._run.worker_env import OF_PART, AttemptGroups, scripts_of, worker_env
 from phalanx._timers.specs import TimerSpecs
 from phalanx.multiprocessing import ConsoleSpecs, PContext, Placement, ScriptContext, Std, to_map
 

@@ -111,7 +111,12 @@ class StatusEvents:
         self, destination: str, *, run_id: str, role: str, entry_point: str, backend: str, is_job: bool
     ) -> None:
         self._destination = destination
-        self._same = {"run_id": run_id, "role": role, "rdzv_backend": backend, "hostname": os.uname().nodename}
+        self._same: dict[str, Any] = {
+            "run_id": run_id,
+            "role": role,
+            "rdzv_backend": backend,
+            "hostname": os.uname().nodename,
+        }
         self._entry_point = os.path.basename(entry_point)
         self._is_job = is_job
         self._began = clock.now_ns()
@@ -173,16 +178,12 @@ class StatusEvents:
                 "exit_code": [getattr(failure, "exitcode", None)],
                 "worker_pid": [getattr(failure, "pid", None)],
             }
-        told: dict[str, Any] = {
-            "run_id": self._same["run_id"],
+        told = self._same | {
             "global_rank": None if worker is None else worker.global_rank,
             "group_rank": self._group_rank,
             "worker_id": None if worker is None else str(worker.id),
-            "role": self._same["role"],
-            "hostname": self._same["hostname"],
             "state": state,
             "total_run_time": int((event.moment - self._began) / clock.NS),
-            "rdzv_backend": self._same["rdzv_backend"],
             "raw_error": raw_error,
             "metadata": json.dumps(more),
             "agent_restarts": self._restarts,

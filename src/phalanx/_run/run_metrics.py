@@ -7,24 +7,21 @@ the host's. `health_pages` has the paths at which all of it is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from phalanx._base import clock, unpatched
 from phalanx._base.clock import format_duration
 from phalanx._events import agent_kinds, kinds
+from phalanx._events.kinds import Event
 from phalanx._run.attempts import STATES, TERMINAL
 from phalanx._run.local_server import no_fork
+from phalanx._run.status import RunStatus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from prometheus_client import Metric
-
-    from phalanx._events.kinds import Event
-    from phalanx._run.status import RunStatus
 
 INSTALL = "pip install prometheus-client"
 

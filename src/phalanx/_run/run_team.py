@@ -6,38 +6,33 @@ import atexit
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx._base import clock, interrupts
 from phalanx._base.stderr import say
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._engine import host_signals
 from phalanx._events import agent_kinds, kinds
+from phalanx._events.kinds import Event
 from phalanx._events.stream import PATIENCE, EventStream
+from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
 from phalanx._run.control import Control
 from phalanx._run.group_team import CommonStop, GroupTeam
-from phalanx._run.run_events import StatusWorker
+from phalanx._run.run_events import Asked, Observers, StatusWorker
+from phalanx._run.status import RunStatus
+from phalanx._run.worker_env import AttemptGroups
 from phalanx._runs.recorder import Recorder, observe
 from phalanx.multiprocessing import PContext, SignalException
 
+T = TypeVar("T")
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any, TypeVar
-
-    from phalanx._events.kinds import Event
-    from phalanx._group.restart_policy import AttemptEnd, RestartPolicy
-    from phalanx._run.attempt_groups import AttemptGroups
     from phalanx._run.event_commands import EventCommands
     from phalanx._run.node_check import NodeCheck
-    from phalanx._run.run_events import Asked, Observers
-    from phalanx._run.status import RunStatus
     from phalanx.multiprocessing.errors import ChildFailedError
-
-    T = TypeVar("T")
-
 
 _LAST = 0.2  # seconds for what is emitted after the end of the run is recorded, where an exception came instead
 

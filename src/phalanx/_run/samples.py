@@ -11,24 +11,21 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from phalanx._base import clock, disk, files
 from phalanx._base.text import name_ranks, one_line
+from phalanx._base.threads import Latch
 from phalanx._base.tty import sanitise
 from phalanx._events.agent_kinds import RankSlow
-from phalanx._run.control import nodes_of
+from phalanx._run.control import Control, nodes_of
+from phalanx._run.status import RunStatus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from phalanx._base.threads import Latch
     from phalanx._rendezvous.life import Found
-    from phalanx._run.control import Control
-    from phalanx._run.status import RunStatus
 
 SAMPLES = "samples.jsonl"
 """The name of the file, in a run's folder."""

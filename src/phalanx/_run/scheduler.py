@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from phalanx._base.text import how_many
 from phalanx._run.worker_env import STEP, step_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MOST_HOSTS = 65536
 """Of an expression: Slurm has no more nodes."""

@@ -1,19 +1,24 @@
-"""What a run has beside its workers if it is asked for: a timer server, an answer how it is, a log."""
+"""What a run has beside its workers if it is asked for: a timer server, an answer how it is, a log.
+
+Owns where an agent answers over HTTP: `health_pages`, which no start has to load, makes what is answered.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Self
 
+from phalanx._events.kinds import Event
 from phalanx._rendezvous.endpoint import split_listener
+from phalanx._run.local_server import LocalServer, has_no_more, no_fork
+from phalanx._run.status import RunStatus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Self
+    import socket
 
-    from phalanx._events.kinds import Event
-    from phalanx._run.status import RunStatus
     from phalanx.timer import FileTimerServer
 
 PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -67,8 +72,6 @@ class Services:
         with ExitStack() as held:
             self.variables = _start_timers(status.run_id, held) | ports_for_workers(addresses)
             if addresses:
-                from phalanx._run.health import HealthServer
-                from phalanx._run.local_server import no_fork
                 from phalanx._run.run_metrics import RunMetrics
 
                 metrics = RunMetrics(status)
@@ -88,6 +91,72 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+
+_MOST = 32  # connections at a time; of more, the oldest is closed that has had
+_BRIEF = 0.01  # seconds: whoever asks does so at once. A slower one has no chance against hundreds of silent ones
+_WITHIN = 5.0  # seconds that a connection may take
+_MOST_BYTES = 8192  # of a request
+_BACKLOG = 128
+_STOP_WITHIN = 10.0  # seconds
+
+
+class HealthServer(LocalServer):
+    r"""Answers requests at an address, from `start` to `stop`. A context manager.
+
+    Args:
+        address: The host and the port to listen at.
+        name: The option or the variable that the address comes from, for the error.
+        answer: Called with a request: all that came before its blank line, or less if that did not come within 8 KiB.
+            Returns all that is sent. On a thread of this object.
+
+    >>> import socket
+    >>> from phalanx._run import master_port
+    >>> with master_port.reserve() as port, HealthServer(("127.0.0.1", port.number), "--port", bytes.upper):
+    ...     with socket.create_connection(("127.0.0.1", port.number)) as connection:
+    ...         connection.sendall(b"hello\n\n"), connection.recv(99)
+    (None, b'HELLO\n\n')
+    """
+
+    def __init__(self, address: tuple[str, int], name: str, answer: Callable[[bytes], bytes]) -> None:
+        super().__init__("phalanx-health", _MOST, _WITHIN, _MOST_BYTES, _BRIEF)
+        self._address, self._origin, self._answer = address, name, answer
+
+    def start(self) -> None:
+        """Listen, and answer from now on. Raises OSError, whose message has the name."""
+        import socket  # which no other start has to load
+
+        host, port = self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server(self._address, family=family, backlog=_BACKLOG)
+        except (OSError, UnicodeError) as error:
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            why = (getattr(error, "strerror", None) or str(error)).partition(" (while ")[0]
+            raise OSError(getattr(error, "errno", 0), f"{self._origin}: {where}: {why}") from None
+        listener.setblocking(False)
+        self.begin(listener)
+
+    def stop(self) -> None:
+        """Close the port, and the connections. Idempotent."""
+        self.end(_STOP_WITHIN)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # --- the server's thread
+
+    def is_whole(self, request: bytes) -> bool:
+        """See `LocalServer`."""
+        return has_no_more(request)
+
+    def asked(self, connection: socket.socket, request: bytes) -> None:
+        """See `LocalServer`."""
+        self.reply(connection, self._answer(request))
 
 
 def ports_for_workers(addresses: Addresses) -> dict[str, str]:

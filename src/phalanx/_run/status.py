@@ -10,22 +10,16 @@ import math
 import os
 import time
 from _thread import allocate_lock
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx._base import clock, files, procfs
 from phalanx._base.threads import Latch, SerialExecutor
 from phalanx._events.agent_kinds import AgentState, AgentStatus, RestartDecided
-from phalanx._events.kinds import WorkerStarted
+from phalanx._events.kinds import Event, WorkerStarted
+from phalanx._group.context import PContext
 from phalanx._run.gpus import Gpus, total
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any
-
-    from phalanx._events.kinds import Event
-    from phalanx.multiprocessing import PContext
 
 LINE = 200
 """Characters of a worker's last line."""

@@ -6,23 +6,28 @@ import os
 import signal
 import sys
 from _thread import allocate_lock
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from phalanx._base import interrupts
 from phalanx._base.text import one_line
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._events import agent_kinds
+from phalanx._events.stream import EventStream
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._group import observers
 from phalanx._group.arguments import check_options, checked_listener
 from phalanx._group.command_group import SubprocessContext
+from phalanx._group.context import PContext
 from phalanx._group.function_group import MultiprocessContext
-from phalanx._group.restart_policy import AttemptEnd, describe_attempts
-from phalanx._group.warm import check_preload, choose
+from phalanx._group.restart_policy import AttemptEnd, RestartPolicy, describe_attempts
+from phalanx._group.warm import Warm, check_preload, choose
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
+from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.report import format_summary
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._placement.placement import Placement
@@ -35,23 +40,11 @@ from phalanx._run.services import Services, address_of_environment
 from phalanx._run.status import RunStatus
 from phalanx._run.worker_env import OF_PART, with_local_rank, worker_env
 from phalanx._runs.recorder import Recorder, observe
+from phalanx._timers.specs import TimerSpecs
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent, step
-from phalanx.agent._spec import RunResult, WorkerState, check_type, name_of
+from phalanx.agent._spec import RunResult, WorkerGroup, WorkerSpec, WorkerState, check_type, name_of
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous import RendezvousClosedError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from phalanx._events.stream import EventStream
-    from phalanx._group.context import PContext
-    from phalanx._group.restart_policy import RestartPolicy
-    from phalanx._group.warm import Warm
-    from phalanx._outcomes.failure import Outcome
-    from phalanx._timers.specs import TimerSpecs
-    from phalanx.agent._spec import WorkerGroup, WorkerSpec
 
 
 class LocalElasticAgent(SimpleElasticAgent):

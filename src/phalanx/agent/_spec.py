@@ -53,11 +53,6 @@ class WorkerSpec(Value):
     """
 
     __module__ = "phalanx.agent"
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "role", "local_world_size", "rdzv_handler", "fn", "entrypoint", "args", "max_restarts", "monitor_interval",
-        "master_port", "master_addr", "local_addr", "event_log_handler", "numa_options", "duplicate_stdout_filters",
-        "duplicate_stderr_filters", "virtual_local_rank",
-    )  # fmt: skip
 
     role: str
     local_world_size: int
@@ -295,7 +290,6 @@ class RunResult(Value):
     """
 
     __module__ = "phalanx.agent"
-    __slots__ = ("state", "return_values", "failures")  # noqa: RUF023 - the order is that of the arguments
 
     state: WorkerState
     return_values: dict[int, Any]

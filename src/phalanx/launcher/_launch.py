@@ -125,6 +125,11 @@ _FIELDS = {
 }  # fmt: skip
 """What the parameters of a rendezvous are called in a config."""
 _MAPPINGS = ("rdzv_configs", "metrics_cfg")
+_OF_SPEC = (
+    *("max_restarts", "monitor_interval", "local_addr", "event_log_handler", "numa_options", "virtual_local_rank"),
+    *("duplicate_stdout_filters", "duplicate_stderr_filters"),
+)
+"""What a `WorkerSpec` has by the same name."""
 
 
 def checked(config: Any) -> LaunchConfig:
@@ -176,13 +181,12 @@ def rendezvous_of(config: LaunchConfig) -> RendezvousHandler:
     if most < least:
         msg = f"max_nodes: expected min_nodes ({least}) or more, got {most}"
         raise ValueError(msg)
+    _check_signals(config.signals_to_handle)
     if most > 1 or config.rdzv_backend not in BACKENDS:
-        _check_signals(config.signals_to_handle)
         return _meeting(config)
     if (rank := config.rdzv_configs.get("rank", 0)) not in (0, "0"):
         msg = f"rdzv_configs: expected the rank 0, got {rank!r}: there is no other machine"
         raise ValueError(msg)
-    _check_signals(config.signals_to_handle)
     try:
         host, port = split_endpoint(config.rdzv_endpoint)
     except ValueError as error:
@@ -283,29 +287,12 @@ def launch_agent(
     assert logs_specs is not None
     assert shutdown_timeout is not None
     handler = rendezvous_of(config)
-    spec = WorkerSpec(
-        config.role,
-        config.nproc_per_node,
-        handler,
-        entrypoint=entrypoint,
-        args=tuple(args),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-    )
+    same: dict[str, Any] = {name: getattr(config, name) for name in _OF_SPEC}
+    spec = WorkerSpec(config.role, config.nproc_per_node, handler, entrypoint=entrypoint, args=tuple(args), **same)
     agent = LaunchedAgent(
-        spec,
-        logs_specs,
-        config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=shutdown_timeout,
-        timers=TimerSpecs(),
-    )
+        spec, logs_specs, config.start_method, log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=shutdown_timeout, timers=TimerSpecs(),
+    )  # fmt: skip
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     ends = True
     try:

@@ -96,14 +96,6 @@ def test_rank_0_can_bind_it_however_it_does(*, reuse: bool) -> None:
                 pass
 
 
-def test_rank_0_binds_it_again_while_old_connections_close() -> None:
-    with master_port.reserve() as port:
-        address = "127.0.0.1", port.number
-        for _attempt in range(3):
-            with socket.create_server(address) as server, socket.create_connection(address), server.accept()[0]:
-                pass  # the server's end is closed first: it will be in TIME_WAIT
-
-
 def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None:
     address = "127.0.0.1", number
     with socket.create_server(address) as server, socket.create_connection(address) as client:
@@ -119,16 +111,12 @@ def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None
 
 
 @pytest.mark.slow
-def test_ports_of_the_kernel_or_administrator_are_left_out(
-    settings: Callable[[str, str], None],
-) -> None:
-    everything = set(range(1024, 65536))
+def test_ports_of_the_kernel_or_administrator_are_left_out(settings: Callable[[str, str], None]) -> None:
     for ephemeral, set_aside, first, others in (
         ("32768 60999", "", range(61000, 63536), {*range(1024, 32768), *range(63536, 65536)}),
         ("32768 60999", "61000-63000,63002-65535", [63001], range(1024, 32768)),
-        ("49152 65535", "8080", [], everything - {8080, *range(49152, 65536)}),
+        ("49152 65535", "8080", [], {*range(1024, 49152)} - {8080}),
         ("1024 63000", "63003", {*range(63001, 63536)} - {63003}, range(63536, 65536)),
-        ("1024 65000", "65003", [], {*range(65001, 65536)} - {65003}),
         ("10240 65535", "1024-9999,10001", [], {10000, *range(10002, 10240)}),
         ("40000 40001", "1024-40000,50000-65535", range(49152, 50000), range(40002, 49152)),
         ("1024 65535", "8080", [], []),
@@ -141,14 +129,10 @@ def test_ports_of_the_kernel_or_administrator_are_left_out(
 
 
 @outside
-def test_programs_may_add_to_it() -> None:
+def test_launchers_begin_at_random_ports_below_the_highest() -> None:
     numbers = [next(master_port._numbers(), 0) for _ in range(200)]
-    assert max(numbers) + 2000 <= 65535
-
-
-@outside
-def test_launchers_begin_at_random_ports() -> None:
-    assert len({next(master_port._numbers(), 0) for _ in range(50)}) > 10
+    assert len(set(numbers)) > 40
+    assert max(numbers) + 2000 <= 65535  # programs may add to it
 
 
 def test_a_port_that_somebody_has_is_not_chosen(number: int) -> None:
@@ -166,26 +150,16 @@ def test_a_port_that_somebody_has_is_not_chosen(number: int) -> None:
             assert other_port.number != number
 
 
-RESERVE = "from phalanx._run.master_port import reserve; port = reserve(); print(port.number, flush=True); input()"
-
-
 @outside
 @pytest.mark.slow
-def test_it_is_reserved_until_the_launcher_ends_or_is_killed() -> None:
-    command = [sys.executable, "-c", RESERVE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout
-        number = int(launcher.stdout.readline())
-        assert is_reserved(number)
-        launcher.kill()
-    assert not is_reserved(number)
-
-
-@outside
-def test_a_fork_does_not_inherit_it(ready: Ready) -> None:
+@pytest.mark.parametrize("how", ["fork", "program"])
+def test_no_process_inherits_it(ready: Ready, how: str) -> None:
+    """Nor has anybody it when the launcher has let go of it."""
     with master_port.reserve() as port:
-        child = os.fork()
-        if child == 0:
+        if how == "program":
+            code = f"{ready.python()}; import signal; signal.pause()"
+            child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+        elif not (child := os.fork()):
             try:
                 tell(ready.address, "here")
                 signal.pause()
@@ -198,53 +172,6 @@ def test_a_fork_does_not_inherit_it(ready: Ready) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-@outside
-@pytest.mark.slow
-def test_a_program_that_is_executed_does_not_inherit_it(ready: Ready) -> None:
-    code = f"{ready.python()}; import signal; signal.pause()"
-    with master_port.reserve() as port:
-        child = subprocess.Popen([sys.executable, "-c", code], close_fds=False)
-        ready.wait()
-    with child:
-        try:
-            assert not is_reserved(port.number)
-        finally:
-            child.kill()
-
-
-MANY = """
-import os, sys
-from phalanx._run.master_port import reserve
-
-count, user = map(int, sys.argv[1:])
-ready, gate = os.pipe(), os.pipe()
-for each in range(count):
-    if os.fork() == 0:
-        os.close(ready[0])
-        os.close(gate[1])
-        if user and each % 2:
-            os.setuid(user)
-        with reserve() as port:
-            os.write(ready[1], b"%6d" % port.number)
-            os.read(gate[0], 1)  # all hold theirs until the last has one
-        os._exit(0)
-os.close(ready[1])
-with open(ready[0], "rb") as file:
-    for _ in range(count):
-        print(int(file.read(6)))
-os.close(gate[1])
-for _ in range(count):
-    assert os.wait()[1] == 0
-"""
-
-
-@pytest.mark.slow
-def test_200_launchers_of_two_users_have_200_ports(tmp_path: Path) -> None:
-    done = run_script(tmp_path, MANY, "200", "65534" if os.geteuid() == 0 else "0", timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.split())) == 200
 
 
 # --- where there is no port outside the range
@@ -397,11 +324,11 @@ with socket.socket() as server:
 def test_runs_at_the_same_time_have_their_own_ports(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(BIND.format(ready=ready.python("port"), gate=gate.python()))
     with ExitStack() as running:
-        launchers = [running.enter_context(place.start(script)) for _ in range(5)]
-        numbers = [int(text) for text in ready.wait(5)]
-        assert len(set(numbers)) == 5
+        launchers = [running.enter_context(place.start(script)) for _ in range(3)]
+        numbers = [int(text) for text in ready.wait(3)]
+        assert len(set(numbers)) == 3
         assert all(map(is_reserved, numbers))
-        gate.open(5)
+        gate.open(3)
         for launcher in launchers:
             done = launcher.end()
             assert done.status == 0, done

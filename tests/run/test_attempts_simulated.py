@@ -5,26 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.threads import Latch
-from phalanx._engine import host_signals
 from phalanx.agent import RestartPolicy
 from phalanx.multiprocessing import SignalException
-from tests.support.attempt_groups import AttemptEnd, Ending, LocalRunner, Team
+from tests.support.attempt_groups import AttemptEnd, Ending, Interrupter, LocalRunner, Team, interrupted_at_each_line
 from tests.support.fake_clock import FakeClock
-from tests.support.helpers import TIMEOUT
 from tests.support.streams import observed_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
     from typing import Any
 
 
@@ -275,10 +270,7 @@ def test_it_gives_up() -> None:
         ("agent.gave_up", {"attempt": 1, "why": "1 of 1 restart used"}),
         ("agent.state", {"attempt": 1, "state": "FAILED"}),
     ]
-
-
-def test_a_failure_without_restarts_says_nothing() -> None:
-    team = Scripted(FAILED)
+    team = Scripted(FAILED)  # without restarts, there is nothing to be said of them
     ending, _events = observed(team, RestartPolicy())
     assert (ending.state, ending.why, team.said) == ("failed", "", [])
 
@@ -301,9 +293,6 @@ def test_a_later_start_fails_which_counts_as_a_failure() -> None:
     ]
     assert team.said[1].startswith("phalanx: attempt 1 not started after ")
     assert team.said[1].endswith(": no more processes; attempt 2 follows (restart 2 of at most 2)")
-
-
-def test_a_later_start_fails_and_was_the_last() -> None:
     ending, _events = observed(Scripted(FAILED, KeyError()), RestartPolicy(1))
     assert (ending.state, ending.ends[-1].error) == ("failed", "KeyError()")
 
@@ -335,39 +324,19 @@ def test_a_worker_that_outlived_sigkill_prevents_a_restart() -> None:
     assert team.said[0] == "phalanx: ending attempt 0: asked for"
 
 
-def test_attempts_are_numbered_where_a_restart_is_not_counted() -> None:
-    team = Workers()
-
-    def happen(_most: float | None) -> None:
-        number = len(team.started)
-        if number == 2 and not team.orders:  # the second attempt; the first has failed
-            attempts.ask_restart(signal.SIGTERM, 5, "asked for")
-        elif number == 2:
-            team.over(AttemptEnd("stopped"))
-        else:
-            team.over(AttemptEnd("failed", error="bad batch"))
-
-    attempts = Simulated(team, RestartPolicy(1), happen)
-    assert attempts.run().state == "failed"
-    first, _, last = [line.partition(" after ")[0] for line in team.said]
-    assert (team.started, first, last) == ([0, 1, 2], "phalanx: attempt 0 failed", "phalanx: attempt 2 failed")
-
-
-def test_requests_are_checked_when_they_are_made() -> None:
-    attempts = LocalRunner(Workers(), RestartPolicy(), signals=False)
-    asks: list[Callable[..., None]] = [attempts.ask_stop, lambda number, grace: attempts.ask_restart(number, grace, "")]
-    for ask in asks:
-        with pytest.raises(ValueError, match=r"expected a signal, like signal\.SIGTERM or 15, got 999"):
-            ask(999, 1)
-        with pytest.raises(TypeError, match="grace: expected seconds, got 'a'"):
-            ask(15, "a")
-        with pytest.raises(ValueError, match="grace: expected 0 seconds or more, got nan"):
-            ask(15, float("nan"))
-    attempts.ask_stop(15, -1)
-    assert attempts.run().state == "stopped"
-
-
 def test_of_two_stops_the_shorter_grace_holds() -> None:
+    """Requests are checked when they are made."""
+    attempts = LocalRunner(Workers(), RestartPolicy(), signals=False)
+    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+        (999, 1, ValueError, r"expected a signal, like signal\.SIGTERM or 15, got 999"),
+        (15, "a", TypeError, "grace: expected seconds, got 'a'"),
+        (15, float("nan"), ValueError, "grace: expected 0 seconds or more, got nan"),
+    ]
+    for number, grace, kind, says in wrong:
+        with pytest.raises(kind, match=says):
+            attempts.ask_stop(number, grace)
+        with pytest.raises(kind, match=says):
+            attempts.ask_restart(number, grace, "")
     for graces in ((30, 5), (5, 30)):
         team = Obedient()
         attempts = LocalRunner(team, RestartPolicy(), signals=False)
@@ -381,52 +350,7 @@ def test_of_two_stops_the_shorter_grace_holds() -> None:
         assert team.orders == [(15, 5)]
 
 
-def test_the_ends_can_be_asked_for_meanwhile() -> None:
-    seen: list[tuple[str, int, int]] = []
-    team = Scripted(FAILED, AttemptEnd("succeeded"))
-    attempts = LocalRunner(team, RestartPolicy(1))
-    team.at_start = lambda _attempt: seen.append((attempts.state, attempts.number, len(attempts.ends)))
-    with attempts:
-        assert (attempts.state, attempts.number, attempts.ends) == ("NEW", -1, [])
-        attempts.run()
-    assert seen == [("STARTING", 0, 0), ("STARTING", 1, 1)]
-
-
-# --- observers
-
-
-def test_an_observer_that_blocks_holds_nobody_up() -> None:
-    gate, events = Latch(), []
-
-    def observe(name: str, _facts: dict[str, Any]) -> None:
-        gate.wait(TIMEOUT)
-        events.append(name)
-
-    team = Scripted(*[FAILED] * 50, AttemptEnd("succeeded"))
-    with observed_by(observe) as stream:
-        with LocalRunner(team, RestartPolicy(50), events=stream) as attempts:
-            assert attempts.run().state == "succeeded"
-        assert events == []
-        gate.open()
-    assert events.count("attempt.ended") == 51
-    assert events[-1] == "agent.state"
-
-
-def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    events: list[str] = []
-
-    def observe(name: str, _facts: dict[str, Any]) -> None:
-        events.append(name)
-        raise ValueError(name)
-
-    team = Scripted(FAILED, AttemptEnd("succeeded"))
-    with observed_by(observe) as stream, LocalRunner(team, RestartPolicy(1), events=stream) as attempts:
-        assert attempts.run().state == "succeeded"
-    assert len(events) == 9
-    assert [record.getMessage() for record in caplog.records] == ["on_event raised at agent.state"]
-
-
-# --- forks, threads
+# --- forks, handlers
 
 
 def test_a_fork_of_the_host_has_no_attempts() -> None:
@@ -452,23 +376,6 @@ def test_a_fork_of_the_host_has_no_attempts() -> None:
     assert codes == [0]
 
 
-def test_on_another_thread_no_signal_is_handled() -> None:
-    endings: list[Ending] = []
-    handlers: list[object] = []
-    team = Scripted(FAILED, AttemptEnd("succeeded"))
-    team.at_start = lambda _attempt: handlers.append(signal.getsignal(signal.SIGTERM))
-
-    def work() -> None:
-        with LocalRunner(team, RestartPolicy(1)) as attempts:
-            endings.append(attempts.run())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(TIMEOUT)
-    assert [ending.state for ending in endings] == ["succeeded"]
-    assert handlers == [signal.SIG_DFL] * 2
-
-
 def test_who_asks_from_a_signal_handler_is_heard() -> None:
     """With ``signals=False``, the host's own handlers stay; one that asks and returns is enough."""
     team = Obedient()
@@ -484,148 +391,70 @@ def test_who_asks_from_a_signal_handler_is_heard() -> None:
 # --- a signal between any two lines
 
 
-class Interrupter:
-    """Sends a signal to this process when the ``moment``-th line of our own source is about to run.
-
-    Args:
-        moment: Which.
-        number: The signal.
-    """
-
-    def __init__(self, moment: int, number: int = signal.SIGTERM) -> None:
-        self.left = moment
-        self.number = number
-        self.fired = ""
-
-    def __enter__(self) -> Self:
-        host_signals.acquire(self)  # `run` has not done so yet in its first lines
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        sys.settrace(None)
-        host_signals.release(self)
-
-    def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
-        name = frame.f_code.co_filename
-        if not name.endswith(("_run/attempts.py", "_run/runner.py", "_run/group_team.py")):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.fired = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                sys.settrace(None)
-                os.kill(os.getpid(), self.number)
-        return self.trace
-
-
-def stopped_after(attempts: LocalRunner, moment: int, *, then_stop: bool = True) -> tuple[Ending, str]:
-    """Run, send a signal at that line, stop, and return how it ended, and where the signal came."""
-    with Interrupter(moment) as interrupter:
-        try:
-            ending = attempts.run()
-        except SignalException:
-            sys.settrace(None)
-            if then_stop:
-                attempts.ask_stop(signal.SIGTERM, 1)
-            ending = attempts.run()
-    return ending, interrupter.fired
-
-
 class Fails(Workers):
-    """Fails in each attempt but the ``last``; the start of the third fails."""
-
-    def __init__(self, last: int) -> None:
-        super().__init__()
-        self.last = last
+    """Fails in each attempt but the last; the start of the third fails."""
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         if attempt == 2:
             raise OSError(11, "no process can be started")
         super().start(attempt, wake)
-        self.over(AttemptEnd("succeeded") if attempt == self.last else FAILED)
+        self.over(AttemptEnd("succeeded") if attempt == 3 else FAILED)
 
 
-@pytest.fixture
-def many_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signals raise however soon one follows another."""
-    monkeypatch.setattr(host_signals, "_APART", 0.0)
+def asks(*requests: str) -> Callable[[LocalRunner], Callable[[int], None]]:
+    """Return what makes the start of each attempt ask for something: "stop", "restart" or nothing."""
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("many_signals")
-@pytest.mark.parametrize("then_stop", [True, False])
-def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
-    seen = set()
-    moment = 0
-    while True:
-        moment += 1
-        team = Fails(3)
-        with LocalRunner(team, RestartPolicy(3)) as attempts:
-            ending, where = stopped_after(attempts, moment, then_stop=then_stop)
-        if not where:
-            break
-        seen.add(where.partition(":")[0])
-        numbers = [end.number for end in ending.ends]
-        assert numbers == list(range(len(numbers))), where
-        assert set(team.started) <= set(numbers), where
-        assert team.up is None
-        assert len(attempts.attempts._counted) <= 3
-        if then_stop:
-            assert ending.state in ("stopped", "succeeded"), where
-            assert ending.state == "stopped" or numbers == [0, 1, 2, 3], where
-        else:
-            assert ending.state in ("succeeded", "stopped"), where
-            assert ending.state == "succeeded" or ending.ends[-1].state == "stopped", where
-    assert moment > 100
-    assert {"carry", "_turn", "_do", "_start", "_gone", "gone", "_follow", "_step"} <= seen
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("many_signals")
-def test_a_signal_between_any_two_lines_of_a_stop() -> None:
-    moment = 0
-    while True:
-        moment += 1
-        team = Obedient()
-        attempts = LocalRunner(team, RestartPolicy(3))
-
-        def at_start(_attempt: int, attempts: LocalRunner = attempts) -> None:
-            attempts.ask_stop(signal.SIGTERM, 5)
-
-        team.at_start = at_start
-        with attempts:
-            ending, where = stopped_after(attempts, moment)
-        if not where:
-            break
-        assert ending.state == "stopped", where
-        assert len(ending.ends) <= 1, where
-        assert team.up is None, where
-    assert moment > 40
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("many_signals")
-def test_a_signal_between_any_two_lines_of_a_restart() -> None:
-    moment = 0
-    while True:
-        moment += 1
-        team = Obedient()
-        attempts = LocalRunner(team, RestartPolicy(3))
-
-        def at_start(attempt: int, attempts: LocalRunner = attempts) -> None:
-            if attempt == 0:
-                attempts.ask_restart(signal.SIGTERM, 5, "asked for")
-            else:
+    def at_start(attempts: LocalRunner) -> Callable[[int], None]:
+        def ask(attempt: int) -> None:
+            if requests[attempt] == "stop":
                 attempts.ask_stop(signal.SIGTERM, 5)
+            elif requests[attempt]:
+                attempts.ask_restart(signal.SIGTERM, 5, "asked for")
 
-        team.at_start = at_start
-        with attempts:
-            ending, where = stopped_after(attempts, moment)
-        if not where:
-            break
-        assert ending.state == "stopped", where
-        assert [end.number for end in ending.ends] == list(range(len(ending.ends))), where
-        assert len(ending.ends) <= 2, where
-        assert team.up is None, where
-    assert moment > 60
+        return ask
+
+    return at_start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "team, requests, then_stops, states",
+    [
+        (Fails, ("", "", "", ""), True, {"stopped", "succeeded"}),
+        (Fails, ("", "", "", ""), False, {"stopped", "succeeded"}),
+        (Obedient, ("stop",), True, {"stopped"}),
+        (Obedient, ("restart", "stop"), True, {"stopped"}),
+    ],
+)
+def test_a_signal_between_any_two_lines(
+    team: type[Workers], requests: tuple[str, ...], then_stops: bool, states: set[str]
+) -> None:
+    """Whatever the line, and whether a stop follows: each end is noted once, and no worker is left."""
+
+    def run(interrupter: Interrupter) -> None:
+        workers = team()
+        with LocalRunner(workers, RestartPolicy(3)) as attempts:
+            workers.at_start = asks(*requests)(attempts)
+            with interrupter:
+                try:
+                    ending = attempts.run()
+                except SignalException:
+                    sys.settrace(None)
+                    if then_stops:
+                        attempts.ask_stop(signal.SIGTERM, 1)
+                    ending = attempts.run()
+        where, numbers = interrupter.fired, [end.number for end in ending.ends]
+        assert ending.state in states, where
+        assert numbers == list(range(len(numbers))), where
+        assert len(numbers) <= len(requests), where
+        assert set(workers.started) <= set(numbers), where
+        assert workers.up is None, where
+        assert len(attempts.attempts._counted) <= 3, where
+        if then_stops:
+            assert ending.state == "stopped" or len(numbers) == len(requests), where
+        else:
+            assert ending.state == "succeeded" or ending.ends[-1].state == "stopped", where
+
+    seen = interrupted_at_each_line(run)
+    assert {"carry", "_turn", "_do", "_start", "_gone", "gone", "_step"} <= seen
+    assert ("_follow" in seen) == (team is Fails)
