@@ -19,7 +19,6 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx._placement import devices
-from phalanx.cli._commands import cli
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
@@ -242,7 +241,7 @@ def test_the_script_gets_what_follows_but_one_separator(
     script = place.write("", "train.py")
     os.chmod(place.write("#!/bin/sh\n", "sys.sh"), 0o700)
     argv = ("--dry-run", "--log-format", "json", *(script if word == "S" else word for word in typed.split()))
-    (rank,) = map(json.loads, CliRunner().invoke(cli, ["run", *argv]).output.splitlines())
+    (rank,) = map(json.loads, CliRunner().invoke(command, argv).output.splitlines())
     found = [word for word in rank["argv"] if word in (script, "train", "./sys.sh") or word.endswith("/sys.sh")]
     assert rank["argv"][rank["argv"].index(found[-1]) + 1 :] == expected.split()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -11,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx._base import tty as terminals
-from phalanx.cli._commands import cli
 from tests.cli.test_log_options import feed_until, on_a_terminal, resize
 from tests.runs.test_runs import put
 from tests.support.command import LIMIT, Done, Launcher, Place, read_until, sh, start_sh, terminal
@@ -219,7 +219,8 @@ def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
         if command == "run":
             shown = "".join(phalanx(place, *words)[1:])
         else:
-            shown = CliRunner().invoke(cli, list(map(str, words))).output
+            module = importlib.import_module(f"phalanx.cli.{'runs' if command == 'rerun' else command}")
+            shown = CliRunner().invoke(getattr(module, command), list(map(str, words[1:]))).output
         assert "\033" not in shown, argv
         assert "\007" not in shown, argv
         told += SHOWN in shown

@@ -59,8 +59,8 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 455,
-    "private attributes": 422,
+    "private modules imported": 454,
+    "private attributes": 421,
     "private names patched": 210,
     "long names": 0,
 }
