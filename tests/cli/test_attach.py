@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.support.command import LIMIT, Done, Launcher, Place, Shell, logs, read_until, refused, whole
+from tests.support.command import LIMIT, Done, Launcher, Place, Shell, logs, read_until, whole
 from tests.support.disks import until
 from tests.support.forks import code_of_fork
 from tests.support.helpers import Gate, Ready, descendants, wait_gone
@@ -142,7 +142,7 @@ def is_closed(link: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        "", "--preload json", "--nice 1", "--nice 1 --preload json",
+        "", "--nice 1", "--nice 1 --preload json",
         *(f"--run-path --start-method {method}" for method in ("spawn", "forkserver", "fork")),
     ],
 )  # fmt: skip
@@ -180,21 +180,17 @@ def test_the_terminal_of_a_rank_has_a_type_and_a_size(place: Place, term: str, f
     assert [each.name for each in path.parent.iterdir()] == ["stdout.log"]
 
 
-def test_the_log_has_the_bytes_of_a_bar_and_its_colours(place: Place) -> None:
+def test_the_log_has_all_bytes_and_the_console_what_it_may(place: Place) -> None:
     script = r"printf '\033[32mgreen\033[0m\n'; for n in 1 2 3; do printf '\r%s0%%' $n; done; echo"
-    done = place.run("--pty", "0", "--color", "never", "--no-python", "sh", "-c", script)
-    (path,) = place.logs.glob("*/attempt_0/0/stdout.log")
-    assert path.read_bytes() == b"\033[32mgreen\033[0m\r\n\r10%\r20%\r30%\r\n"
+    argv = ("--nproc-per-node", 2, "--pty", "all", "-r", "1:3", "--color", "never", "--no-python", "sh", "-c", script)
+    done = place.run(*argv)
+    for rank in range(2):
+        (path,) = place.logs.glob(f"*/attempt_0/{rank}/stdout.log")
+        assert path.read_bytes() == b"\033[32mgreen\033[0m\r\n\r10%\r20%\r30%\r\n"
     assert "[0] 30%" in done.out
     assert "10%" not in done.out
+    assert "[1]" not in done.out
     assert "30%" in logs(place).out
-
-
-def test_the_console_leaves_out_a_rank_that_is_redirected(place: Place) -> None:
-    argv = ("--nproc-per-node", 2, "--pty", "all", "-r", "1:3", "--no-python", "sh", "-c", "echo from $RANK")
-    done = place.run(*argv)
-    assert done.out.split("\r\n") == ["[0] from 0", ""]
-    assert place.log(1) == "from 1\n"
 
 
 def test_a_rank_that_fails_is_reported_with_its_last_lines(place: Place) -> None:
@@ -203,19 +199,6 @@ def test_a_rank_that_fails_is_reported_with_its_last_lines(place: Place) -> None
     assert "ValueError: wrong" in done.err
     done = place.run("--pty", "0", "--no-python", "sh", "-c", "echo no data; exit 3")
     assert "exited with code 3; its output ends with: no data\n  last lines of its output:\n    no data\n" in done.err
-
-
-@pytest.mark.parametrize(
-    "argv,words",
-    [
-        (("--pty", "0", "--stdin", "0"), "--stdin 0: with --pty, this rank reads from its own terminal"),
-        (("--pty", "2"), "--pty: there is no rank 2; ranks are 0 to 0"),
-        (("--pty",), "expected ranks, like 0,1 or 0,4-7"),
-        (("--pty", "0", "--log-dir", "/dev/null"), "with --log-dir /dev/null there is none"),
-    ],
-)
-def test_what_cannot_have_a_terminal_is_refused(place: Place, argv: tuple[str, ...], words: str) -> None:
-    refused(place.run(*argv, place.write(""), logs="--log-dir" not in argv), words)
 
 
 # --- at a terminal
@@ -249,18 +232,8 @@ def test_a_shell_is_typed_into_and_left(place: Place) -> None:
         assert run.end().status == 7
 
 
-def test_a_second_press_types_the_key_that_leaves(place: Place) -> None:
-    with (
-        running(place, "--pty", "0", "--no-python", "sh", "-c", "stty raw -echo; echo up; head -c 3 | od -An -c"),
-        Attached(place) as attached,
-    ):
-        attached.until("up")
-        attached.type(f"a{LEAVE}{LEAVE}b")
-        attached.until("a 035   b")
-        attached.end(0)
-
-
 def test_one_types_and_the_others_watch(place: Place) -> None:
+    """The next of them types once it has gone, also by a signal."""
     with running(place, "--pty", "0", "--no-python", "cat") as run, contextlib.ExitStack() as held:
         first = held.enter_context(Attached(place))
         first.until("typed")
@@ -275,8 +248,7 @@ def test_one_types_and_the_others_watch(place: Place) -> None:
         first.type("two\r")
         for each in (watcher, second):
             assert "lost" not in each.until("two\r\ntwo")
-        first.type(LEAVE)
-        first.end(0)
+        first.process.kill()
         second.until("you type from now on")
         second.type("three\r")
         watcher.until("three\r\nthree")
@@ -287,63 +259,44 @@ def test_one_types_and_the_others_watch(place: Place) -> None:
         assert run.end().status == 0
 
 
-def test_a_client_that_is_killed_leaves_the_rank_to_others(place: Place) -> None:
-    with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
-        attached.until("typed")
-        attached.type("one\r")
-        attached.until("one\r\none")
-        attached.process.kill()
-        attached.process.wait()
-        with Attached(place) as again:
-            again.until("one\r\none")
-            again.type("two\r")
-            again.until("two\r\ntwo")
-
-
-def test_modes_that_a_program_has_set_are_reset(place: Place) -> None:
-    script = r"printf '\033[?1049h\033[?25l\033[?2004hup'; cat"
+def test_modes_keys_colours_and_characters_are_restored(place: Place) -> None:
+    script = r"printf '\033[?1049h\033[?25l\033[?2004h\033[>4;2m\033[>1u\033[5 q\033[31m\033(0up'; cat"
     with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
         attached.until("up")
         attached.type(LEAVE)
         shown = attached.end(0)
+        assert all(text in shown for text in ("\033[<1u", "\033[0 q", "\033[>4m"))
         assert all(f"\033[?{mode}" in shown for mode in ("1049l", "2004l", "25h"))
-
-
-def test_keys_colours_and_characters_are_restored(place: Place) -> None:
-    script = r"printf '\033[>4;2m\033[>1u\033[5 q\033[31m\033(0up'; cat"
-    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
-        attached.until("up")
-        attached.type(LEAVE)
-        shown = attached.end(0)
-        assert shown.startswith("\033[<1u\033[0 q\033[>4m")
         assert shown.index("\033[0m\033(B\x0f") < shown.index("phalanx: rank 0 goes on")
 
 
-@pytest.mark.parametrize("key", ["\033[93;5:1u", "\033[93;133u", "\033[27;69;93~"])
-def test_the_key_that_leaves_has_several_forms(place: Place, key: str) -> None:
-    with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
-        attached.until("typed")
-        attached.type(key)
-        assert "goes on" in attached.end(0)
+def test_keys_and_signals_leave_it_with_modes_restored(place: Place) -> None:
+    """Ctrl-] in its several forms, which terminals send; each signal that ends a program."""
+    with running(place, "--pty", "0", "--no-python", "cat"):
+        for key in ("\033[93;5:1u", "\033[93;133u", "\033[27;69;93~"):
+            with Attached(place) as attached:
+                attached.until("typed")
+                attached.type(key)
+                assert "goes on" in attached.end(0)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            with Attached(place) as attached:
+                attached.until("typed")
+                until(lambda attached=attached: attached.is_raw)
+                attached.process.send_signal(number)
+                attached.end(128 + number)
 
 
-def test_the_terminal_is_asked_nothing_again(place: Place) -> None:
+def test_what_was_drawn_is_shown_again_without_questions(place: Place) -> None:
+    """Ctrl-] that is pressed twice is typed."""
     questions = (
         "[6n", "[?6n", "[c", "[>c", "[=0c", "[?2026$p", "[?u", "[14t", "[21t", "[>q", "]11;?\a", "]4;1;?\033\\\\",
         "P$qm\033\\\\", "P+q544e\033\\\\",
     )  # fmt: skip
-    script = "stty raw -echo; printf '" + "".join(f"<\\033{each}>" for each in questions) + "\005\033[22;0tup'; cat"
-    with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
-        attached.until("up")
-        with Attached(place, "--watch") as again:
-            assert again.until("up").endswith("<>" * len(questions) + "\033[22;0t")
-
-
-def test_modes_are_there_however_much_was_drawn(place: Place) -> None:
-    script = r"""
+    asks = "".join(f"<\\033{each}>" for each in questions)
+    script = rf"""
         printf '\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l'
         for n in $(seq 9000); do printf '\033[H full screen %s' $n; done
-        printf '\033[?2004lup'; cat"""
+        stty raw -echo; printf '{asks}\005\033[22;0t\033[?2004lup'; head -c 3 | od -An -c; cat"""
     with running(place, "--pty", "0", "--no-python", "sh", "-c", script), Attached(place) as attached:
         attached.until("up")
         with Attached(place, "--watch") as again:
@@ -351,7 +304,9 @@ def test_modes_are_there_however_much_was_drawn(place: Place) -> None:
             shown = again.until("up")
         modes = "\033[?1049h\033[?1h\033=\033[?2004h\033[?1000h\033[?25l\033[?7l"
         assert shown.startswith(f"{modes}\033[H full screen ")
-        assert "screen 9000" in shown
+        assert shown.endswith("screen 9000" + "<>" * len(questions) + "\033[22;0t\033[?2004l")
+        attached.type(f"a{LEAVE}{LEAVE}b")
+        attached.until("a 035   b")
 
 
 def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
@@ -362,15 +317,6 @@ def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
         attached.process.send_signal(signal.SIGTERM)
         assert attached.process.wait(LIMIT) == 128 + signal.SIGTERM
         assert not attached.is_raw
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_it_with_modes_restored(place: Place, number: signal.Signals) -> None:
-    with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
-        attached.until("typed")
-        until(lambda: attached.is_raw)
-        attached.process.send_signal(number)
-        attached.end(128 + number)
 
 
 def test_it_is_stopped_and_continued_with_modes_restored(place: Place) -> None:
@@ -467,25 +413,16 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_each_attempt_has_a_terminal(place: Place) -> None:
-    script = "echo attempt $TORCHELASTIC_RESTART_COUNT; read x; exit $x"
-    with running(place, "--pty", "0", "--max-restarts", 1, "--no-python", "sh", "-c", script) as run:
+def test_each_attempt_has_a_terminal_that_holds_up_no_end(place: Place) -> None:
+    script = "(trap '' HUP TERM; sleep 1000) & echo attempt $TORCHELASTIC_RESTART_COUNT; read x; exit $x"
+    options = ("--pty", "0", "--max-restarts", 1, "--linger", "0")
+    with running(place, *options, "--no-python", "sh", "-c", script) as run:
         for attempt, code in (0, 5), (1, 0):
             recorded(place, attempt)
             with Attached(place) as attached:
                 attached.until(f"attempt {attempt}")
                 attached.type(f"{code}\r")
                 assert f"(exit code {code})" in attached.end(code)
-        assert run.end().status == 0
-
-
-def test_who_is_left_with_the_terminal_holds_up_no_end(place: Place) -> None:
-    script = "(trap '' HUP TERM; echo left; sleep 1000) & read x"
-    with running(place, "--pty", "0", "--linger", "0", "--no-python", "sh", "-c", script) as run:
-        with Attached(place) as attached:
-            attached.until("left")
-            attached.type("\r")
-            assert "has succeeded" in attached.end(0)
         assert run.end().status == 0
 
 
@@ -538,11 +475,13 @@ FLOOD = "import os\nfor n in range({count}): os.write(1, b'%09d\\n' % n)\n"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bound", [(), ("--log-max-size", "1MB")])
-def test_a_stopped_client_holds_up_nothing(place: Place, bound: tuple[object, ...]) -> None:
+def test_a_stopped_client_holds_up_nothing(place: Place) -> None:
     count = 1_000_000
     script = place.write(f"input()\n{FLOOD.format(count=count)}print('over')\ninput()")
-    with running(place, "--pty", "0", "-r", "3", *bound, script) as run, contextlib.ExitStack() as held:
+    with (
+        running(place, "--pty", "0", "-r", "3", "--log-max-size", "1MB", script) as run,
+        contextlib.ExitStack() as held,
+    ):
         stopped = held.enter_context(Attached(place))
         stopped.until("typed")
         other = held.enter_context(Attached(place))
@@ -564,7 +503,7 @@ def test_a_stopped_client_holds_up_nothing(place: Place, bound: tuple[object, ..
     (path,) = place.logs.glob("*/attempt_0/0/stdout.log")
     lines = whole(path).splitlines()
     assert lines[1 : count + 1] == [b"%09d" % number for number in range(count)]
-    assert (len(list(path.parent.glob("stdout.log.*"))) > 5) is bool(bound)
+    assert len(list(path.parent.glob("stdout.log.*"))) > 5
 
 
 @pytest.mark.long
@@ -599,20 +538,17 @@ def test_a_long_paste_arrives_whole(place: Place) -> None:
         assert expected in attached.end(0)
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\xff" * 65536, b"GET / HTTP/1.0\r\n\r\n", frame(b"K", b"x"), frame(b"S", bytes(4)), frame(b"A", b"x"),
-        frame(b"A") * 2, frame(b"A") + frame(b"K", b"x"), frame(b"A", bytes(4)) + frame(b"S"),
-        b"K\xff\xff\xff\xff", frame(b"A") + frame(b"\x00", bytes(60000)), b"",
-    ],
-)  # fmt: skip
-def test_who_sends_anything_else_harms_its_own_connection(place: Place, sent: bytes) -> None:
+def test_who_sends_anything_else_harms_its_own_connection(place: Place) -> None:
     with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
         attached.until("typed")
-        with linked(place) as link:
-            link.sendall(sent)
-            assert is_closed(link)
+        for sent in (
+            b"\xff" * 65536, b"GET / HTTP/1.0\r\n\r\n", frame(b"K", b"x"), frame(b"S", bytes(4)), frame(b"A", b"x"),
+            frame(b"A") * 2, frame(b"A") + frame(b"K", b"x"), frame(b"A", bytes(4)) + frame(b"S"),
+            b"K\xff\xff\xff\xff", frame(b"A") + frame(b"\x00", bytes(60000)), b"",
+        ):  # fmt: skip
+            with linked(place) as link:
+                link.sendall(sent)
+                assert is_closed(link), sent
         attached.type("on\r")
         attached.until("on\r\non")
 

@@ -25,6 +25,7 @@ signal.signal(signal.SIGUSR1, lambda *_: print("got", os.environ["RANK"], flush=
 while True:
     signal.pause()
 """
+Live = Callable[..., tuple[Launcher, list[int]]]
 BY = rf"user {re.escape(__import__('pwd').getpwuid(os.geteuid()).pw_name)}, pid \d+"
 
 
@@ -43,7 +44,7 @@ def wait_for_states(pids: list[int], states: str) -> None:
 
 
 @pytest.fixture
-def live(place: Place, ready: Ready) -> Iterator[Callable[..., tuple[Launcher, list[int]]]]:
+def live(place: Place, ready: Ready) -> Iterator[Live]:
     """Starts a run of two workers, or of another program. Returns it, and the pids of the workers."""
     launchers: list[Launcher] = []
 
@@ -58,8 +59,10 @@ def live(place: Place, ready: Ready) -> Iterator[Callable[..., tuple[Launcher, l
             pass
 
 
-def test_a_run_is_stopped_as_by_a_signal(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
+def test_a_run_is_stopped_as_by_a_signal(place: Place, live: Live) -> None:
+    """Also one that is paused."""
     launcher, pids = live()
+    assert phalanx_(place, "pause").out.endswith(": 2 workers paused; phalanx resume continues\n")
     done = phalanx_(place, "stop")
     assert (done.status, done.err) == (0, "")
     assert re.fullmatch(rf"\S+: stopped: phalanx stop \({BY}\)\n", done.out)
@@ -73,7 +76,7 @@ def test_a_run_is_stopped_as_by_a_signal(place: Place, live: Callable[..., tuple
     assert "is running; the latest is" in again.err
 
 
-def test_a_stop_now_kills_who_ignores_sigterm(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
+def test_a_stop_now_kills_who_ignores_sigterm(place: Place, live: Live) -> None:
     launcher, pids = live(program="import signal; signal.signal(15, signal.SIG_IGN)\n" + WORKER)
     done = phalanx_(place, "stop", "--now")
     assert done.status == 0
@@ -83,21 +86,16 @@ def test_a_stop_now_kills_who_ignores_sigterm(place: Place, live: Callable[..., 
     assert not wait_gone(pids)
 
 
-def test_a_stop_is_hurried_by_another_one(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
-    launcher, pids = live(program="import signal; signal.signal(15, signal.SIG_IGN)\n" + WORKER)
-    run = phalanx.attach(log_dir=str(place.logs))
-    run.stop()
-    launcher.read_until("once more to kill them")
-    assert run.wait(0) is None
-    run.stop(now=True)
-    assert run.wait(TIMEOUT) == "stopped"
-    assert not wait_gone(pids)
-
-
-def test_a_restart_is_another_attempt(
-    place: Place, ready: Ready, live: Callable[..., tuple[Launcher, list[int]]]
-) -> None:
+def test_a_restart_is_another_attempt(place: Place, ready: Ready, live: Live) -> None:
+    """A launcher that is stopped is named."""
     launcher, pids = live()
+    launcher.send(signal.SIGSTOP)
+    try:
+        done = phalanx_(place, "pause")
+        assert (done.status, "its launcher has not answered within 3 s" in done.err) == (1, True)
+    finally:
+        launcher.send(signal.SIGCONT)
+    assert all(map(alive, pids))
     assert phalanx_(place, "restart").status == 0
     later = ready.pids(2)
     assert not set(pids) & set(later)
@@ -108,9 +106,7 @@ def test_a_restart_is_another_attempt(
     assert re.search(rf"attempt 0, .*: phalanx restart \({BY}\)", report)
 
 
-def test_a_signal_goes_to_the_ranks_that_are_named(
-    place: Place, live: Callable[..., tuple[Launcher, list[int]]]
-) -> None:
+def test_a_signal_goes_to_the_ranks_that_are_named(place: Place, live: Live) -> None:
     launcher, _ = live()
     done = phalanx_(place, "signal", "usr1", "--rank", 1)
     assert (done.status, done.err) == (0, "")
@@ -125,13 +121,6 @@ def test_a_signal_goes_to_the_ranks_that_are_named(
     assert re.search(rf"^phalanx: phalanx signal \({BY}\): SIGKILL to ranks 0-1$", ended.err, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["", "FOO", "SIG", "0", "1000", "-9"])
-def test_what_is_no_signal_is_refused(place: Place, name: str) -> None:
-    done = phalanx_(place, "signal", "--", name)
-    assert done.status == 2
-    assert "expected a signal, like USR1, SIGUSR1 or 10" in done.err
-
-
 HEARTBEATS = """
 import os, signal, subprocess, sys, threading
 from phalanx import timer
@@ -142,7 +131,7 @@ threading.Event().wait()
 """
 
 
-def test_a_pause_stops_all_processes_and_timers(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
+def test_a_pause_stops_all_processes_and_timers(place: Place, live: Live) -> None:
     launcher, pids = live("--hang-timeout", 3, program=HEARTBEATS)
     all_of_it = [*pids, *(child for pid in pids for child in descendants(pid))]
     assert len(all_of_it) == 4
@@ -161,17 +150,7 @@ def test_a_pause_stops_all_processes_and_timers(place: Place, live: Callable[...
     assert not wait_gone(all_of_it)
 
 
-def test_a_paused_run_is_stopped(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
-    launcher, pids = live()
-    assert phalanx_(place, "pause").out.endswith(": 2 workers paused; phalanx resume continues\n")
-    assert phalanx_(place, "stop").status == 0
-    assert launcher.end().status == 128 + signal.SIGTERM
-    assert not wait_gone(pids)
-
-
-def test_a_run_that_ends_is_neither_paused_nor_restarted(
-    place: Place, live: Callable[..., tuple[Launcher, list[int]]]
-) -> None:
+def test_a_run_that_ends_is_neither_paused_nor_restarted(place: Place, live: Live) -> None:
     launcher, pids = live(program="import signal; signal.signal(15, signal.SIG_IGN)\n" + WORKER)
     run = phalanx.attach(log_dir=str(place.logs))
     with pytest.raises(RuntimeError, match="its workers are not paused"):
@@ -184,15 +163,14 @@ def test_a_run_that_ends_is_neither_paused_nor_restarted(
     done = phalanx_(place, "restart")
     assert done.status == 1
     assert "no other attempt follows" in done.err
+    assert run.wait(0) is None
     run.stop(now=True)
     assert run.wait(TIMEOUT) == "stopped"
     assert "are paused" not in launcher.end().err
     assert not wait_gone(pids)
 
 
-def test_nobody_stays_paused_when_the_launcher_is_killed(
-    place: Place, live: Callable[..., tuple[Launcher, list[int]]]
-) -> None:
+def test_nobody_stays_paused_when_the_launcher_is_killed(place: Place, live: Live) -> None:
     launcher, pids = live(program=HEARTBEATS)
     all_of_it = [*pids, *(child for pid in pids for child in descendants(pid))]
     assert phalanx.attach(log_dir=str(place.logs)).pause() == [0, 1]
@@ -204,20 +182,8 @@ def test_nobody_stays_paused_when_the_launcher_is_killed(
     assert "(lost)" in done.err
 
 
-def test_a_stopped_launcher_is_named(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
-    launcher, pids = live()
-    launcher.send(signal.SIGSTOP)
-    try:
-        done = phalanx_(place, "pause")
-        assert done.status == 1
-        assert "its launcher has not answered within 3 s" in done.err
-    finally:
-        launcher.send(signal.SIGCONT)
-    assert all(map(alive, pids))
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process takes root")
-def test_the_run_of_another_user_is_refused(place: Place, live: Callable[..., tuple[Launcher, list[int]]]) -> None:
+def test_the_run_of_another_user_is_refused(place: Place, live: Live) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # pytest's own is its user's alone
         Path(shared).chmod(0o755)
         place.logs = Path(shared) / "logs"

@@ -104,19 +104,18 @@ def made(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 
 def test_a_question_is_answered(made: Callable[..., Launcher]) -> None:
-    launcher = made(b'{"version": 1, "nodes": []}')
+    """An answer of many bytes comes whole."""
+    answer = json.dumps({"version": 1, "text": "x" * (5 << 20)}).encode()
+    launcher = made(answer)
     assert stat.S_IMODE(os.stat(launcher.folder / control_socket.NAME).st_mode) == 0o600
-    assert json.loads(launcher.ask()) == {"version": 1, "nodes": []}
+    assert launcher.ask() == answer + b"\n"
     (question,) = launcher.questions
     assert (question.name, question.arguments["ranks"]) == ("status", [1])
     assert question.asker == (os.getpid(), os.geteuid(), "")
-    with pytest.raises(control_socket.RefusedError, match="no such question"):
-        control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "nonsense")
-
-
-def test_an_answer_of_many_bytes_comes_whole(made: Callable[..., Launcher]) -> None:
-    answer = json.dumps({"text": "x" * (5 << 20)}).encode()
-    assert made(answer).ask() == answer + b"\n"
+    for name, why in (("nonsense", "no such question"), ("fault", "its launcher could not answer: a fault")):
+        with pytest.raises(control_socket.RefusedError, match=why):
+            control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), name)
+    assert not launcher.warned
 
 
 def test_no_other_process_than_the_launcher_is_believed(
@@ -168,36 +167,24 @@ def _answer(listener: socket.socket, there: list[socket.socket]) -> tuple[int, i
     return os.getpid(), os.geteuid()
 
 
-@pytest.mark.parametrize(
-    "said, why",
-    [
+def test_what_is_no_question_is_refused(made: Callable[..., Launcher]) -> None:
+    launcher = made()
+    for said, why in (
         (b"GET / HTTP/1.1\r\n", "this is no question"),
         (b"\xff\xfe\n", "this is no question"),
         (b"[" * 10_000 + b"\n", "this is no question"),
         (b'{"ask": 3, "version": 1}\n', "this is no question"),
         (b'{"ask": "status", "version": 99}\n', "version 99; this launcher answers version 1"),
         (b'{"ask": "status"}\n', "version None; this launcher answers version 1"),
-    ],
-)
-def test_what_is_no_question_is_refused(made: Callable[..., Launcher], said: bytes, why: str) -> None:
-    with made().connect(said) as one:
-        assert why in json.loads(one.recv(1 << 16))["error"]
-        assert one.recv(1) == b""
-
-
-def test_an_error_of_an_answer_is_answered(made: Callable[..., Launcher]) -> None:
-    launcher = made()
-    with pytest.raises(control_socket.RefusedError, match="its launcher could not answer: a fault"):
-        control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "fault")
-    assert not launcher.warned
-
-
-def test_too_long_a_question_ends_its_connection(made: Callable[..., Launcher]) -> None:
-    launcher = made()
+    ):
+        with launcher.connect(said) as one:
+            assert why in json.loads(one.recv(1 << 16))["error"]
+            assert one.recv(1) == b""
     with launcher.connect(b"x" * control_socket.MOST_QUESTION) as one, pytest.raises(ConnectionError):
         one.sendall(b"x" * (4 << 20))
-    with launcher.connect() as another:
-        assert another.recv(1) == control_socket.ACCEPTED
+    with launcher.connect(QUESTION) as another:
+        launcher.socket.close()  # the end of the launcher ends the wait
+        assert another.recv(1) == b""
 
 
 def test_callers_beyond_the_most_are_closed(made: Callable[..., Launcher]) -> None:
@@ -222,13 +209,6 @@ def test_callers_beyond_the_most_are_closed(made: Callable[..., Launcher]) -> No
         assert another.recv(1 << 20).startswith(b"xxx")
     for one in those:
         one.close()
-
-
-def test_the_end_of_the_launcher_ends_the_wait(made: Callable[..., Launcher]) -> None:
-    launcher = made()
-    with launcher.connect(QUESTION) as one:
-        launcher.socket.close()
-        assert one.recv(1) == b""
 
 
 def test_a_folder_that_takes_no_socket_is_reported(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.command import LIMIT, Done, Launcher, Place, Shell, read_until
 from tests.support.forks import code_of_fork
-from tests.support.helpers import PYTHON, Gate, Ready, interpreter, wait_gone
+from tests.support.helpers import PYTHON, interpreter, wait_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.each_python]
 
@@ -160,9 +160,14 @@ def test_a_rank_stands_for_the_next_who_attaches(place: Place) -> None:
             assert "rank 2 stands on; come back: phalanx debug" in done.err
         with Client(place, "--rank", "2") as client:
             client.ask("p loss", "40\n")
+            done = debug(place, "p loss")
+            assert (done.status, done.out) == (1, "")
+            assert f"rank 2: pid {client.process.pid} is attached" in done.err
             client.process.kill()
-        assert "p loss\n40\n" in debug(place, "p loss; c").out
-        assert run.end().status == 0
+        assert "p loss\n40\n" in debug(place, "p loss").out
+        done = debug(place, "q")
+        assert "rank 2 has ended: BdbQuit" in done.err
+        assert "BdbQuit" in run.end().err
 
 
 def test_a_rank_with_its_own_terminal_stands_as_others(place: Place) -> None:
@@ -205,140 +210,40 @@ def test_the_next_client_can_end_a_command_of_the_last(place: Place) -> None:
         assert run.end().status == 0
 
 
-def test_an_interrupt_may_come_late(place: Place) -> None:
-    script = place.write("""
-        import os, threading, time
-        def work():
-            breakpoint()
-            print("went on")
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        """)
-    with place.start(script) as run:
-        stopped(run)
-        (path,) = sockets(place)
-        with linked(path) as link, link.makefile("rb", buffering=0) as lines:
-            link.sendall(b'{"attach": true}\n{"line": "os.write(2, b\'sleeps\') and time.sleep(2)"}\n')
-            run.read_until("sleeps")
-            link.sendall(b'{"interrupt": true}\n')  # as a thread's sleep is not interrupted
-            assert next(line for line in lines if b"KeyboardInterrupt" in line)
-            assert b'"prompt"' in lines.readline()
-            link.sendall(b'{"line": "c"}\n')
-            assert run.end().out == "[0] went on\n"
-
-
-def test_a_second_client_is_refused(place: Place) -> None:
-    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
-        stopped(run)
-        with Client(place) as client:
-            client.ask("p loss", "40\n")
-            done = debug(place, "p loss")
-            assert (done.status, done.out) == (1, "")
-            assert f"rank 2: pid {client.process.pid} is attached" in done.err
-            assert client.end("p loss + 1\nc\n").out.startswith("(Pdb) p loss + 1\n41\n")
-        assert run.end().status == 0
-
-
 def test_ranks_that_stand_are_listed_or_asked_at_once(place: Place) -> None:
+    """Each process of a rank, and one that does not know its rank. One that does not answer is named."""
     script = place.write("""
         import os
         rank = int(os.environ["RANK"])
+        if rank == 3:
+            del os.environ["RANK"]
+        child = os.fork() if rank == 2 else 1
         if rank:
             breakpoint()
+        if rank == 2 and child:
+            os.waitpid(child, 0)
         """)
     with place.start("--nproc-per-node", 4, script) as run:
-        for _ in range(3):
+        for _ in range(4):
             stopped(run)
+        paths = {path.parent.name: path for path in sockets(place)}
         listed = debug(place, "")
-        assert [line.split("  ")[0] for line in listed.out.splitlines()] == ["rank 1", "rank 2", "rank 3"]
-        assert debug(place, "", "--all", "p rank > 0").out == "ranks 1-3:\n  True\n"
+        assert [line.split("  ")[0] for line in listed.out.splitlines()] == ["rank 1", "rank 2", "rank 2", "rank 3"]
         assert debug(place, "", "--all", "p rank // 2").out == "rank 1:\n  0\nranks 2-3:\n  1\n"
+        assert debug(place, "", "--all", "p child > 1").out == "ranks 1-3:\n  False\nrank 2:\n  True\n"
         assert debug(place, "", "--rank", "0").status == 1  # it has ended
-        assert debug(place, "", "--all", "c").out == "ranks 1-3:\n  (goes on)\n"
-        assert run.end().status == 0
-
-
-def test_a_pipe_does_not_hold_a_client_whose_rank_ends(place: Place) -> None:
-    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
-        stopped(run)
-        with Client(place) as client:
-            client.ask("p loss", "40\n")
-            run.send(signal.SIGTERM)
-            assert client.process.wait(LIMIT) == 0  # its stdin stays open
-            assert "rank 2 has ended" in client.end().err
-        run.end()
-
-
-def test_all_reaches_each_process_of_a_rank(place: Place) -> None:
-    script = place.write("""
-        import os
-        pid = os.fork()
-        breakpoint()
-        if pid:
-            os.waitpid(pid, 0)
-        """)
-    with place.start(script) as run:
-        for _ in range(2):
-            stopped(run)
-        done = debug(place, "", "--all", "p 'pid', os.getpid()")
-        assert done.out.count("rank 0:\n  ('pid', ") == 2
-        assert debug(place, "", "--all", "c").out == "rank 0:\n  (goes on)\n"
-        assert run.end().status == 0
-
-
-def test_all_names_a_process_without_a_rank(place: Place) -> None:
-    script = place.write("""
-        import os
-        del os.environ["RANK"]
-        breakpoint()
-        print()
-        """)
-    with place.start(script) as run:
-        stopped(run)
-        (path,) = sockets(place)
-        assert debug(place, "", "--all", "c", str(path)).out == f"process {path.suffix[1:]}:\n  (goes on)\n"
-        assert run.end().status == 0
-    assert f"{path}: its process has ended" in debug(place, "", str(path)).err
-
-
-def test_ranks_that_do_not_answer_are_named(place: Place) -> None:
-    with place.start("--nproc-per-node", 2, place.write("breakpoint()\nprint()")) as run:
-        for _ in range(2):
-            stopped(run)
-        pids = [int(path.suffix[1:]) for path in sockets(place)]
-        os.kill(pids[0], signal.SIGSTOP)
-        assert debug(place, "p 1 + 1", "--rank", "1").out.endswith("\n2\n")
-        done = debug(place, "p 1 + 1")
-        assert done.out.endswith("\n2\n")
-        assert "rank 0 does not answer: paused or stopped (phalanx resume)" in done.err
-        os.kill(pids[1], signal.SIGSTOP)
+        alone = f"process {paths['3'].suffix[1:]}"
+        assert debug(place, "", "--all", "c", str(paths["3"])).out == f"{alone}:\n  (goes on)\n"
+        pid = int(paths["1"].suffix[1:])
+        os.kill(pid, signal.SIGSTOP)
         done = debug(place, "", "--all", "c")
-        assert (done.status, done.out) == (1, "")
-        assert "ranks 0-1 do not answer: paused or stopped (phalanx resume)" in done.err
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        assert debug(place, "", "--all", "c").out == "ranks 0-1:\n  (goes on)\n"
+        assert done.out == "rank 2:\n  (goes on)\n"
+        assert "rank 1 does not answer: paused or stopped (phalanx resume)" in done.err
+        os.kill(pid, signal.SIGCONT)
+        assert debug(place, "", "--all", "c").out == "rank 1:\n  (goes on)\n"
         assert run.end().status == 0
-
-
-def test_where_no_rank_stands_it_is_said(place: Place, ready: Ready, gate: Gate) -> None:
-    assert debug(place, "").status == 1
-    with place.start(place.write(f"{ready.python()}\n{gate.python()}")) as run:
-        ready.wait()
-        done = debug(place, "")
-        assert done.status == 1
-        assert "no rank of" in done.err
-        gate.open()
-        assert run.end().status == 0
-
-
-def test_quit_ends_the_rank(place: Place) -> None:
-    with place.start("--nproc-per-node", 3, place.write(STEPS)) as run:
-        stopped(run)
-        done = debug(place, "q")
-        assert "rank 2 has ended: BdbQuit" in done.err
-        assert "BdbQuit" in run.end().err
+    done = debug(place, "", str(paths["1"]))
+    assert (done.status, f"{paths['1']}: its process has ended" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize("preload", [(), ("--preload", "pdb")])
@@ -366,13 +271,6 @@ def test_pdb_itself_stops_the_rank(place: Place, preload: tuple[str, ...]) -> No
         assert "p x\n41\n" in done.out
         assert "\n42\n" in done.out
         assert run.end().out.endswith("went on\n")
-
-
-def test_a_pdb_of_the_program_is_left_alone(place: Place) -> None:
-    place.write("def parse(): return 'protein'", "pdb.py")
-    done = place.run(place.write("import pdb\nprint(pdb.parse())\nbreakpoint()"))
-    assert (done.status, done.out) == (0, "[0] protein\n")
-    assert "breakpoint() does not stop: a pdb.py or bdb.py hides that of Python" in done.err
 
 
 @pytest.mark.torch
@@ -418,19 +316,18 @@ def test_a_rank_stands_after_the_commands_of_a_breakpoint(place: Place) -> None:
         assert run.end().out == "[0] loss 3\n"
 
 
-@pytest.mark.parametrize("how", ["thread", "fork", "function"])
+@pytest.mark.parametrize("how", ["script", "function"])
 def test_threads_forks_and_functions_stop_as_well(place: Place, how: str) -> None:
     script = place.write("""
         import os, sys, threading
         def work(rank, how):
             loss = 41
             breakpoint()
-            print("went on")
-        if sys.argv[1] == "thread":
+            print("went on", how)
+        if sys.argv[1] == "script":
             thread = threading.Thread(target=work, args=(0, "thread"))
             thread.start()
             thread.join()
-        elif sys.argv[1] == "fork":
             if not (pid := os.fork()):
                 work(0, "fork")
                 os._exit(0)
@@ -439,12 +336,14 @@ def test_threads_forks_and_functions_stop_as_well(place: Place, how: str) -> Non
             from phalanx.spawn import spawn
             spawn(work, ("function",), nprocs=1)
         """)
+    each = ("thread", "fork") if how == "script" else ("function",)
     with place.start(script, how) as run:
-        where = re.findall("phalanx debug (.*)", run.read_until("phalanx debug "))[0]
-        assert where.endswith("--rank 0") == (how != "function")  # that group is no run, and has a socket alone
-        done = debug(place, "p loss; c", *shlex.split(where))
-        assert "p loss\n41\n" in done.out
-        assert "went on" in run.end().out
+        for _ in each:
+            where = re.findall("phalanx debug (.*)", run.read_until("phalanx debug "))[0]
+            assert where.endswith("--rank 0") == (how == "script")  # a function's group is no run, and has a socket
+            assert "p loss\n41\n" in debug(place, "p loss; c", *shlex.split(where)).out
+        shown = run.end().out
+        assert all(f"went on {name}" in shown for name in each)
 
 
 @pytest.mark.long
@@ -462,22 +361,18 @@ def test_a_python_without_phalanx_stops_as_well(place: Place, version: str) -> N
         assert run.end().status == 0
 
 
-def test_another_hook_decides(place: Place) -> None:
-    script = place.write("breakpoint(); print('no stop')")
+def test_where_it_cannot_stop_it_is_said(place: Place) -> None:
+    """Another hook, another module called pdb, and a process without its folder."""
     place.env["PYTHONBREAKPOINT"] = "0"
-    assert place.run(script).out == "[0] no stop\n"
-
-
-def test_without_a_folder_it_is_said(place: Place) -> None:
-    done = place.run("--nproc-per-node", 2, place.write("""
-        import os
-        os.environ.pop("TORCHELASTIC_ERROR_FILE")
-        if os.environ["RANK"] == "0":
-            breakpoint()
-            print()
-        """))  # fmt: skip
+    assert place.run(place.write("breakpoint(); print('no stop')")).out == "[0] no stop\n"
+    del place.env["PYTHONBREAKPOINT"]
+    done = place.run(place.write("import os\ndel os.environ['TORCHELASTIC_ERROR_FILE']\nbreakpoint()\nprint()"))
     assert "the debugger reads stdin here: this process has no TORCHELASTIC_ERROR_FILE" in done.err
     assert "BdbQuit" in done.err
+    place.write("def parse(): return 'protein'", "pdb.py")
+    done = place.run(place.write("import pdb\nprint(pdb.parse())\nbreakpoint()"))
+    assert (done.status, done.out) == (0, "[0] protein\n")
+    assert "breakpoint() does not stop: a pdb.py or bdb.py hides that of Python" in done.err
 
 
 def test_without_a_thread_it_is_said(place: Place) -> None:
@@ -536,8 +431,9 @@ def test_the_first_rank_that_raises_stands_there(place: Place) -> None:
         assert "error     : ValueError: loss is nan" in ended.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("script, options", [(FAILING, ["--post-mortem"]), (STEPS, [])])
+@pytest.mark.parametrize(
+    "number, script, options", [(signal.SIGTERM, STEPS, []), (signal.SIGINT, FAILING, ["--post-mortem"])]
+)
 def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, script: str, options: list[str]) -> None:
     with place.start("--nproc-per-node", 3, "--grace", 1000, *options, place.write(script)) as run:
         stopped(run)
@@ -545,6 +441,7 @@ def test_a_stop_ends_a_rank_that_stands(place: Place, number: signal.Signals, sc
             client.ask("p rank", "\n")
             run.send(number)
             done = run.end()
+            client.process.wait(LIMIT)  # though its stdin stays open
             assert "has ended" in client.end().err
         assert done.status == (1 if options else 128 + number)
         assert ("error     : ValueError: loss is nan" in done.err) == bool(options)

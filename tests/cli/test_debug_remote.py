@@ -210,6 +210,8 @@ def test_a_rank_that_cannot_be_stopped_is_refused(new: Place, ready: Ready, gate
 def test_a_rank_that_is_no_python_is_refused(place: Place, gate: Gate) -> None:
     with place.start("--no-python", "sh", "-c", f"echo up; head -c1 {gate.address} >/dev/null; true") as run:
         run.read_until("up", "stdout")
+        done = debug(place, "")
+        assert (done.status, "no rank of" in done.err) == (1, True)
         assert "and no Python" in debug(place, "", "--rank", "0").err
         assert "this machine has no rank 1" in debug(place, "", "--rank", "1").err
         gate.open()

@@ -95,14 +95,6 @@ def test_the_command_returns_and_the_run_goes_on(place: Place, ready: Ready, gat
     assert ": succeeded after " in phalanx(place, "report").out
 
 
-def test_it_is_stopped_as_any_run(place: Place, ready: Ready, gate: Gate) -> None:
-    with detached(place, "-t", 3, place.write(waiting(ready, gate))):
-        ready.wait()
-        assert phalanx(place, "stop").status == 0
-    assert "[0] line of 0" in console(place)  # because of -t
-    assert "stopping the workers" in console(place)
-
-
 def test_a_terminal_that_is_closed_does_not_end_it(place: Place, ready: Ready, gate: Gate) -> None:
     with Shell(place) as shell:
         shell.run("--detach", place.write(waiting(ready, gate)))
@@ -142,6 +134,7 @@ def test_a_start_that_fails_ends_as_without_it(place: Place, options: list[str])
         return re.sub(r"\d\d:\d\d:\d\d|\d{8}-\w+|pid: \d+|\d+(\.\d+)? ?m?s", "", text)
 
     assert told(done.err) == told(in_the_terminal.err)
+    assert list(place.logs.glob("*")) == [] or options[0] not in NOBODY, "no folder is left"
 
 
 def test_each_node_of_a_job_returns_once_its_ranks_are_up(place: Place, ready: Ready, gate: Gate) -> None:
@@ -170,12 +163,7 @@ def test_a_full_disk_is_named_and_its_logs_are_elsewhere(place: Place, small_dis
     assert "no logs are kept" in done.err
 
 
-def test_no_folder_is_left_where_no_worker_was_started(place: Place) -> None:
-    assert place.run("--detach", *NOBODY, place.write("")).status == 1
-    assert list(place.logs.iterdir()) == []
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_command_stops_the_run(place: Place, number: signal.Signals, code: int) -> None:
     with place.start("--detach", *of_two(), place.write("")) as command:
         command.read_until(LISTENS)
@@ -205,19 +193,12 @@ def test_a_signal_that_comes_when_the_ranks_are_up_is_late(place: Place, ready: 
 def test_a_rank_does_not_detach_what_it_starts(place: Place, gate: Gate) -> None:
     place.env["PHALANX_DETACH"] = "1"
     script = place.write(f"import os; print('PHALANX_DETACH' in os.environ, flush=True)\n{gate.python()}")
-    done = place.program("sh", "-c", '"$@" 9>&1 | cat', "sh", *RUN, "--log-dir", place.logs, script)
-    gate.open()  # the pipe has come to its end before: nobody holds what the shell had opened
+    done = place.program("sh", "-c", '"$@" 9>&1 | cat', "sh", *RUN, "--log-dir", place.logs, "-t", "3", script)
+    until_answered(place, "False")  # the pipe has come to its end before: nobody holds what the shell had opened
+    assert phalanx(place, "stop").status == 0
     wait_end(launcher_of(done.err))
-    assert logs(place).out == "[0] False\n"
-
-
-def test_a_command_that_is_killed_before_stops_the_run(place: Place) -> None:
-    with place.start("--detach", *of_two(), place.write("")) as command:
-        command.read_until(LISTENS)
-        pids = descendants(command.process.pid)
-        command.send(signal.SIGKILL)
-        assert command.end().status == -signal.SIGKILL
-        assert not wait_gone(pids)
+    assert "[0] False\n" in console(place), "because of -t"
+    assert "stopping the workers" in console(place)
 
 
 def test_a_launcher_that_is_killed_before_ends_the_command(place: Place) -> None:

@@ -71,14 +71,12 @@ def test_a_rank_gets_what_was_told(place: Place, options: tuple[str, ...]) -> No
 
 
 def test_a_fork_that_has_preloaded(place: Place) -> None:
-    script = place.write("import sys; print(sys.argv)")
-    (rank,) = told(place, "--preload", "json,decimal", script, "-x")
-    assert rank["argv"] == [sys.executable, "-u", script, "-x"]
+    options = ("--preload", "json,decimal", place.write(""), "-x")
+    (rank,) = told(place, *options)
+    assert rank["argv"] == [sys.executable, "-u", options[2], "-x"]
     assert rank["preloaded"] == ["json", "decimal"]
-    assert (
-        "(a fork of an interpreter that has imported json, decimal)"
-        in place.run("--dry-run", "--preload", "json,decimal", script).out
-    )
+    said = "(a fork of an interpreter that has imported json, decimal)"
+    assert said in place.run("--dry-run", *options).out
 
 
 def test_where_output_would_go(place: Place) -> None:
@@ -99,13 +97,14 @@ def test_where_output_would_go(place: Place) -> None:
     assert "stderr the console" in lines
 
 
-def test_limits(place: Place) -> None:
-    script = place.write("")
-    (rank,) = told(place, "--rlimit", "nofile=64:128,core=0", script)
+def test_limits_and_commands(place: Place) -> None:
+    script, limits = place.write(""), ("--rlimit", "nofile=64:128,core=0")
+    (rank,) = told(place, *limits, script)
     assert rank["limits"] == {"nofile": [64, 128], "core": [0, 0]}
-    done = place.run("--dry-run", "--rlimit", "nofile=64:128,core=0", "--nice", 2, script)
+    done = place.run("--dry-run", *limits, "--nice", 2, "--on-event", "failed,hung", "mail -s 'a b' ada", script)
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert {"limit nofile 64 : 128", "core 0", "nice +2"} <= set(lines)
+    assert any(line.startswith("on failed, hung: ") for line in lines)
 
 
 def test_what_a_person_reads(place: Place) -> None:
@@ -128,17 +127,20 @@ def test_what_a_person_reads(place: Place) -> None:
 @pytest.mark.long
 def test_no_folder_is_made_and_one_that_cannot_be_is_refused(place: Place) -> None:
     script = place.write("")
-    place.env["HOME"] = str(place.folder / "home")
-    place.env.pop("XDG_STATE_HOME", None)
-    done = place.run("--dry-run", script, logs=False)
-    assert f"{place.folder}/home/.local/state/phalanx/runs/" in done.out
+    home, state = place.folder / "home", place.folder / "state"
+    for variable, folder in (
+        (str(state), state / "phalanx/runs"),
+        ("relative", home / ".local/state/phalanx/runs"),  # to be ignored, says the standard
+        ("", home / ".local/state/phalanx/runs"),
+    ):
+        place.env |= {"HOME": str(home), "XDG_STATE_HOME": variable}
+        assert f"{folder}/" in place.run("--dry-run", script, logs=False).out
     assert sorted(os.listdir(place.folder)) == ["script.py"]
     below = f"{script}/logs"
-    done = place.run("--dry-run", "--log-dir", below, script, logs=False)
-    real = place.run("--log-dir", below, script, logs=False)
-    assert done.status == real.status == 1
-    assert "Error: --log-dir: " in done.err
-    assert "Error: --log-dir: " in real.err
+    for options in (("--dry-run",), ()):
+        done = place.run(*options, "--log-dir", below, script, logs=False)
+        assert (done.status, "Traceback" in done.err) == (1, False)
+        assert "Error: --log-dir: " in done.err
     refused(place.run("--dry-run", "--log-dir", script, script, logs=False), "--log-dir")
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +56,8 @@ def record_of(runs: Path) -> dict[str, object]:
     return found
 
 
-def limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+def limit_files(size: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def blames(done: Done, words: str, disk: Path) -> None:
@@ -72,30 +72,27 @@ def blames(done: Done, words: str, disk: Path) -> None:
 # --- from the start
 
 
-def test_a_run_whose_disk_is_full_is_kept_elsewhere(place: Place, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_whose_disk_is_full_is_kept_elsewhere(place: Place, home: Path, tmp_path: Path, named: bool) -> None:
     fill(home)
-    done = place.run(place.write(OK), logs=False)
+    folder, what = (home / "mine", "logs") if named else (home / "phalanx/runs", "runs")
+    done = place.run(*(("--log-dir", folder) if named else ()), place.write(OK), logs=False)
     assert (done.status, done.out) == (0, "[0] fine\n")
-    why = f"{NO_SPACE}: {home}/phalanx/runs, on the disk at {home}"
-    assert f"phalanx: {why}; runs are kept in {elsewhere(tmp_path)}\n" in done.err
+    why = f"{NO_SPACE}: {folder}, on the disk at {home}"
+    assert f"phalanx: {why}; {what} are kept in {elsewhere(tmp_path)}\n" in done.err
     assert done.err.count("phalanx: ") == 2, done.err
     assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
 
 
 @pytest.mark.slow
-def test_a_full_log_dir_is_not_used(place: Place, home: Path, tmp_path: Path) -> None:
-    fill(home)
-    done = place.run("--log-dir", home / "mine", place.write(OK), logs=False)
-    assert (done.status, done.out) == (0, "[0] fine\n")
-    why = f"{NO_SPACE}: {home}/mine, on the disk at {home}"
-    assert f"phalanx: {why}; logs are kept in {elsewhere(tmp_path)}\n" in done.err
-    assert record_of(elsewhere(tmp_path))["state"] == "succeeded"
-
-
-@pytest.mark.slow
 def test_a_disk_without_inodes_is_not_used(place: Place, home: Path, tmp_path: Path) -> None:
-    for number in range(os.statvfs(home).f_ffree - 5):
-        (home / f"file{number}").touch()
+    """If there are none only later, the evidence arrives all the same."""
+    takes_all = "for number in range(os.statvfs(disk).f_ffree): open(os.path.join(disk, f'file{number}'), 'w').close()"
+    script = f"import os\ndisk = os.environ['DISK']\n{takes_all}\nraise ValueError('loss is nan')"
+    done = place.run(place.write(script), logs=False)
+    assert done.status == 1
+    assert "  error     : ValueError: loss is nan\n" in done.err
+    assert f"  detail    : {NO_SPACE} (0 inodes are free: see df -i): {home}/phalanx/runs/" in done.err
     done = place.run(place.write(OK), logs=False)
     assert (done.status, done.out) == (0, "[0] fine\n")
     why = rf"phalanx: {NO_SPACE} \(\d inodes are free: see df -i\): {home}/phalanx/runs, on the disk at {home}; "
@@ -105,27 +102,21 @@ def test_a_disk_without_inodes_is_not_used(place: Place, home: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_where_no_folder_takes_logs_none_are_kept(place: Place, home: Path) -> None:
-    done = place.run("--nproc-per-node", 2, place.write(OK), logs=False, preexec_fn=limit_files)
+    done = place.run("--nproc-per-node", 2, place.write(OK), logs=False, preexec_fn=limit_files(8192))
     assert (done.status, sorted(done.out)) == (0, sorted("fine\nfine\n")), "the two write to the same console"
     assert "phalanx: 2 workers, no logs are kept\n" in done.err
     assert "File too large (the limit on the size of a file: see ulimit -f): " in done.err
     assert NO_SPACE not in done.err
     assert not list(home.rglob("*.log"))
-
-
-@pytest.mark.slow
-def test_evidence_arrives_where_nothing_can_be_written_at_all(place: Place, home: Path) -> None:
-    script = place.write("raise ValueError('loss is nan')")
-    done = place.run(script, logs=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
+    done = place.run(place.write("raise ValueError('loss is nan')"), logs=False, preexec_fn=limit_files(0))
     assert done.status == 1
     assert "  error     : ValueError: loss is nan\n" in done.err
-    assert home.exists()
 
 
 # --- while the workers run
 
 
-@pytest.mark.parametrize("options", ["", "--preload json", "--run-path", "--log-max-size 100000"])
+@pytest.mark.parametrize("options", ["", "--preload json --log-max-size 100000", "--run-path"])
 def test_the_exception_on_a_full_disk_is_in_the_report(place: Place, home: Path, options: str) -> None:
     script = place.write(FILL + "\n    fill(os.environ['DISK'])\n    raise ValueError('loss is nan')")
     done = place.run(*options.split(), script, logs=False)
@@ -204,37 +195,15 @@ def test_the_next_attempt_is_kept_elsewhere(place: Place, home: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_inode_shortage_leaves_the_evidence(place: Place, home: Path) -> None:
-    script = place.write(
-        """
-    import os
-    disk = os.environ['DISK']
-    for number in range(os.statvfs(disk).f_ffree):
-        open(os.path.join(disk, f'file{number}'), 'w').close()
-    raise ValueError('loss is nan')
-    """
-    )
-    done = place.run(script, logs=False)
-    assert done.status == 1
-    assert "  error     : ValueError: loss is nan\n" in done.err
-    assert f"  detail    : {NO_SPACE} (0 inodes are free: see df -i): {home}/phalanx/runs/" in done.err
-
-
-@pytest.mark.slow
 def test_a_log_that_reaches_the_limit_on_files_is_no_full_disk(place: Place, home: Path) -> None:
-    limits = resource.RLIMIT_FSIZE, (100_000, 100_000)
-    done = place.run(
-        place.write("while True: print('x' * 1000)"), logs=False, preexec_fn=lambda: resource.setrlimit(*limits)
-    )
+    limit = limit_files(100_000)
+    done = place.run(place.write("while True: print('x' * 1000)"), logs=False, preexec_fn=limit)
     assert done.status == 1
     assert "  error     : OSError: [Errno 27] File too large\n" in done.err
     assert f"  detail    : File too large (the limit on the size of a file: see ulimit -f): {home}/" in done.err
     assert "lines are missing from its logs\n" in done.err
     assert NO_SPACE not in done.err
-    done = place.run(
-        "--no-python", "head", "-c", 1_000_000, "/dev/zero", logs=False,
-        preexec_fn=lambda: resource.setrlimit(*limits),
-    )  # fmt: skip
+    done = place.run("--no-python", "head", "-c", 1_000_000, "/dev/zero", logs=False, preexec_fn=limit)
     assert done.status == 128 + 25
     assert "a file that it wrote has reached the limit on the size of a file: see ulimit -f\n" in done.err
 

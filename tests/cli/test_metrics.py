@@ -341,11 +341,16 @@ def test_a_hang_that_ends_the_group_is_a_restart_of_that_cause(
 def test_the_option_and_the_variable_may_name_two(
     place: Place, ready: Ready, gate: Gate, port: int, second_port: int
 ) -> None:
-    place.env[VARIABLE] = str(port)
     script = place.write(f"{ready.python()}\n{gate.python()}")
+    place.env[VARIABLE] = str(port)
     with place.start("--metrics-port", f"localhost:{second_port}", script) as launcher:
         ready.wait()
         assert [get(each, "/metrics")[0] for each in (port, second_port)] == [200, 200]
+        del place.env[VARIABLE]
+        second = place.run("--metrics-port", f"127.0.0.1:{second_port}", script)
+        assert second.status == 1
+        assert f"Error: --metrics-port: 127.0.0.1:{second_port}: Address already in use\n" in second.err
+        assert len(list(place.logs.iterdir())) == 1
         gate.open()
         assert launcher.end().status == 0
 
@@ -372,40 +377,3 @@ def test_without_the_library_the_option_is_refused(place: Place, monkeypatch: py
     assert done.exit_code == 2
     assert "--metrics-port needs prometheus-client, which is not installed here: pip install" in done.output
     assert not place.logs.exists()
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken_is_named_by_the_option(place: Place, ready: Ready, gate: Gate, port: int) -> None:
-    script = place.write(f"{ready.python()}\n{gate.python()}")
-    with place.start("--metrics-port", port, script) as launcher:
-        ready.wait()
-        second = place.run("--metrics-port", f"127.0.0.1:{port}", script)
-        assert second.status == 1
-        assert f"Error: --metrics-port: 127.0.0.1:{port}: Address already in use\n" in second.err
-        assert len(list(place.logs.iterdir())) == 1
-        gate.open()
-        assert launcher.end().status == 0
-
-
-@pytest.mark.parametrize("value", ["9100", '"[::1]:9100"'])
-def test_a_job_file_has_it(place: Place, value: str) -> None:
-    place.write(f'script = "{place.write("")}"\nmetrics-port = {value}', "job.toml")
-    done = CliRunner().invoke(cli, ["run", "-f", str(place.folder / "job.toml"), "--print-config"])
-    assert done.exit_code == 0, done.output
-    assert f"\nmetrics-port = {value} " in done.output.replace("\n", " \n")
-
-
-def test_starts_without_it_load_none_of_it(place: Place) -> None:
-    script = place.write("")
-    command = f"""
-        import sys
-        from phalanx.cli import main
-        try:
-            sys.argv[1:] = ["run", "--log-dir", {str(place.logs)!r}, {script!r}]
-            main()
-        finally:
-            names = ("http.server", "prometheus_client", "phalanx._run.services")
-            print([name for name in names if name in sys.modules])
-        """
-    done = place.program(sys.executable, place.write(command, "main.py"))
-    assert (done.status, done.out) == (0, "[]\n"), done

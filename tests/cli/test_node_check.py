@@ -112,7 +112,7 @@ FAILS_ONCE = """
     """
 
 
-@pytest.mark.parametrize("options", [(), ("--nproc-per-node", "8"), ("--preload", "json")])
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", "8", "--preload", "json")])
 def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple[str, ...]) -> None:
     script = place.write(FAILS_ONCE)
     done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 9), script)
@@ -124,10 +124,9 @@ def test_it_runs_before_each_attempt_on_one_machine(place: Place, options: tuple
     assert lines[1::2] == ["checked", "checked"]
 
 
-@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)])
-def test_no_worker_starts_on_a_machine_that_fails_its_check(place: Place, options: tuple[object, ...]) -> None:
+def test_no_worker_starts_on_a_machine_that_fails_its_check(place: Place) -> None:
     script = place.write(f"open({str(place.folder / 'started')!r}, 'w')")
-    done = place.run("--max-restarts", 2, *options, "--node-check", counted(place, 1), script)
+    done = place.run("--max-restarts", 2, "--nproc-per-node", 2, "--node-check", counted(place, 1), script)
     assert done.status == 1
     assert done.err.splitlines() == [
         "phalanx: [node-check] checked",
@@ -164,17 +163,15 @@ def test_a_check_that_fails_before_a_restart_ends_the_run(place: Place) -> None:
     assert len(run["attempts"]) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)])
-@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("number, workers, attempt", [(signal.SIGTERM, 2, 0), (signal.SIGINT, 1, 1)])
 def test_a_signal_during_a_check_stops_the_run(
-    place: Place, ready: Ready, number: signal.Signals, options: tuple[object, ...], attempt: int
+    place: Place, ready: Ready, number: signal.Signals, workers: int, attempt: int
 ) -> None:
     path = place.folder / "checks"
     say = place.write(f"import os\n{ready.python('os.getppid()')}", "say.py")
     hangs = f"echo >> {path}; test $(wc -l < {path}) -le {attempt} || {{ {PYTHON} {say}; sleep 600; }}"
     script = place.write("raise SystemExit(3)")
-    with place.start("--max-restarts", 9, *options, "--node-check", hangs, script) as launcher:
+    with place.start("--max-restarts", 9, "--nproc-per-node", workers, "--node-check", hangs, script) as launcher:
         pids = ready.pids()
         launcher.send(number)
         done = launcher.end()

@@ -34,12 +34,6 @@ def test_each_option_has_a_typed_value() -> None:
     assert typed == {*NAMES, "script", "args", "env"}
 
 
-def said(text: str, key: str) -> str:
-    """Who has said it."""
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{key} = "))
-    return line.rpartition(" # ")[2]
-
-
 def test_every_option_is_printed_or_said_not_to_be_set() -> None:
     shown, values = printed("--grep", "a'b", "--grep", "c\td", "--grace", "5m")
     document = tomllib.loads(shown)

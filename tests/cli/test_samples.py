@@ -7,10 +7,8 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from contextlib import ExitStack
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -180,36 +178,12 @@ def test_samples_are_in_the_runs_folder(place: Place, ready: Ready, gate: Gate) 
     assert all(memory > 1 << 20 for memory in last["memory"])
 
 
-NOT_ASKED_FOR = {
-    *("phalanx._page", "phalanx._run.event_commands", "phalanx._run.services", "phalanx._run.run_metrics"),
-    *("decimal", "http", "importlib.util", "jinja2", "prometheus_client", "statistics"),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--sample", "0"), ()])
 def test_there_are_none_if_nobody_wants_them_or_so_soon(place: Place, options: tuple[str, ...]) -> None:
     assert place.run(*options, place.write("pass")).status == 0
     assert list(place.logs.glob("*/samples.jsonl*")) == []
     assert len(list(place.logs.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_a_launcher_that_takes_samples_loads_nothing_else(place: Place) -> None:
-    script = place.write(f"""
-        import glob, time
-        while not glob.glob({str(place.logs)!r} + "/*/samples.jsonl"):
-            time.sleep(0.01)
-        """)
-    code = dedent(f"""
-        import sys
-        before = set(sys.modules)
-        from phalanx.cli.run import main
-        main(["--sample", "0.01", "--log-dir", {str(place.logs)!r}, {script!r}])
-        print(*sorted((set(sys.modules) - before) & {NOT_ASKED_FOR}))
-        """)
-    done = place.program(sys.executable, "-c", code)
-    assert (done.status, done.out) == (0, "\n"), done
 
 
 @pytest.mark.slow

@@ -88,11 +88,20 @@ def start(place: Place, ready: Ready, gate: Gate, *options: object, n: int = 4, 
 @pytest.mark.long
 @pytest.mark.each_python
 def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
-    with start(place, ready, gate) as launcher:
+    with start(place, ready, gate, "--run-id", "night") as launcher:
         for _ in range(2):
             done = stack(place)
             assert (done.status, done.err) == (0, "")
             assert re.sub(r"(threading.py):\d+", r"\1:N", done.out) == SHOWN
+        done = stack(place, "night", "--rank", 3, "--rank", "1")
+        assert done.status == 0
+        assert [f"rank {rank}:\n" in done.out for rank in range(4)] == [False, True, False, True]
+        (run,) = place.logs.iterdir()
+        done = place.program(*STACK, run, "--rank", 0)
+        assert (done.status, "rank 0:\n" in done.out) == (0, True)
+        done = stack(place, "--rank", 4, "--rank", 7)
+        assert (done.status, done.out) == (2, "")
+        assert done.err.endswith("Error: --rank: this run has no rank 4, 7\n")
         gate.open(4)
         assert launcher.end().status == 0
         assert not list(place.logs.glob("*/control.sock"))
@@ -111,26 +120,6 @@ def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, g
         assert done.out.startswith("rank 0 is in train.py:2\n")
         gate.open()
         assert launcher.end().status == 0
-
-
-@pytest.mark.long
-def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> None:
-    with start(place, ready, gate, "--run-id", "night") as launcher:
-        done = stack(place, "night", "--rank", 3, "--rank", "1")
-        assert done.status == 0
-        assert "rank 1:\n" in done.out
-        assert "rank 3:\n" in done.out
-        assert "rank 2" not in done.out
-        (run,) = place.logs.iterdir()
-        done = place.program(*STACK, run, "--rank", 0)
-        assert (done.status, "rank 0:\n" in done.out) == (0, True)
-        done = stack(place, "--rank", 4, "--rank", 7)
-        assert (done.status, done.out) == (2, "")
-        assert done.err.endswith("Error: --rank: this run has no rank 4, 7\n")
-        gate.open(4)
-        assert launcher.end().status == 0
-    (folder,) = place.logs.glob("*/attempt_0")
-    assert {path.name for path in (folder / "2").iterdir()} == {"stdout.log", "stderr.log"}  # it was not asked
 
 
 @pytest.mark.long
@@ -201,8 +190,9 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
 
 
 @pytest.mark.long
-def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) -> None:
+def test_the_latest_is_the_default_and_a_terminal_has_colours(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
+        place.run("--no-python", "true")
         place.env.pop("NO_COLOR", None)
         with terminal() as (ours, theirs):
             command = [*STACK, "--log-dir", str(place.logs)]
@@ -220,38 +210,19 @@ def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) ->
 
 
 @pytest.mark.long
-def test_runs_that_have_ended_have_no_stacks(place: Place) -> None:
+def test_runs_that_cannot_be_asked_have_no_stacks(place: Place) -> None:
     assert stack(place) == (1, "", f"Error: there are no runs in {place.logs}\n")
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()
-    done = stack(place)
     why = f"no run in {place.logs} is running; the latest is {run.name} (succeeded)"
-    assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
-    done = stack(place, "night")
+    assert stack(place) == (1, "", f"Error: {why}\n")
     why = f"{run.name} has ended (succeeded); see phalanx report {run.name}"
-    assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
-    done = stack(place, "nihgt_" + run.name[-8:])
-    assert done.status == 1
-    assert f"close to it: {run.name}" in done.err
-
-
-@pytest.mark.slow
-def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
+    assert stack(place, "night") == (1, "", f"Error: {why}\n")
     put(place.logs, "elsewhere", boot_id="another", host="node7")
-    done = stack(place)
+    done = stack(place, "elsewhere")
     assert done.err == "Error: elsewhere runs on node7, in another container or boot of it: ask there\n"
     put(place.logs, "empty", attempts=[])
     assert stack(place, "empty").err == "Error: empty has no workers yet\n"
     (place.logs / "empty" / "run.json").write_text("{")
     done = stack(place, "empty")
-    assert done.status == 1
-    assert done.err.startswith("Error: empty cannot be asked: ")
-
-
-@pytest.mark.long
-def test_the_latest_that_runs_is_the_default(place: Place, ready: Ready, gate: Gate) -> None:
-    with start(place, ready, gate, n=1) as launcher:
-        place.run("--no-python", "true")
-        assert stack(place).out.startswith("rank 0 is in all_reduce")
-        gate.open()
-        launcher.end()
+    assert (done.status, done.err.startswith("Error: empty cannot be asked: ")) == (1, True)

@@ -114,17 +114,12 @@ def test_what_ranks_write_harms_no_terminal(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_attempt_is_counted(place: Place) -> None:
+def test_a_second_attempt_is_counted_and_a_pause_shown(place: Place) -> None:
     code = f'[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 3; {STAYS}'
     with start(place, "--max-restarts", 2, n=1, code=code):
         done = until_answered(place, "attempt 1")
         assert ", attempt 1, 1 of 2 restarts\n" in done.out
         assert node_of(place)["restarts"] == 1
-
-
-@pytest.mark.slow
-def test_a_paused_run_is_shown_as_paused(place: Place) -> None:
-    with start(place):
         assert phalanx(place, "pause").status == 0
         done = until_answered(place, "paused")
         assert ": running, paused for " in done.out
@@ -135,6 +130,8 @@ def test_a_paused_run_is_shown_as_paused(place: Place) -> None:
 @pytest.mark.slow
 def test_a_run_that_has_ended_shows_how(place: Place) -> None:
     assert sh(place, "exit 3", n=2).status == 3
+    done = status(place, "night")
+    assert (done.status, done.out, done.err.startswith("Error: there is no run 'night' in ")) == (1, "", True)
     done = status(place)
     head, cause, _, heads, *rows = done.out.splitlines()
     (run,) = place.logs.iterdir()
@@ -166,22 +163,6 @@ def test_a_run_is_lost_whose_launcher_was_killed(place: Place) -> None:
     assert done.out.splitlines()[0].partition(": ")[2] == why
     assert done.out.splitlines()[-1].split()[-1] == "lost"
     assert json.loads(status(place, "--json").out)["state"] == "lost"
-
-
-@pytest.mark.long
-def test_a_stopped_launcher_is_named(place: Place) -> None:
-    with start(place) as launcher:
-        launcher.send(signal.SIGSTOP)
-        done = status(place)
-        assert (done.status, done.out) == (1, "")
-        assert "its launcher has not answered within " in done.err
-
-
-@pytest.mark.slow
-def test_a_run_that_is_not_there_is_refused(place: Place) -> None:
-    done = status(place, "night")
-    assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("Error: there is no run 'night' in ")
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ def piped(place: Place, data: bytes, *argv: object) -> Done:
 @pytest.mark.parametrize(
     "options",
     [
-        "", "--preload json", "--nice 1", "--max-restarts 1",
-        *(f"--run-path --start-method {method}" for method in ("spawn", "forkserver", "fork")),
+        "", "--preload json", "--nice 1",
+        *(f"--run-path --start-method {method}" for method in ("forkserver", "fork")),
     ],
 )  # fmt: skip
 def test_a_worker_reads_a_pipe_however_it_is_started(place: Place, options: str) -> None:
@@ -45,16 +45,13 @@ def test_a_worker_reads_a_pipe_however_it_is_started(place: Place, options: str)
 
 @pytest.mark.slow
 def test_the_rank_that_is_named_reads_a_pipe_and_no_other(place: Place) -> None:
-    done = piped(place, b"a\n", "--nproc-per-node", 3, "--stdin", 1, "--no-python", "cat")
-    assert (done.status, done.out) == (0, "[1] a\n")
+    """The next attempt reads what the last has left."""
+    shell = 'read line; echo "$line"; test $RANK != 1 || test "$line" = b'
+    options = ("--nproc-per-node", 3, "--stdin", 1, "--max-restarts", 3, "--settle", 60, "--no-python")
+    done = piped(place, b"a\nb\nc\n", *options, "sh", "-c", shell)
+    assert done.status == 0
+    assert sorted(done.out.splitlines()) == ["[0] ", "[0] ", "[1] a", "[1] b", "[2] ", "[2] "]
     assert "stdin" not in done.err
-
-
-@pytest.mark.slow
-def test_the_next_attempt_reads_what_the_last_has_left(place: Place) -> None:
-    shell = 'read line; echo "$line"; test "$line" = b'
-    done = piped(place, b"a\nb\nc\n", "--max-restarts", 3, "--no-python", "sh", "-c", shell)
-    assert (done.status, done.out) == (0, "[0] a\n[0] b\n")
 
 
 @pytest.mark.slow
@@ -117,7 +114,7 @@ def test_a_closed_stdin_is_nobodys(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_reads_from_the_terminal(shell: Shell, place: Place) -> None:
+def test_a_worker_reads_from_the_terminal_and_the_shell_after_it(shell: Shell, place: Place) -> None:
     shell.run(place.write("print('name?'); print('hello', input())"))
     shell.until("[0] name?")
     shell.type("AdX\x7fa\n")  # the terminal's own line editing: DEL takes the X back
@@ -129,10 +126,11 @@ def test_a_worker_reads_from_the_terminal(shell: Shell, place: Place) -> None:
     shell.until("[0] one")
     shell.type("\x04")  # Ctrl-D
     shell.until("code 0")
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_a_run_that_waits_for_the_terminal(shell: Shell) -> None:
+    shell.run("--no-python", "sh", "-c", "echo up; exec sleep 1")
+    shell.until("[0] up")
+    shell.type("echo $((6 * 7)) ahead\n")  # which a run that reads nothing does not take
+    shell.until("code 0")
+    shell.until("42 ahead")
     shell.run("--no-python", "sh", "-c", "echo up; read line")
     shell.until("[0] up")
     shell.type("\x03")
@@ -281,16 +279,6 @@ def test_a_stopped_run_whose_launcher_is_killed_leaves_nobody(
     shell.until("$ ")
     shell.type("kill -9 %1\n")
     assert not wait_gone(run)
-
-
-@pytest.mark.slow
-def test_the_shell_has_the_terminal_again_after_the_run(shell: Shell) -> None:
-    """What is typed ahead is not taken by a run that reads nothing."""
-    shell.run("--no-python", "sh", "-c", "echo up; exec sleep 1")
-    shell.until("[0] up")
-    shell.type("echo $((6 * 7)) ahead\n")
-    shell.until("code 0")
-    shell.until("42 ahead")
 
 
 SAVES = """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from phalanx._base import tty as terminals
 from tests.cli.test_log_options import feed_until, on_a_terminal, resize
@@ -62,22 +64,28 @@ FAILING = "echo line; exit 3"
 
 
 @pytest.mark.parametrize(
-    "env,options,coloured",
+    "env,options,tty,coloured",
     [
-        ({}, (), False),
-        ({"FORCE_COLOR": "1"}, (), True),
-        ({"FORCE_COLOR": "1"}, ("--color", "never"), False),
-        ({"NO_COLOR": "1"}, ("--color", "always"), True),
+        ({}, (), False, False),
+        ({"FORCE_COLOR": "1"}, (), False, True),
+        ({"FORCE_COLOR": "1"}, ("--color", "never"), False, False),
+        ({}, (), True, True),
+        ({"NO_COLOR": "1"}, (), True, False),
     ],
 )
-def test_a_pipe_has_colours_where_they_are_forced(
-    place: Place, env: dict[str, str], options: tuple[str, ...], coloured: bool
+def test_a_run_and_its_report_have_colours_by_that_rule(
+    place: Place, env: dict[str, str], options: tuple[str, ...], tty: bool, coloured: bool
 ) -> None:
-    place.env |= env
-    done = sh(place, FAILING, *options)
-    assert done.status == 3
-    assert ("\033[" in done.out) is coloured
-    assert ("\033[" in done.err[done.err.index("====") - 10 :]) is coloured
+    place.env |= {"TERM": "xterm"} | env
+    if tty:
+        shown = on_a_terminal(place, FAILING, *options)
+        lines, report = shown[: shown.index("====")], shown[shown.index("====") - 10 :]
+        assert ("\033[36m[0]\033[0m line\r\n" in lines) is coloured
+    else:
+        done = sh(place, FAILING, *options)
+        assert done.status == 3
+        lines, report = done.out, done.err[done.err.index("====") - 10 :]
+    assert ("\033[" in lines, "\033[" in report) == (coloured, coloured)
 
 
 ASKED = r"""printf 'it is <%s>\n' "${FORCE_COLOR-unset}" """
@@ -93,7 +101,6 @@ ASKED = r"""printf 'it is <%s>\n' "${FORCE_COLOR-unset}" """
         ({"NO_COLOR": "1"}, (), "unset"),
         ({"FORCE_COLOR": "3"}, (), "3"),
         ({"PYTHON_COLORS": "0"}, (), "unset"),
-        ({"TERM": "dumb"}, (), "unset"),
         ({}, ("-t", "0"), "unset"),
     ],
 )
@@ -208,10 +215,15 @@ def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
     ]
     told = 0
     for command, *argv in asked:
-        done = phalanx(place, command, "--log-dir", place.logs, *argv)
-        assert "\033" not in done.out + done.err, argv
-        assert "\007" not in done.out + done.err, argv
-        told += SHOWN in done.out + done.err
+        words = (command, "--log-dir", place.logs, *argv)
+        if command == "run":
+            shown = "".join(phalanx(place, *words)[1:])
+        else:
+            module = importlib.import_module(f"phalanx.cli.{'runs' if command == 'rerun' else command}")
+            shown = CliRunner().invoke(getattr(module, command), list(map(str, words[1:]))).output
+        assert "\033" not in shown, argv
+        assert "\007" not in shown, argv
+        told += SHOWN in shown
     assert told >= len(asked) - 3
     refused = phalanx(place, "runs", "--log-dir", place.logs / "file")
     assert "\033" not in refused.err

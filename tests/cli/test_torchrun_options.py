@@ -41,12 +41,9 @@ SHOW = f"""
         (["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1", "--rdzv-conf=a=b"], "127.0.0.1", "", ""),
         (["--rdzv-endpoint=127.0.0.1:29498", "--master-port=29498"], "127.0.0.1", "29498", ""),
         (["--rdzv-endpoint=[::ffff:127.0.0.1]:29498"], "::ffff:127.0.0.1", "29498", ""),
-        (["--rdzv-endpoint=localhost:0"], "localhost", "", ""),
-        (["--local-addr=127.0.0.7"], "127.0.0.7", "", ""),
         (["--local-addr=127.0.0.7", "--master-addr=elsewhere"], "elsewhere", "", ""),
         (["--local-addr=127.0.0.7", "--rdzv-endpoint=127.0.0.8:29498"], "127.0.0.8", "29498", ""),
         (["--rdzv-id=x", "--run-id=x"], "127.0.0.1", "", "x"),
-        (["--run-id=x", "--nnodes=1:1", "--node-rank=0"], "127.0.0.1", "", "x"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -113,20 +110,10 @@ def test_the_signals_that_stop_a_run(place: Place, ready: Ready) -> None:
     assert done.status == 128 + signal.SIGUSR1
     assert "SIGUSR1: stopping the workers" in done.err
     assert place.log(0) == "SIGTERM,SIGUSR1\n"
-
-
-@pytest.mark.slow
-def test_a_signal_that_is_not_to_be_handled(place: Place, ready: Ready) -> None:
-    with place.start("--signals-to-handle", "none", "--no-python", *_telling(place, ready)) as launcher:
+    with place.start("--signals-to-handle", "none", script) as launcher:
         ready.wait()
         launcher.send(signal.SIGTERM)
         assert launcher.end().status == -signal.SIGTERM
-
-
-def _telling(place: Place, ready: Ready) -> list[str]:
-    script = place.write(f"#!/usr/bin/env python3\n{ready.python()}\nimport signal; signal.pause()\n", "tell.py")
-    os.chmod(script, 0o700)
-    return [script]
 
 
 def test_the_program_has_its_signals_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +167,20 @@ def test_a_script_by_its_path_that_fails(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_by_its_path_goes_before_a_module(place: Place) -> None:
-    script = place.write("print(__name__)")
-    done = place.run("--run-path", "-m", "--no-python", "-r", 1, script)
-    assert (done.status, place.log(0)) == (0, "__main__\n")
-
-
-@pytest.mark.slow
 def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
     place.write("")
-    done = place.run("--dry-run", "--run-path", "--start-method", "fork", "script.py", "a${local_rank}", "--x")
+    options = (
+        "--dry-run",
+        "--run-path",
+        "-m",
+        "--no-python",
+        "--start-method",
+        "fork",
+    )  # the path goes before the rest
+    done = place.run(*options, "script.py", "a${local_rank}", "--x")
     assert done.status == 0, done
-    assert (
-        "  command      script.py a0 --x\n               (by runpy.run_path, in a worker that fork starts)" in done.out
-    )
+    said = "  command      script.py a0 --x\n               (by runpy.run_path, in a worker that fork starts)"
+    assert said in done.out
     assert not place.logs.exists()
 
 
@@ -223,10 +210,17 @@ def test_a_timer_server_for_the_workers(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_two_agents_with_one_timer_file_each_have_a_server(place: Place) -> None:
+def test_a_timer_file_that_is_taken_or_cannot_be(place: Place) -> None:
     script = place.write("import os; print(os.environ['TORCHELASTIC_TIMER_FILE'])")
+    for path in ("script.py", "no/timers"):
+        pipe = place.folder / path
+        place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}
+        done = place.run(script)
+        assert (done.status, "Traceback" in done.err) == (1, False)
+        assert f"Error: TORCHELASTIC_TIMER_FILE: {pipe}: " in done.err
+        assert not place.logs.exists()
     pipe = place.folder / "timers"
-    place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}
+    place.env["TORCHELASTIC_TIMER_FILE"] = str(pipe)
     server = FileTimerServer(str(pipe), "another")
     server.start()
     try:
@@ -234,21 +228,8 @@ def test_two_agents_with_one_timer_file_each_have_a_server(place: Place) -> None
     finally:
         server.stop()
     assert done.status == 0, done
-    assert re.fullmatch(rf"{pipe}\.\d+\n", place.log(0))
+    assert re.fullmatch(rf"{pipe}\.\d+\n", place.log(0)), "each has its own"
     assert [path.name for path in place.folder.glob("timers*")] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["script.py", "no/timers"])
-def test_a_timer_server_that_cannot_be(place: Place, path: str) -> None:
-    script = place.write("")
-    pipe = place.folder / path
-    place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}
-    done = place.run(script)
-    assert done.status == 1
-    assert f"Error: TORCHELASTIC_TIMER_FILE: {pipe}: " in done.err
-    assert "Traceback" not in done.err
-    assert not place.logs.exists()
 
 
 @pytest.mark.slow
@@ -262,6 +243,11 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
         signal.pause()
         """)
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
+    with socket.create_server(("127.0.0.1", port)):
+        done = place.run(script)
+    assert done.status == 1
+    assert f"Error: TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1:{port}: Address already in use\n" in done.err
+    assert not place.logs.exists()
     with place.start("--run-id", "night", "--max-restarts", 1, "-r", 1, script) as launcher:
         ready.wait()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
@@ -273,16 +259,6 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
         launcher.send(signal.SIGTERM)
         launcher.end()
     assert place.log(0) == "''\n"
-
-
-@pytest.mark.long
-def test_a_health_port_that_is_taken_is_named(place: Place, port: int) -> None:
-    place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
-    with socket.create_server(("127.0.0.1", port)):
-        done = place.run(place.write(""))
-    assert done.status == 1
-    assert f"Error: TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1:{port}: Address already in use\n" in done.err
-    assert not place.logs.exists()
 
 
 @pytest.mark.slow
@@ -337,10 +313,6 @@ PLUGIN = """
         def reify(self, envs):
             return LogsDest({0: ""}, {0: ""}, error_files={0: "/dev/null"})
 
-    class Odd(Mine):
-        def reify(self, envs):
-            return {}
-
     class Fails(Mine):
         def reify(self, envs):
             raise OSError("the disk is full")
@@ -370,7 +342,7 @@ def install(place: Place) -> None:
     """Have a distribution with entry points on the path."""
     place.write(PLUGIN, "plugin.py")
     place.write("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n", "plugin-1.0.dist-info/METADATA")
-    names = ("mine = plugin:Mine", "short = plugin:Short", "odd = plugin:Odd", "fails = plugin:Fails", "no = plugin:No",
+    names = ("mine = plugin:Mine", "short = plugin:Short", "fails = plugin:Fails", "no = plugin:No",
              "narrow = plugin:Narrow", "empty = plugin:Empty", "number = plugin:number")  # fmt: skip
     points = "\n".join(["[torchrun.logs_specs]", *names, "[phalanx.logs_specs]", "foreign = plugin:Foreign"])
     points += "\n[phalanx.event_handlers]\nmine = plugin:Handler\nno = plugin:No\nstuck = plugin:Stuck\n"
@@ -403,7 +375,6 @@ def test_logs_of_a_plugin(place: Place, name: str) -> None:
     "name, status, words",
     [
         ("short", 1, "Short.reify: stdouts has no file for local rank 1"),
-        ("odd", 1, "Odd.reify: expected a LogsDest, got {}"),
         ("fails", 1, "the disk is full"),
         ("no", 2, "plugin:No: AttributeError: "),
         ("narrow", 2, "TypeError: "),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import subprocess
 import sys
 import zipapp
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,25 +36,28 @@ if __name__ == "__main__":
 """
 
 
-def _zip(folder: Path, main: str) -> Path:
-    """Phalanx and a main module in a file that can be run."""
-    content = folder / "content"
-    (content / "phalanx").mkdir(parents=True)
-    (content / "__main__.py").write_text(main, encoding="utf-8")
-    for path in PACKAGE.rglob("*"):
-        target = content / "phalanx" / path.relative_to(PACKAGE)
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-        elif "__pycache__" not in path.parts:
-            target.write_bytes(path.read_bytes())
-    file = folder / "ä file.pyz"
-    zipapp.create_archive(content, file)
-    return file
+@pytest.fixture(scope="module")
+def zipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a file that can be run of Phalanx and a main module, once each."""
+
+    @functools.cache
+    def make(main: str) -> Path:
+        folder = tmp_path_factory.mktemp("zipped")
+        content = folder / "content"
+        shutil.copytree(PACKAGE, content / "phalanx", ignore=shutil.ignore_patterns("__pycache__"))
+        (content / "__main__.py").write_text(main, encoding="utf-8")
+        file = folder / "ä file.pyz"
+        zipapp.create_archive(content, file)
+        return file
+
+    return make
 
 
 @pytest.mark.parametrize("options", [(), ("-m",), ("--preload", "json"), ("--run-path",)], ids="".join)
-def test_the_command_runs_from_a_zip_file(place: Place, tmp_path: Path, options: tuple[str, ...]) -> None:
-    file = _zip(tmp_path, _AS_COMMAND)
+def test_the_command_runs_from_a_zip_file(
+    place: Place, zipped: Callable[[str], Path], options: tuple[str, ...]
+) -> None:
+    file = zipped(_AS_COMMAND)
     script = place.write("""
         import os, sys
         if os.environ["RANK"] == "1":
@@ -68,8 +74,8 @@ def test_the_command_runs_from_a_zip_file(place: Place, tmp_path: Path, options:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_program_in_a_zip_file_starts_functions(tmp_path: Path, method: str) -> None:
-    file = _zip(tmp_path, _OWN)
+def test_a_program_in_a_zip_file_starts_functions(tmp_path: Path, zipped: Callable[[str], Path], method: str) -> None:
+    file = zipped(_OWN)
     done = subprocess.run(
         [sys.executable, file, method], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
