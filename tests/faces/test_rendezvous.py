@@ -36,7 +36,7 @@ from phalanx.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from phalanx.rendezvous._parameters import machines_of
+from phalanx.rendezvous._many_machines import machines_of
 from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support import leaks
 from tests.support.etcd import Etcd, free_port

@@ -240,6 +240,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(any_job: Callable[..., Job]) ->
     assert "SIGINT: stopping the job on all nodes" in agents[1].said
     for agent in agents:
         assert "the job was stopped: SIGINT on host h2" in agent.said
+        assert re.search(r"STOPPED\n-+\n  cause     : SIGINT on host h2\n", agent.report)
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
@@ -280,19 +281,30 @@ def test_a_stop_between_two_attempts_is_what_ends_the_job(any_job: Callable[...,
 @pytest.mark.long
 def test_who_was_told_of_another_job_is_refused(any_job: Callable[..., Job], tmp_path: Path) -> None:
     one = any_job("2")
-    agents = one.start(1, 2)
+    agents = one.start(1, 2, options=["--max-restarts", "1"])
     everyone(agents, 0, 4)
-    one.nodes = "3"
-    stranger = one.start(3)[0]
-    assert stranger.end() == 1
-    assert "Error: this node is not taken: the job is one of 2 nodes, and this node was told 3" in stranger.said
-    one.nodes, ours = "2", one.command
-    one.command = [shutil.copy(ours[0], str(tmp_path / "eval.py")), *ours[1:]]
-    stranger = one.start(3)[0]
-    assert stranger.end() == 1
-    assert "not taken: the job of this id runs train.py, and this node was told eval.py: another job" in stranger.said
-    one.start(3, options=["--role", "evaluator"])[0].wait_for("this node is a spare")
-    one.finish(*agents)
+    ours = one.command
+    other = shutil.copy(ours[0], str(tmp_path / "eval.py"))
+    for nodes, command, restarts, why in (
+        ("3", ours, ["1"], "the job is one of 2 nodes, and this node was told 3"),
+        ("2", [other, *ours[1:]], ["1"], "the job of this id runs train.py, and this node was told eval.py: another"),
+        (
+            "2",
+            [*ours, "--lr", "0.2"],
+            ["1"],
+            "the job of this id runs train.py with other arguments: another job needs",
+        ),
+        ("2", ours, ["3", "--backoff", "2"], "the job has --max-restarts 1, and this node was told --max-restarts 3 "),
+    ):
+        one.nodes, one.command = nodes, command
+        (stranger,) = one.start(3, options=["--max-restarts", *restarts])
+        assert stranger.end() == 1
+        assert f"Error: this node is not taken: {why}" in stranger.said
+    one.nodes, one.command = "2", [other, *ours[1:]]
+    (spare,) = one.start(3, options=["--max-restarts", "1", "--role", "evaluator"])
+    spare.wait_for("this node is a spare")
+    one.finish(*agents, spare)
+    assert "this node was a spare, and was not needed: the job has succeeded on 2 nodes" in spare.said
 
 
 @pytest.mark.long

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.machines.test_addresses import at, job
-from tests.machines.test_hosted import BACKENDS, SECRET
 from tests.support.helpers import wait_gone
-from tests.support.jobs import Job, everyone
+from tests.support.jobs import BACKENDS, SECRET, Job, at, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.support.hosts import Hosts
 
-__all__ = ["job"]  # a fixture
 pytestmark = pytest.mark.long
 
 HEAD = "10.77.0.1"
@@ -86,8 +83,8 @@ def told_on_page(said: str) -> set[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[..., Job], backend: str) -> None:
-    one = job("3", at(backend, HEAD))
+def test_each_console_says_who_is_missing_and_what_to_type_there(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", at(backend, HEAD))
     one.env["PET_MONITOR_INTERVAL"] = "1"
     agents = one.start(1)
     is_static, line = backend == "static", ""
@@ -122,8 +119,8 @@ def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_job_that_has_waited_in_vain_names_who_is_missing(job: Callable[..., Job], backend: str) -> None:
-    one = job("3", at(backend, HEAD))
+def test_a_job_that_has_waited_in_vain_names_who_is_missing(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", at(backend, HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=3.5"]
     agents = one.start(1, 2)
     assert [agent.end() for agent in agents] == [1, 1]
@@ -134,8 +131,8 @@ def test_a_job_that_has_waited_in_vain_names_who_is_missing(job: Callable[..., J
         )
 
 
-def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
-    one = job("2:3", at("c10d", HEAD))
+def test_a_range_waits_for_its_least(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2:3", at("c10d", HEAD))
     agents = one.start(1)
     agents[0].wait_for(r"phalanx: waiting at most \S+ more: 1 of 2 to 3 nodes has come: h1; 1 more is needed\n")
     agents += one.start(2)
@@ -143,8 +140,8 @@ def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
     one.finish(*agents)
 
 
-def test_one_node_and_one_worker_are_in_the_singular(job: Callable[..., Job]) -> None:
-    one = job("1:2", at("c10d", HEAD))
+def test_one_node_and_one_worker_are_in_the_singular(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("1:2", at("c10d", HEAD))
     agents = one.start(1, options=["--nproc-per-node", "1"])
     agents[0].wait_for(r"phalanx: 1 node \(h1\), 1 worker; this is node 0, with rank 0\n")
     one.finish(*agents)
@@ -164,8 +161,8 @@ def serving(hosts: Hosts, service: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("service", SAYS)
-def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts: Hosts, service: str) -> None:
-    one = job("2", at("c10d", HEAD))
+def test_another_service_at_the_endpoint_is_named(hosted_job: Callable[..., Job], hosts: Hosts, service: str) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=4"]
     with serving(hosts, service):
         agents = one.start(1, 2)
@@ -180,9 +177,11 @@ def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts
 
 
 @pytest.mark.parametrize("backend", ["c10d", "etcd"])
-def test_the_error_names_the_latest_reason_of_silence(job: Callable[..., Job], hosts: Hosts, backend: str) -> None:
+def test_the_error_names_the_latest_reason_of_silence(
+    hosted_job: Callable[..., Job], hosts: Hosts, backend: str
+) -> None:
     """Nobody listens there; what listens closes the connection; it speaks HTTP."""
-    one = job("2", at(backend, HEAD))
+    one = hosted_job("2", at(backend, HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=8"]
     agents = one.start(2, options=["--run-id", "reasons"])
     agents[0].wait_for(r"does not answer \(.*Connection refused\); it is tried again\n")
@@ -198,9 +197,9 @@ def test_the_error_names_the_latest_reason_of_silence(job: Callable[..., Job], h
         assert re.search(rf"Error: .*: {latest}\n", agent.said), agent.said
 
 
-def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Hosts) -> None:
+def test_a_port_that_is_free_later_is_taken(hosted_job: Callable[..., Job], hosts: Hosts) -> None:
     """It was that of the run before, which was ending."""
-    one = job("2", at("c10d", HEAD))
+    one = hosted_job("2", at("c10d", HEAD))
     with serving(hosts, "closes"):
         agents = one.start(1, 2)
         agents[0].wait_for(f"{HEAD}:29400 is in use on this machine, and not by an agent of this job")
@@ -208,7 +207,7 @@ def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Host
     one.finish(*agents)
 
 
-def test_why_an_endpoint_cannot_be_reached_is_said(job: Callable[..., Job]) -> None:
+def test_why_an_endpoint_cannot_be_reached_is_said(hosted_job: Callable[..., Job]) -> None:
     """Nobody is there yet; there is no machine; its name is not known."""
     for where, conf, why in (
         (HEAD, "", r"nobody listens there: Connection refused"),
@@ -223,15 +222,15 @@ def test_why_an_endpoint_cannot_be_reached_is_said(job: Callable[..., Job]) -> N
             "'nobody.invalid': (Temporary failure in name resolution|Name or service not known)",
         ),
     ):
-        one = job("2", at("c10d", where))
+        one = hosted_job("2", at("c10d", where))
         one.conf = ["lease_ttl=2", "join_timeout=4", *filter(None, [conf])]
         (agent,) = one.start(2)
         assert agent.end() == 1
         assert re.search(why, agent.said), agent.said
 
 
-def test_who_speaks_another_protocol_is_told_of(job: Callable[..., Job], hosts: Hosts) -> None:
-    one = job("2", at("c10d", HEAD))
+def test_who_speaks_another_protocol_is_told_of(hosted_job: Callable[..., Job], hosts: Hosts) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     agents = one.start(1)
     agents[0].wait_for("has come: h1")
     script = (
@@ -251,8 +250,8 @@ def test_who_speaks_another_protocol_is_told_of(job: Callable[..., Job], hosts: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_dry_run_says_what_is_at_the_endpoint(job: Callable[..., Job], backend: str) -> None:
-    one = job("2", at(backend, HEAD))
+def test_a_dry_run_says_what_is_at_the_endpoint(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("2", at(backend, HEAD))
     port = 29400 + (backend == "static")
     the_agent = f"the agent{' of node 0' if backend == 'static' else ''} at {HEAD}:{port}"
     for number, said in (

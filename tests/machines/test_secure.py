@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.machines.test_hosted import BACKENDS, PORTS, SECRET, job
 from tests.support import strangers
 from tests.support.etcd import Etcd
-from tests.support.jobs import SOON, Job, everyone
+from tests.support.jobs import BACKENDS, SECRET, SOON, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +28,12 @@ if TYPE_CHECKING:
     from tests.support.hosts import Hosts
     from tests.support.jobs import Agent
 
-__all__ = ["job"]  # a fixture
 pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("PHALANX_TEST_SECONDS", "4"))
 STORE = 4
+PORTS = {"static": 29501, "c10d": 29400}
+"""Where the agent of host 1 listens."""
 DESCRIPTORS = 256
 """That an agent may have: fewer than there are strangers."""
 MOST_GROWTH = 32 << 10
@@ -41,8 +41,8 @@ MOST_GROWTH = 32 << 10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_three_hosts_one_has_another_secret(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "3")
+def test_of_three_hosts_one_has_another_secret(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", backend)
     agents = one.start(1, 2)
     agents[0].wait_for("phalanx: ", 0)
     agents[1].wait_for("answers again|phalanx: ", 0)
@@ -78,14 +78,13 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """Takes an etcd over that has a password: with its space used up, it forgets to check who asks. Then reads all keys."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_three_messages_that_take_an_etcd_over_change_nothing(job: Callable[..., Job], backend: str) -> None:
+def test_three_messages_that_take_an_etcd_over_change_nothing(hosted_job: Callable[..., Job]) -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("the extra `etcd` is not installed")
-    one = job(backend, "2")
+    one = hosted_job("2", "c10d")
     agents = one.start(1, 2, options=["--max-restarts", "1"])
     everyone(agents, 0, 4)
-    command = [*one.hosts.on(3), sys.executable, "-c", THREE, f"{one.hosts.address(1)}:{PORTS[backend]}"]
+    command = [*one.hosts.on(3), sys.executable, "-c", THREE, f"{one.hosts.address(1)}:{PORTS['c10d']}"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert set(done.stdout.split()) <= {"UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN"}, done
     assert len(done.stdout.split()) == 4
@@ -163,8 +162,8 @@ def usage(agent: Agent) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strangers_at_every_port_disturb_nobody(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "3")
+def test_strangers_at_every_port_disturb_nobody(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", backend)
     one.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "0.0.0.0:8080"
     agents = one.start(1, 2, 3, options=["--max-restarts", "2"])
     for agent in agents:

@@ -322,7 +322,7 @@ def test_what_cannot_be_told_ends_the_store_and_is_no_silence(etcd: Etcd, prefix
 
 def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
     """Have a store watch a prefix as if it had told all up to a revision."""
-    from phalanx._store.etcd.watches import Watched
+    from phalanx._store.etcd.session import Watched
 
     watched = store._watched[prefix] = Watched(prefix)
     watched.revision = revision

@@ -72,22 +72,13 @@ def where_is(host: str) -> Literal["here", "elsewhere", "unknown"]:
     """
     if host in ("", "localhost", os.uname().nodename):
         return "here"
-    import socket
-
-    from phalanx._base.host_names import is_unknown, look_up
+    from phalanx._base.host_names import is_unknown, split_addresses
 
     try:
-        found = look_up(host, 0)
+        here, _ = split_addresses(host)
     except (OSError, UnicodeError) as error:
         return "unknown" if is_unknown(error) else "elsewhere"
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as bound:
-                bound.bind(address)
-        except OSError:
-            continue
-        return "here"
-    return "elsewhere"
+    return "here" if here else "elsewhere"
 
 
 def read_settings(text: str) -> dict[str, str]:

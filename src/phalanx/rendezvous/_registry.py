@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from phalanx._rendezvous.endpoint import split_endpoint
 from phalanx._rendezvous.settings import STATIC
-from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler
-from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
-from phalanx.rendezvous._parameters import BACKENDS, RendezvousParameters
+from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler, RendezvousParameters
+from phalanx.rendezvous._many_machines import BACKENDS, ManyMachinesRendezvous
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
