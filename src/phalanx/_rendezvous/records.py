@@ -385,18 +385,16 @@ def decode(decoder: msgspec.json.Decoder[T], entry: Entry) -> T:
         why = "arrays or objects within each other, too deep"
     except (msgspec.MsgspecError, UnicodeError) as error:
         why = str(error)
-    msg = f"{entry.key}: {why}"
-    raise DamagedError(msg)
+    raise DamagedError(f"{entry.key}: {why}")
 
 
 def read_job(entry: Entry) -> Job:
     """Return the job that a key holds. Raises DamagedError; OtherVersionError, whatever else the key holds then."""
     if (version := version_of(entry)) != VERSION:
-        msg = (
+        raise OtherVersionError(
             f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are"
             " of another release of Phalanx"
         )
-        raise OtherVersionError(msg)
     job = read(Job, entry)
     # The parts of a job fit together, as leaders write them.
     wrong = {
@@ -408,8 +406,7 @@ def read_job(entry: Entry) -> Job:
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
-            msg = f"{entry.key}: `$.{name}` does not fit the rest"
-            raise DamagedError(msg)
+            raise DamagedError(f"{entry.key}: `$.{name}` does not fit the rest")
     return job
 
 

@@ -102,8 +102,7 @@ class RendezvousStoreInfo(Value):
             host, number = (value if isinstance(value, str) else value.decode() for value in values)
             return RendezvousStoreInfo(host, int(number))
         except ValueError as error:
-            msg = f"the store holds no address at which workers meet: {error}"
-            raise RendezvousStateError(msg) from error
+            raise RendezvousStateError(f"the store holds no address at which workers meet: {error}") from error
 
 
 class RendezvousInfo(Value):
@@ -169,14 +168,11 @@ class RendezvousParameters(Value):
         **kwargs: Any,
     ) -> None:
         if not backend or not isinstance(backend, str):
-            msg = f"backend: expected the name of a kind of rendezvous, got {backend!r}"
-            raise ValueError(msg)
+            raise ValueError(f"backend: expected the name of a kind of rendezvous, got {backend!r}")
         if min_nodes < 1:
-            msg = f"min_nodes: expected 1 or more, got {min_nodes!r}"
-            raise ValueError(msg)
+            raise ValueError(f"min_nodes: expected 1 or more, got {min_nodes!r}")
         if max_nodes < min_nodes:
-            msg = f"max_nodes: expected min_nodes ({min_nodes}) or more, got {max_nodes!r}"
-            raise ValueError(msg)
+            raise ValueError(f"max_nodes: expected min_nodes ({min_nodes}) or more, got {max_nodes!r}")
         self._store(
             backend=backend, endpoint=endpoint, run_id=run_id, min_nodes=min_nodes, max_nodes=max_nodes,
             config=kwargs, local_addr=local_addr,
@@ -197,8 +193,7 @@ class RendezvousParameters(Value):
         text = str(value).lower()
         if text in (*TRUE, *FALSE) and isinstance(value, str | int):
             return text in TRUE
-        msg = f"{key}: expected yes or no, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"{key}: expected yes or no, got {value!r}")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """Return what ``config`` has for ``key``, or ``default``, as a whole number. Raises ValueError."""
@@ -206,8 +201,7 @@ class RendezvousParameters(Value):
         try:
             return None if value is None else int(value)
         except (TypeError, ValueError):
-            msg = f"{key}: expected a whole number, got {value!r}"
-            raise ValueError(msg) from None
+            raise ValueError(f"{key}: expected a whole number, got {value!r}") from None
 
 
 class RendezvousHandler(ABC):
@@ -286,8 +280,7 @@ class OneMachineRendezvous(RendezvousHandler):
             OSError: No port is free.
         """
         if self._closed:
-            msg = f"the rendezvous of run {self._run_id!r} is closed"
-            raise RendezvousClosedError(msg)
+            raise RendezvousClosedError(f"the rendezvous of run {self._run_id!r} is closed")
         port = self._port
         if not port:
             self._reserved = self._reserved or master_ports.reserve()

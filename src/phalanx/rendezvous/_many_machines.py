@@ -9,8 +9,8 @@ from phalanx._base.host_names import is_no_machine
 from phalanx._base.text import seconds
 from phalanx._group.restart_policy import RestartPolicy
 from phalanx._rendezvous import rdzv_conf, settings
-from phalanx._rendezvous.endpoint import split_endpoint
-from phalanx._rendezvous.settings import C10D, DEFAULT_PORTS, ETCD, ETCD_PORT, STATIC, Machines
+from phalanx._rendezvous.endpoint import BACKENDS, split_endpoint
+from phalanx._rendezvous.settings import DEFAULT_PORTS, ETCD_PORT, STATIC, Machines
 from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous._handler import (
@@ -131,8 +131,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
             raise RendezvousStateError(msg)
         if not self._one.acquire(blocking=False):
-            msg = "another thread waits for the next rendezvous"
-            raise RuntimeError(msg)
+            raise RuntimeError("another thread waits for the next rendezvous")
         try:
             if node.is_closing and not node.has_entered:
                 raise RendezvousClosedError(self._closed())
@@ -334,8 +333,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         _check(1 if nproc is None else nproc, role or "")
         node = self._node
         if node.has_entered:
-            msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
-            raise RuntimeError(msg)
+            raise RuntimeError("what a machine has is told before it enters the job: before the first next_rendezvous")
         node.nproc = node.nproc if nproc is None else nproc
         node.role = node.role if role is None else role
         self._policy = self._policy if policy is None else policy
@@ -407,17 +405,13 @@ def _log(line: str) -> None:
     getLogger("phalanx.rendezvous").warning("%s", line)
 
 
-BACKENDS = (STATIC, C10D, *ETCD)
-"""Those that are built in."""
-
 _WORDS = "the backend", "secret_file of the config", "insecure=True"
 
 
 def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Machines:
     """Return how this machine meets the others. Raises ValueError, which names the parameter."""
     if params.backend not in BACKENDS:
-        msg = f"backend: expected one of {', '.join(BACKENDS)}, got {params.backend!r}"
-        raise ValueError(msg)
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {params.backend!r}")
     settings.check_text(params.run_id, settings.MOST_RUN_ID, "run_id")  # beyond these, the others would not read it
     settings.check_text(params.local_addr or "", settings.MOST_ADDRESS, "local_addr")
     settings.check_number(params.max_nodes, 1, settings.MOST_NODES, "max_nodes")
@@ -428,8 +422,7 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
         raise ValueError(msg)
     more: dict[str, Any] = {"exclude_after": params.get_as_int("exclude_after", 0) or 0}
     if more["exclude_after"] < 0:
-        msg = f"exclude_after: expected a whole number, 0 or more, got {more['exclude_after']}"
-        raise ValueError(msg)
+        raise ValueError(f"exclude_after: expected a whole number, 0 or more, got {more['exclude_after']}")
     for name, named in (("rejoin_delay", "rejoin_delay"), ("exit_barrier_timeout", "barrier")):
         if name in conf:
             more[named] = rdzv_conf.seconds(name, conf[name])
@@ -447,8 +440,7 @@ def _endpoint(text: str, backend: str) -> tuple[str, int]:
     try:
         host, port = split_endpoint(text)
     except ValueError as error:
-        msg = f"endpoint: {error}"
-        raise ValueError(msg) from None
+        raise ValueError(f"endpoint: {error}") from None
     if not host or set(host) & set(" \t/@") or is_no_machine(host):
         like = f"host:{DEFAULT_PORTS.get(backend, ETCD_PORT)}"
         msg = f"endpoint: expected the name or the address of a machine and a port, like {like}, got {text!r}"

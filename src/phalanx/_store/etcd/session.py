@@ -141,8 +141,7 @@ class Session:
                 raise RefusedError(msg) from None
             raise
         except UnicodeEncodeError:
-            msg = f"the name or the password of the user {settings.user!a} is not UTF-8"
-            raise RefusedError(msg) from None
+            raise RefusedError(f"the name or the password of the user {settings.user!a} is not UTF-8") from None
         self._metadata = (("token", answer.token),)
 
     async def check(self, prefix: bytes) -> int:

@@ -101,8 +101,7 @@ class HubServer:
             try:
                 thread.start()
             except RuntimeError as error:
-                msg = f"{address_text(self._place.own, self._port)}: {error}"
-                raise OSError(msg) from None
+                raise OSError(f"{address_text(self._place.own, self._port)}: {error}") from None
             self._thread = thread
             opened.pop_all()  # they are the thread's, which closes them
 

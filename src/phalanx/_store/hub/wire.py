@@ -145,8 +145,7 @@ class Frames:
             return None
         length = self._length()
         if length > self.most:
-            msg = f"a message of {length} bytes, where {self.most} are the most"
-            raise FrameError(msg)
+            raise FrameError(f"a message of {length} bytes, where {self.most} are the most")
         if len(self._bytes) < HEAD + length:
             return None
         code, body = bytes(self._bytes[_LENGTH:HEAD]), bytes(self._bytes[HEAD : HEAD + length])
