@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import strangers
-from tests.support.etcd import Etcd
+from tests.support.etcd import Etcd, make_certificates
 from tests.support.jobs import BACKENDS, SECRET, SOON, Job, everyone
 
 if TYPE_CHECKING:
@@ -96,30 +96,11 @@ def test_three_messages_that_take_an_etcd_over_change_nothing(hosted_job: Callab
     assert "does not answer" not in agents[1].said.split("nodes (", 1)[1]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and certificates of it for the host of the etcd: a valid one, and one that has expired."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
-    openssl("req", *curve, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=host")
-    (folder / "names").write_text(f"subjectAltName=IP:10.77.0.{STORE}\n")
-    for name, days in (("cert", "2"), ("expired", "-1")):
-        openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
-                "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
-    return folder
-
-
-def test_of_three_hosts_one_has_a_certificate_that_has_expired(
-    tmp_path: Path, hosts: Hosts, certificates: Path
-) -> None:
+def test_of_three_hosts_one_has_a_certificate_that_has_expired(tmp_path: Path, hosts: Hosts) -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("the extra `etcd` is not installed")
-    ca, cert, key, expired = (str(certificates / f"{name}.pem") for name in ("ca", "cert", "key", "expired"))
+    make_certificates(tmp_path, hosts.address(STORE))
+    ca, cert, key, expired = (str(tmp_path / f"{name}.pem") for name in ("ca", "cert", "key", "expired"))
     options = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca, "--client-cert-auth"]
     with Etcd(1, hosts.address(STORE), hosts.on(STORE), options) as etcd:
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", "night7"]

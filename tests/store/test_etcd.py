@@ -43,7 +43,7 @@ from phalanx._store.store import (
 )
 from tests.support import leaks
 from tests.support.disks import until
-from tests.support.etcd import Etcd
+from tests.support.etcd import Etcd, grpc_sockets, make_certificates
 from tests.support.stores import SOON, Client
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class EtcdClient(Client):
 
 @contextmanager
 def client(endpoints: str, prefix: str, kind: type[EtcdClient] = EtcdClient, /, **more: Any) -> Iterator[EtcdClient]:
-    before = _grpcs()
+    before = grpc_sockets()
     it = kind(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
     try:
         yield it
@@ -95,17 +95,8 @@ def client(endpoints: str, prefix: str, kind: type[EtcdClient] = EtcdClient, /, 
         it.store.close(5.0)
         gc.collect()
         # grpc closes the socket of a channel late: when it has something to do again, see the test of their number.
-        leaks.kept |= _grpcs() - before
+        leaks.kept |= grpc_sockets() - before
         assert len(it.threads) <= 1  # on one thread, whatever it tells
-
-
-def _grpcs() -> set[str]:
-    """The sockets of this process, and what grpc wakes its threads with."""
-    links = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            links.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {link for link in links if link.startswith(("socket:", "anon_inode:[event"))}
 
 
 @pytest.fixture
@@ -387,22 +378,9 @@ def test_members_that_are_dead_silent_or_strange_are_passed_over(etcd: Etcd, pre
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a certificate of it for this machine, one that has expired, and another authority."""
+    """Files for TLS on this machine."""
     folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
-
-    for name in ("ca", "other"):
-        openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem",
-                "-days", "2", "-subj", f"/CN={name}")  # fmt: skip
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n")
-    openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "request", "-subj", "/CN=localhost")
-    (folder / "foreign").write_text("subjectAltName=IP:192.0.2.1\n")
-    for name, days, names in (("cert", "2", "names"), ("expired", "-1", "names"), ("foreign", "2", "foreign")):
-        openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
-                "-extfile", names, "-out", f"{name}.pem")  # fmt: skip
-    openssl("rsa", "-in", "key.pem", "-aes128", "-passout", "pass:1234", "-out", "encrypted.key")
+    make_certificates(folder, "127.0.0.1")
     return folder
 
 
@@ -591,11 +569,11 @@ def test_watches_that_are_ended_do_not_add_up(etcd: Etcd, prefix: str) -> None:
 
 @pytest.mark.long
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
-    before = len(_grpcs())
+    before = len(grpc_sockets())
     for _ in range(20):
         with client(etcd.endpoints, prefix) as one:
             one.watch("")
-    assert len(_grpcs()) - before < 10
+    assert len(grpc_sockets()) - before < 10
 
 
 @pytest.mark.long
