@@ -115,31 +115,6 @@ def test_the_workers_of_a_node_that_leaves_have_their_notice(hosted_job: Callabl
     one.finish(agents[0])
 
 
-def test_sigterm_takes_a_spare_out_and_disturbs_nobody(hosted_job: Callable[..., Job]) -> None:
-    one = hosted_job("2", at("c10d", HEAD))
-    agents = one.start(2, 1)
-    everyone(agents, 0, 4)
-    [spare] = one.start(3)
-    spare.wait_for("this node is a spare")
-    terminate(spare)
-    assert spare.end() == 128 + signal.SIGTERM
-    assert LEAVES in spare.said
-    assert [agent.last(4)[0] for agent in agents] == [0, 0]
-    one.finish(*agents)
-
-
-def test_a_job_below_its_least_waits_for_another_node(hosted_job: Callable[..., Job]) -> None:
-    one = hosted_job("2:3", at("c10d", HEAD))
-    agents = one.start(2, 1)
-    everyone(agents, 0, 4)
-    terminate(agents[1])
-    assert agents[1].end() == 128 + signal.SIGTERM
-    agents[0].wait_for("waiting at most .* more: 1 of 2 to 3 nodes has come")
-    agents += one.start(3)
-    together([agents[0], agents[2]], 4, 0)
-    one.finish(agents[0], agents[2])
-
-
 def test_sigterm_stops_all_where_that_is_wanted_and_at_the_store(any_job: Callable[..., Job]) -> None:
     one = any_job("1:2")
     one.conf[1] = "last_call_timeout=20"
@@ -195,26 +170,6 @@ def test_a_machine_that_dies_after_success_costs_nothing(job: Callable[..., Job]
     assert [agent.last(6)[0] for agent in agents[:2]] == [0, 0]
 
 
-def test_a_succeeded_machine_is_missed_at_a_restart(hosted_job: Callable[..., Job]) -> None:
-    one = hosted_job("2:3", at("c10d", HEAD))
-    one.conf[1] = "last_call_timeout=20"
-    runs(one, UNEVEN.replace("time.sleep", "os.path.exists(sys.argv[1] + '.fail.' + rank) and sys.exit(3); time.sleep"))
-    agents = one.start(2, 1, 3, options=["--max-restarts", "1"])
-    everyone(agents, 0, 6)
-    first = agents[0].last(6)[1][0]
-    (one.folder / "end.h3").touch()
-    assert not wait_gone(descendants(agents[2].launcher()))
-    time.sleep(0.5)
-    kill(agents[2])
-    time.sleep(2.5 * TTL)
-    (one.folder / f"end.fail.{first}").touch()
-    for agent in agents[:2]:
-        agent.wait_for("attempt 1 follows")
-    (one.folder / f"end.fail.{first}").unlink()
-    everyone(agents[:2], 1, 4)
-    one.finish(*agents[:2])
-
-
 # --- contact was lost
 
 
@@ -230,23 +185,6 @@ def test_a_node_stopped_beyond_its_lease_learns_of_the_end(any_job: Callable[...
     known = code == 1 and re.search(r"Error: node \d is lost", agents[2].said)
     unknown = code == UNKNOWN and "Error: how the job ends is not known here: " in agents[2].said
     assert known or (unknown and isinstance(one, EtcdJob)), (code, agents[2].said)
-
-
-def test_a_node_back_long_after_the_end_reports_the_truth(any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
-    one.conf.append("away_timeout=2")
-    agents = one.start(2, 1, 3)
-    everyone(agents, 0, 6)
-    workers = workers_of(agents[2])
-    os.kill(agents[2].launcher(), signal.SIGSTOP)
-    assert [agent.end() for agent in agents[:2]] == [1, 1]
-    assert not wait_gone(workers)
-    os.kill(agents[2].launcher(), signal.SIGCONT)
-    code = agents[2].end()  # what an etcd had sent it before is read first: that may be the end
-    known = code == 1 and re.search(r"Error: node \d is lost", agents[2].said)
-    assert known or (code == UNKNOWN and "Error: how the job ends is not known here: " in agents[2].said), agents[
-        2
-    ].said
 
 
 def test_a_succeeded_node_without_its_store_exits_nonzero(hosted_job: Callable[..., Job]) -> None:
@@ -391,19 +329,3 @@ def test_a_run_that_begins_beside_a_stopped_one_is_the_next(job: Callable[..., E
     assert [agent.end() for agent in agents] == [128 + signal.SIGINT] * 2
     everyone(again, 0, 2)
     one.finish(*again)
-
-
-def test_machines_with_own_arguments_come_late_and_come_back(job: Callable[..., Job]) -> None:
-    one = job("1:3")
-    shared = one.command
-    agents = []
-    for number in (2, 1, 3):
-        one.command = [*shared, "--name", f"h{number}"]
-        agents += one.start(number)
-        everyone(agents, len(agents) - 1, 2 * len(agents))
-    kill(agents[1], agents[2])
-    everyone(agents[:1], together(agents[:1], 2, after=2), 2)
-    one.command = [*shared, "--name", "h1"]
-    agents[1:] = one.start(1)
-    everyone(agents, together(agents, 4, after=3), 4)
-    one.finish(*agents)

@@ -59,20 +59,6 @@ def test_the_host_of_the_store_is_lost(hosted_job: Callable[..., Job]) -> None:
     assert not wait_gone(workers)
 
 
-def test_attempts_that_ended_alike_share_a_line(hosted_job: Callable[..., Job]) -> None:
-    one = hosted_job("2", "static")
-    for attempt in range(4):
-        one.fail(3, attempt)
-    agents = one.start(1, 2, options=["--max-restarts", "3"])
-    assert [agent.end() for agent in agents] == [1, 1]
-    line = (
-        r"Earlier Attempts:\n  attempts 0 to 2, after \S+( to \S+)?: rank 3 on host h2, ValueError: bad batch of .*\n"
-    )
-    for agent in agents:
-        assert re.search(f"{line}  gave up", agent.report), agent.report
-        assert re.search(line, agent.said), agent.said
-
-
 def test_workers_that_are_being_stopped_are_not_said_to_go_on(hosted_job: Callable[..., Job]) -> None:
     """They ignore SIGTERM, and the host of the store is lost meanwhile."""
     one = hosted_job("3", "c10d")

@@ -140,26 +140,6 @@ def test_a_host_that_comes_takes_part(job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.long
-def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) -> None:
-    one = job("3")
-    agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
-    everyone(agents, 0, 6)
-    one.etcd.members[0].kill()
-    for agent in agents:
-        agent.wait_for("does not answer .*; the workers go on")
-    one.etcd.start()
-    for agent in agents:
-        agent.wait_for("answers again")
-        assert "stopping" not in agent.said
-    one.fail(0, 0)
-    everyone(agents, 1, 6)
-    one.finish(*agents)
-    for agent in agents:
-        assert re.search(r"attempt 0 failed after \S+: rank 0 on host h\d, ValueError: bad batch", agent.said)
-        assert "lost" not in agent.said
-
-
-@pytest.mark.long
 def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJob]) -> None:
     """As it does, before 3.5.13, when a leader goes on that was stopped for longer than their ttl: all, or some."""
     one = job("3")

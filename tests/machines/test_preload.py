@@ -86,9 +86,7 @@ def test_a_spare_that_cannot_import_leaves_the_job(job: Callable[..., EtcdJob]) 
     assert not any(alive(pid) for agent in preloads.job.agents for pid in preloads.pids(agent))
 
 
-def test_a_node_that_imports_late_hears_and_reports_failures(
-    job: Callable[..., EtcdJob],
-) -> None:
+def test_a_node_that_imports_late_hears_and_reports_failures(job: Callable[..., EtcdJob]) -> None:
     preloads = Preloads(job("2"))
     first = preloads.start(1, "--max-restarts", "1")
     second = preloads.start(2, "--max-restarts", "1", GATE=str(preloads.gate), BROKEN="")

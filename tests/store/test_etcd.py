@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,19 +27,7 @@ if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in t
 from phalanx._store.etcd.api import end_of
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
-from phalanx._store.store import (
-    JOB,
-    OWN,
-    Away,
-    Back,
-    Changed,
-    Done,
-    LeaseLost,
-    Put,
-    Refused,
-    Snapshot,
-    Transaction,
-)
+from phalanx._store.store import JOB, OWN, Away, Back, Changed, Done, LeaseLost, Put, Refused, Snapshot, Transaction
 from tests.support import leaks
 from tests.support.disks import until
 from tests.support.etcd import Etcd, grpc_sockets, make_certificates
@@ -318,25 +305,6 @@ def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
     watched = store._watched[prefix] = Watched(prefix)
     watched.revision = revision
     return prefix
-
-
-@pytest.mark.long
-def test_three_members_without_their_leader_and_without_a_quorum(prefix: str) -> None:
-    with Etcd(3) as own, client(own.endpoints, prefix, timeout=1.0) as one:
-        one.next(Back)
-        assert one.make(Put("job/a", b"1", JOB)).made
-        own.leader().kill()
-        while one.make(Put("job/a", b"2", JOB)).made is None:
-            pass
-        rest = [member for member in own.members if member.process is not None]
-        rest[0].signal(signal.SIGSTOP)
-        began = time.monotonic()
-        while one.make(Put("job/a", b"3", JOB)).made is not None:
-            pass
-        assert time.monotonic() - began < SOON
-        rest[0].signal(signal.SIGCONT)
-        while one.make(Put("job/a", b"4", JOB)).made is None:
-            pass
 
 
 @pytest.mark.long
