@@ -193,14 +193,6 @@ def test_nobody_is_told_twice_or_of_too_much() -> None:
     assert story.tell(Snapshot("looks/a.1/", 51, (long,))) == []
 
 
-def test_a_job_that_is_over_has_nobody_to_ask() -> None:
-    story = Asks().running()
-    story.ask()
-    over = records.replace(RUNS, phase="over", verdict=records.Verdict("failed"))
-    due = story.writes("job/state", over)
-    assert only(life.Answered, due).found.why == "the attempt has ended meanwhile"
-
-
 # --- questions of the callers
 
 DO = '{"ask":"signal","number":10}'

@@ -95,7 +95,8 @@ def prefix(tmp_path: Path) -> str:
 def test_watches_that_begin_while_keys_are_written(etcd: Etcd, prefix: str) -> None:
     prefixes = [f"{number}/" for number in range(10)]
     puts = tuple(Put(f"{each}a", b"", JOB) for each in prefixes)
-    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+    patient = {"ttl": 60, "timeout": SOON}  # a session that breaks would lose what is under way
+    with client(etcd.endpoints, prefix, **patient) as one, client(etcd.endpoints, prefix, **patient) as other:
         one.next(Back)
         other.next(Back)
         for each in prefixes:
