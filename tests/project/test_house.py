@@ -59,7 +59,7 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 455,
+    "private modules imported": 454,
     "private attributes": 422,
     "private names patched": 210,
     "long names": 0,
