@@ -12,9 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,11 @@ from phalanx.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from phalanx.rendezvous._parameters import machines_of
+from phalanx.rendezvous._many_machines import machines_of
 from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support import leaks
-from tests.support.etcd import Etcd, free_port
+from tests.support.disks import until
+from tests.support.etcd import Etcd, free_port, grpc_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,14 +101,6 @@ def hear(*events: threading.Event) -> None:
     for event in events:
         assert event.wait(SOON)
         event.clear()
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Look every 2 ms if something holds."""
-    end = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 class Place:
@@ -451,19 +443,10 @@ def with_grpc() -> Iterator[None]:
     """Let grpc keep what it keeps: see the client of `tests.store.test_etcd`."""
     if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in the environment is read once
         pytest.skip("the extra `etcd` is not installed")
-    before = sockets()
+    before = grpc_sockets()
     yield
     gc.collect()
-    leaks.kept |= sockets() - before
-
-
-def sockets() -> set[str]:
-    """The sockets of this process, and what grpc wakes its threads with."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {name for name in found if name.startswith("socket:") or "eventfd" in name}
+    leaks.kept |= grpc_sockets() - before
 
 
 @pytest.mark.usefixtures("grpc_is_up", "with_grpc")

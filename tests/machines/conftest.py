@@ -9,10 +9,10 @@ import pytest
 from tests.support import hosts as hosts_of
 from tests.support.etcd import Etcd
 from tests.support.hosts import Hosts
-from tests.support.jobs import STORE, EtcdJob, Job, ending
+from tests.support.jobs import STORE, EtcdJob, Job, at, by_master, ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -45,19 +45,34 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., EtcdJob]]:
             etcd.close()
 
 
-@pytest.fixture(params=["etcd", pytest.param("c10d", marks=pytest.mark.long)])
-def any_job(
-    request: pytest.FixtureRequest, tmp_path: Path, hosts: Hosts, job: Callable[..., EtcdJob]
-) -> Iterator[Callable[..., Job]]:
-    """Makes a job of so many nodes, which meet at an etcd; or at the agent of one of them, ``store``."""
+@pytest.fixture
+def hosted_job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
+    """Makes a job of so many nodes, one of which has the store.
 
-    def make(nodes: str, store: int = 2) -> Job:
-        if request.param == "etcd":
-            return job(nodes)
-        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(store)}:29400"]
-        made.append(Job(tmp_path, hosts, nodes, lambda _: [*where, "--run-id", tmp_path.name]))
-        made[-1].env = {"PHALANX_JOB_SECRET": "0123456789abcdef0123456789abcdef"}
+    The first one, by a backend; or as ``meeting`` says. ``names``: what hosts call themselves and others.
+    """
+
+    def make(nodes: str, meeting: str | Callable[[int], Sequence[str]], **names: str) -> Job:
+        for host, text in names.items():
+            hosts.names[int(host[1:])] = path = tmp_path / host
+            path.write_text(f"127.0.0.1 localhost\n::1 localhost\n{text}")
+        if isinstance(meeting, str):
+            first = hosts.address(1)
+            meeting = by_master(first) if meeting == "static" else at(meeting, first)
+        made.append(Job(tmp_path, hosts, nodes, meeting))
         return made[-1]
 
     with ending(hosts) as made:
         yield make
+
+
+@pytest.fixture(params=["etcd", pytest.param("c10d", marks=pytest.mark.long)])
+def any_job(
+    request: pytest.FixtureRequest, hosts: Hosts, job: Callable[..., EtcdJob], hosted_job: Callable[..., Job]
+) -> Callable[..., Job]:
+    """Makes a job of so many nodes, which meet at an etcd; or at the agent of one of them, ``store``."""
+
+    def make(nodes: str, store: int = 2) -> Job:
+        return job(nodes) if request.param == "etcd" else hosted_job(nodes, at("c10d", hosts.address(store)))
+
+    return make

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.machines.test_hosted import BACKENDS, SECRET
-from tests.support.jobs import UNKNOWN, Job, ending, everyone
+from tests.support.jobs import BACKENDS, UNKNOWN, Job, at, everyone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable
 
     from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.long
 
-LOCAL = "127.0.0.1 localhost\n::1 localhost\n"
 FORWARDER = """
 import socket, sys, threading
 host, port = sys.argv[3], int(sys.argv[4])
@@ -42,37 +39,10 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))) as listener:
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
-    """Makes a job of so many nodes, which meet as they are told to."""
-
-    def make(nodes: str, meeting: Callable[[int], Sequence[str]], **names: str) -> Job:
-        for host, text in names.items():
-            hosts.names[int(host[1:])] = path = tmp_path / host
-            path.write_text(LOCAL + text)
-        made.append(Job(tmp_path, hosts, nodes, meeting))
-        made[-1].env = {"PHALANX_JOB_SECRET": SECRET}
-        return made[-1]
-
-    with ending(hosts) as made:
-        yield make
-
-
-def at(backend: str, host: str, port: int = 29400) -> Callable[[int], Sequence[str]]:
-    """The options by which machines meet there."""
-
-    def options(number: int) -> Sequence[str]:
-        if backend == "static":
-            return ["--node-rank", f"{number - 1}", "--rdzv-endpoint", f"{host}:{port}"]
-        return ["--rdzv-backend", backend, "--rdzv-endpoint", f"{host}:{port}"]
-
-    return options
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_hosts_whose_own_name_is_loopback_meet(job: Callable[..., Job], backend: str) -> None:
+def test_hosts_whose_own_name_is_loopback_meet(hosted_job: Callable[..., Job], backend: str) -> None:
     """As on Debian, Ubuntu, and images of theirs."""
-    one = job("2", at(backend, "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
+    one = hosted_job("2", at(backend, "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
     agents = one.start(1)
     agents[0].wait_for("the store listens")
     agents += one.start(2)
@@ -90,10 +60,10 @@ def test_hosts_whose_own_name_is_loopback_meet(job: Callable[..., Job], backend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hosts_meet_at_a_name_of_which_they_know_one_address(
-    job: Callable[..., Job], hosts: Hosts, backend: str
+    hosted_job: Callable[..., Job], hosts: Hosts, backend: str
 ) -> None:
     hosts.give(1, "fd77::1/64")
-    one = job("2", at(backend, "head"), h1="fd77::1 head\n10.77.0.1 head\n", h2="10.77.0.1 head\n")
+    one = hosted_job("2", at(backend, "head"), h1="fd77::1 head\n10.77.0.1 head\n", h2="10.77.0.1 head\n")
     port = 29400 + (backend == "static")
     agents = one.start(1)
     agents[0].wait_for(rf"the store listens at 10\.77\.0\.1:{port} and \[fd77::1\]:{port}")
@@ -107,7 +77,7 @@ def test_hosts_meet_at_a_name_of_which_they_know_one_address(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_bound", [False, True])
 def test_hosts_meet_by_an_endpoint_that_forwards(
-    job: Callable[..., Job], hosts: Hosts, backend: str, *, is_bound: bool
+    hosted_job: Callable[..., Job], hosts: Hosts, backend: str, *, is_bound: bool
 ) -> None:
     """As a service, a load balancer and a port of a container that is published do."""
     port = 29400 + (backend == "static")
@@ -117,7 +87,7 @@ def test_hosts_meet_by_an_endpoint_that_forwards(
     assert forwarder.stdout is not None
     try:
         assert forwarder.stdout.readline() == b"ready\n"
-        one = job("2", at(backend, hosts.address(3)))
+        one = hosted_job("2", at(backend, hosts.address(3)))
         one.conf += [f"bind={hosts.address(1)}:{to}"] * is_bound
         conf = list(one.conf)
         one.conf += ["is_host=yes"] * (backend == "c10d")
@@ -136,8 +106,8 @@ def test_hosts_meet_by_an_endpoint_that_forwards(
         forwarder.stdout.close()
 
 
-def test_loopback_on_two_hosts_is_said_at_once(job: Callable[..., Job]) -> None:
-    one = job("2", at("c10d", "127.0.0.1"))
+def test_loopback_on_two_hosts_is_said_at_once(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", "127.0.0.1"))
     one.conf = ["lease_ttl=2", "join_timeout=4"]
     agents = one.start(1, 2)
     for agent in agents:
@@ -145,9 +115,9 @@ def test_loopback_on_two_hosts_is_said_at_once(job: Callable[..., Job]) -> None:
     assert [agent.end() for agent in agents] == [1, 1]
 
 
-def test_of_two_agents_at_the_endpoint_the_first_has_the_store(job: Callable[..., Job]) -> None:
+def test_of_two_agents_at_the_endpoint_the_first_has_the_store(hosted_job: Callable[..., Job]) -> None:
     """The first of them has it; when that is gone, the other one says what became of it."""
-    one = job("3", at("c10d", "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
+    one = hosted_job("3", at("c10d", "head"), h1="127.0.1.1 head\n", h2="10.77.0.1 head\n")
     one.conf.append("away_timeout=1")
     agents = one.start(1)
     agents[0].wait_for("the store listens at all")

@@ -16,10 +16,8 @@ from tests.support.helpers import descendants
 from tests.support.jobs import SOON, Agent, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-    from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.long
 
@@ -38,15 +36,11 @@ WHO = r"user \w+, pid \d+"
 
 
 @pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Iterator[Job]:
-    def meeting(number: int) -> list[str]:
-        return ["--node-rank", f"{number - 1}", "--master-addr", hosts.address(1), "--insecure"]
-
-    one = Job(tmp_path, hosts, "3", meeting)
+def job(tmp_path: Path, hosted_job: Callable[..., Job]) -> Job:
+    one = hosted_job("3", "static")
     one.conf.append("lease_ttl=30")  # an agent that is stopped is not lost
     (tmp_path / "train.py").write_text(WORKER)
-    yield one
-    one.close()
+    return one
 
 
 def started(job: Job, *options: str) -> list[Agent]:
@@ -175,7 +169,7 @@ def metrics(job: Job, number: int) -> str:
 def test_a_rank_of_another_host_that_is_slow_is_named_once(job: Job) -> None:
     """By the agent of the first node, which has asked all: of two ranks of a host, nobody can say which one is slow."""
     (job.folder / "train.py").write_text(STEPS)
-    job.env = {"PHALANX_METRICS_PORT": "127.0.0.1:9100"}
+    job.env["PHALANX_METRICS_PORT"] = "127.0.0.1:9100"
     agents = started(job)
     agents[0].wait_for("is slow", seconds=2 * SOON)
     (line,) = re.findall(r"^phalanx: (.*slow.*)$", agents[0].said, re.MULTILINE)

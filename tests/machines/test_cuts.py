@@ -86,25 +86,6 @@ def until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def test_hosts_cut_off_for_less_than_a_lease_are_not_lost(jobs: Jobs) -> None:
-    one = jobs.make("job", "4", 5)
-    one.conf[0] = "lease_ttl=15"
-    agents = one.start(1, 2, 3, 4, options=["--max-restarts", "1"])
-    everyone(agents, 0, 8)
-    for number, way in enumerate(WAYS, 1):
-        getattr(one.hosts, way)(number)
-    time.sleep(5.0)
-    for number, _ in enumerate(WAYS, 1):
-        one.hosts.heal(number)
-    one.fail(5, 0)
-    everyone(agents, 1, 8)
-    one.finish(*agents)
-    for agent in agents:
-        assert "lost" not in agent.said
-        assert re.search(r"attempt 0 failed after \S+: rank 5 on host h\d, ValueError: bad batch", agent.said)
-        assert "attempt 1 has succeeded" in agent.said
-
-
 def test_hosts_that_are_cut_off_for_a_minute(jobs: Jobs) -> None:
     """Of a range, the others go on without them, and take them in again. Of a fixed number, a restart waits for them;
     without one the job has failed on all hosts, also on the one that comes back."""

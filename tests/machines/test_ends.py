@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.helpers import alive, descendants, wait_gone
-from tests.support.jobs import TTL, UNKNOWN, Agent, EtcdJob, Job, everyone, together
+from tests.support.jobs import TTL, UNKNOWN, Agent, EtcdJob, Job, at, everyone, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 LEAVES = "SIGTERM: this node leaves the job"
+HEAD = "10.77.0.2"
 DEAF = """
 import os, signal, sys, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -101,8 +102,8 @@ def test_sigterm_takes_a_node_out_of_a_job_of_a_range(any_job: Callable[..., Job
     one.finish(agents[0], agents[2])
 
 
-def test_the_workers_of_a_node_that_leaves_have_their_notice(any_job: Callable[..., Job]) -> None:
-    one = any_job("1:2")
+def test_the_workers_of_a_node_that_leaves_have_their_notice(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("1:2", at("c10d", HEAD))
     one.conf[1] = "last_call_timeout=20"
     runs(one, NOTICED)
     agents = one.start(2, 1, options=["--notice", "USR1:30"])
@@ -112,31 +113,6 @@ def test_the_workers_of_a_node_that_leaves_have_their_notice(any_job: Callable[.
     agents[1].wait_for("saved", 2)
     everyone(agents[:1], 1, 2)
     one.finish(agents[0])
-
-
-def test_sigterm_takes_a_spare_out_and_disturbs_nobody(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
-    agents = one.start(2, 1)
-    everyone(agents, 0, 4)
-    [spare] = one.start(3)
-    spare.wait_for("this node is a spare")
-    terminate(spare)
-    assert spare.end() == 128 + signal.SIGTERM
-    assert LEAVES in spare.said
-    assert [agent.last(4)[0] for agent in agents] == [0, 0]
-    one.finish(*agents)
-
-
-def test_a_job_below_its_least_waits_for_another_node(any_job: Callable[..., Job]) -> None:
-    one = any_job("2:3")
-    agents = one.start(2, 1)
-    everyone(agents, 0, 4)
-    terminate(agents[1])
-    assert agents[1].end() == 128 + signal.SIGTERM
-    agents[0].wait_for("waiting at most .* more: 1 of 2 to 3 nodes has come")
-    agents += one.start(3)
-    together([agents[0], agents[2]], 4, 0)
-    one.finish(agents[0], agents[2])
 
 
 def test_sigterm_stops_all_where_that_is_wanted_and_at_the_store(any_job: Callable[..., Job]) -> None:
@@ -157,8 +133,8 @@ def test_sigterm_stops_all_where_that_is_wanted_and_at_the_store(any_job: Callab
 # --- a signal once the end is known
 
 
-def test_signals_at_the_end_lose_neither_the_report_nor_the_code(any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
+def test_signals_at_the_end_lose_neither_the_report_nor_the_code(job: Callable[..., Job]) -> None:
+    one = job("3")
     runs(one, DEAF)
     agents = one.start(2, 1, 3, options=["--grace", "1"])
     everyone(agents, 0, 6)
@@ -178,8 +154,8 @@ def test_signals_at_the_end_lose_neither_the_report_nor_the_code(any_job: Callab
 # --- success, and the loss of machines
 
 
-def test_a_machine_that_dies_after_success_costs_nothing(any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
+def test_a_machine_that_dies_after_success_costs_nothing(job: Callable[..., Job]) -> None:
+    one = job("3")
     runs(one, UNEVEN)
     agents = one.start(2, 1, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
@@ -192,26 +168,6 @@ def test_a_machine_that_dies_after_success_costs_nothing(any_job: Callable[..., 
     assert not any("lost" in agent.said for agent in agents)
     one.finish(*agents[:2])
     assert [agent.last(6)[0] for agent in agents[:2]] == [0, 0]
-
-
-def test_a_succeeded_machine_is_missed_at_a_restart(any_job: Callable[..., Job]) -> None:
-    one = any_job("2:3")
-    one.conf[1] = "last_call_timeout=20"
-    runs(one, UNEVEN.replace("time.sleep", "os.path.exists(sys.argv[1] + '.fail.' + rank) and sys.exit(3); time.sleep"))
-    agents = one.start(2, 1, 3, options=["--max-restarts", "1"])
-    everyone(agents, 0, 6)
-    first = agents[0].last(6)[1][0]
-    (one.folder / "end.h3").touch()
-    assert not wait_gone(descendants(agents[2].launcher()))
-    time.sleep(0.5)
-    kill(agents[2])
-    time.sleep(2.5 * TTL)
-    (one.folder / f"end.fail.{first}").touch()
-    for agent in agents[:2]:
-        agent.wait_for("attempt 1 follows")
-    (one.folder / f"end.fail.{first}").unlink()
-    everyone(agents[:2], 1, 4)
-    one.finish(*agents[:2])
 
 
 # --- contact was lost
@@ -231,27 +187,8 @@ def test_a_node_stopped_beyond_its_lease_learns_of_the_end(any_job: Callable[...
     assert known or (unknown and isinstance(one, EtcdJob)), (code, agents[2].said)
 
 
-def test_a_node_back_long_after_the_end_reports_the_truth(any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
-    one.conf.append("away_timeout=2")
-    agents = one.start(2, 1, 3)
-    everyone(agents, 0, 6)
-    workers = workers_of(agents[2])
-    os.kill(agents[2].launcher(), signal.SIGSTOP)
-    assert [agent.end() for agent in agents[:2]] == [1, 1]
-    assert not wait_gone(workers)
-    os.kill(agents[2].launcher(), signal.SIGCONT)
-    code = agents[2].end()  # what an etcd had sent it before is read first: that may be the end
-    known = code == 1 and re.search(r"Error: node \d is lost", agents[2].said)
-    assert known or (code == UNKNOWN and "Error: how the job ends is not known here: " in agents[2].said), agents[
-        2
-    ].said
-
-
-def test_a_succeeded_node_without_its_store_exits_nonzero(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
-    if isinstance(one, EtcdJob):
-        pytest.skip("an etcd does not end with an agent")
+def test_a_succeeded_node_without_its_store_exits_nonzero(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     one.conf.append("away_timeout=1")
     runs(one, UNEVEN)
     agents = one.start(2, 1)
@@ -264,8 +201,8 @@ def test_a_succeeded_node_without_its_store_exits_nonzero(any_job: Callable[...,
     assert "how the job ends is not known here: its store has not answered for 1.0s" in agents[1].said
 
 
-def test_a_worker_keeps_its_code_when_its_agent_is_killed(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_a_worker_keeps_its_code_when_its_agent_is_killed(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     runs(one, DEAF)
     agents = one.start(2, 1)
     everyone(agents, 0, 4)
@@ -282,10 +219,8 @@ def test_a_worker_keeps_its_code_when_its_agent_is_killed(any_job: Callable[...,
 # --- a store that is started again
 
 
-def test_waiting_nodes_go_on_with_a_restarted_store(any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
-    if isinstance(one, EtcdJob):
-        pytest.skip("an etcd has its keys when it starts again")
+def test_waiting_nodes_go_on_with_a_restarted_store(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", at("c10d", HEAD))
     agents = one.start(2, 1)
     agents[1].wait_for("2 of 3 nodes have come")
     kill(agents[0])
@@ -297,10 +232,8 @@ def test_waiting_nodes_go_on_with_a_restarted_store(any_job: Callable[..., Job])
     one.finish(*again)
 
 
-def test_workers_end_with_a_store_that_is_started_again(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
-    if isinstance(one, EtcdJob):
-        pytest.skip("an etcd has its keys when it starts again")
+def test_workers_end_with_a_store_that_is_started_again(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     agents = one.start(2, 1)
     everyone(agents, 0, 4)
     workers = descendants(agents[1].launcher())
@@ -318,8 +251,8 @@ def test_workers_end_with_a_store_that_is_started_again(any_job: Callable[..., J
 # --- what is left of an earlier launcher
 
 
-def test_no_attempt_begins_while_workers_have_the_orphan_grace(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_no_attempt_begins_while_workers_have_the_orphan_grace(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     runs(one, DEAF)
     options = ["--orphan-grace", "6", "--max-restarts", "2"]
     agents = one.start(2, 1, options=options)
@@ -333,8 +266,8 @@ def test_no_attempt_begins_while_workers_have_the_orphan_grace(any_job: Callable
     one.finish(*again)
 
 
-def test_the_workers_of_an_agent_that_is_stopped_end_in_time(any_job: Callable[..., Job]) -> None:
-    one = any_job("2:3")
+def test_the_workers_of_an_agent_that_is_stopped_end_in_time(job: Callable[..., Job]) -> None:
+    one = job("2:3")
     one.conf[1] = "last_call_timeout=20"
     one.conf.append("away_timeout=3")
     agents = one.start(2, 1, 3)
@@ -396,52 +329,3 @@ def test_a_run_that_begins_beside_a_stopped_one_is_the_next(job: Callable[..., E
     assert [agent.end() for agent in agents] == [128 + signal.SIGINT] * 2
     everyone(again, 0, 2)
     one.finish(*again)
-
-
-# --- who is not taken
-
-
-def test_a_launch_with_other_arguments_is_refused(
-    any_job: Callable[..., Job],
-) -> None:
-    one = any_job("2")
-    agents = one.start(2, 1)
-    everyone(agents, 0, 4)
-    [spare] = one.start(3)
-    spare.wait_for("this node is a spare")
-    one.command = [*one.command, "--lr", "0.2"]
-    [other] = one.start(1)
-    assert other.end() == 1
-    why = "the job of this id runs train.py with other arguments: another job needs another run id"
-    assert f"Error: this node is not taken: {why}" in other.said
-    one.finish(*agents, spare)
-    assert "this node was a spare, and was not needed: the job has succeeded on 2 nodes" in spare.said
-
-
-def test_a_node_with_another_restart_policy_is_refused(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
-    agents = one.start(2, options=["--max-restarts", "1"])
-    agents[0].wait_for("1 of 2 nodes has come")
-    [other] = one.start(1, options=["--max-restarts", "3", "--backoff", "2"])
-    assert other.end() == 1
-    why = "the job has --max-restarts 1, and this node was told --max-restarts 3 --backoff 2:300"
-    assert f"Error: this node is not taken: {why}" in other.said
-    agents += one.start(3, options=["--max-restarts", "1"])
-    everyone(agents, 0, 4)
-    one.finish(*agents)
-
-
-def test_machines_with_own_arguments_come_late_and_come_back(any_job: Callable[..., Job]) -> None:
-    one = any_job("1:3", store=2)
-    shared = one.command
-    agents = []
-    for number in (2, 1, 3):
-        one.command = [*shared, "--name", f"h{number}"]
-        agents += one.start(number)
-        everyone(agents, len(agents) - 1, 2 * len(agents))
-    kill(agents[1], agents[2])
-    everyone(agents[:1], together(agents[:1], 2, after=2), 2)
-    one.command = [*shared, "--name", "h1"]
-    agents[1:] = one.start(1)
-    everyone(agents, together(agents, 4, after=3), 4)
-    one.finish(*agents)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.jobs import Agent, Job, everyone
+from tests.support.jobs import Agent, Job, at, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,8 @@ def posted(agent: Agent) -> list[dict[str, Any]]:
     ]
 
 
-def test_each_machine_posts_its_own_events_with_its_place(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_each_machine_posts_its_own_events_with_its_place(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", "10.77.0.2"))
     agents = one.start(2, 1, options=["--event-log-handler", "console", "--max-restarts", "1"])
     everyone(agents, 0, 4)
     one.fail(0, 0)
@@ -51,8 +51,8 @@ def test_each_machine_posts_its_own_events_with_its_place(any_job: Callable[...,
         assert [each["agent_restarts"] for each in workers] == [0, 0, 1, 1, 1, 1]
 
 
-def test_the_failed_machine_posts_failed_and_others_do_not(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_the_failed_machine_posts_failed_and_others_do_not(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", "10.77.0.2"))
     agents = one.start(2, 1, options=["--event-log-handler", "console"])
     everyone(agents, 0, 4)
     rank = min(agents[1].last(4)[1])
@@ -66,8 +66,8 @@ def test_the_failed_machine_posts_failed_and_others_do_not(any_job: Callable[...
     assert "bad batch" in failed["raw_error"]
 
 
-def test_a_spare_that_was_not_needed_posts_nothing(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_a_spare_that_was_not_needed_posts_nothing(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", "10.77.0.2"))
     agents = one.start(2, 1)
     everyone(agents, 0, 4)
     [spare] = one.start(3, options=["--event-log-handler", "console"])
@@ -82,8 +82,8 @@ def asked(job: Job, number: int, path: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_the_health_of_an_agent_follows_its_attempts(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_the_health_of_an_agent_follows_its_attempts(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", at("c10d", "10.77.0.2"))
     agents = one.start(2, 1, options=["--max-restarts", "1"], TORCHELASTIC_HEALTH_CHECK_PORT="29777")
     everyone(agents, 0, 4)
     for number, attempt in ((1, 0), (2, 0), (1, 1), (2, 1)):

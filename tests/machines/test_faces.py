@@ -26,6 +26,8 @@ SLOWLY = """
 import os
 with open(os.environ["IMPORTED"], "a") as file:
     file.write(f"{os.getpid()}\\n")
+names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+print("the import finds", *(name for name in names if name in os.environ), flush=True)
 PID = os.getpid()
 if "BROKEN" in os.environ:
     raise ValueError("no such device")
@@ -188,23 +190,7 @@ def test_all_report_and_record_a_failure_alike(faced: Callable[[int], FacedJob])
         assert (attempt["nodes"], len(attempt["ranks"])) == (3, 2)
 
 
-def test_a_spare_has_imported_before_it_takes_over(faced: Callable[[int], FacedJob]) -> None:
-    job = faced(2)
-    agents = [job.begin(number) for number in (1, 2)]
-    for agent in agents:
-        agent.wait_for(r"worker \d 4 has what \d+ imported", 2)
-    spare = job.begin(3)
-    importer = job.importer(3)
-    assert "worker" not in spare.said
-    os.kill(agents[1].launcher(), signal.SIGKILL)
-    agents[1].end()
-    assert spare.wait_for(r"worker \d 4 has what (\d+) imported", 2) == [f"{importer}"] * 2
-    agents[0].wait_for(rf"worker \d 4 has what {job.importer(1)} imported", 4)  # in both attempts
-    job.finish(agents[0], spare)
-    assert job.importer(3) == importer
-
-
-def test_a_spare_that_cannot_import_leaves(faced: Callable[[int], FacedJob]) -> None:
+def test_a_spare_imports_before_it_takes_over_or_leaves(faced: Callable[[int], FacedJob]) -> None:
     job = faced(2)
     agents = [job.begin(number) for number in (1, 2)]
     for agent in agents:
@@ -212,5 +198,17 @@ def test_a_spare_that_cannot_import_leaves(faced: Callable[[int], FacedJob]) -> 
     broken = job.begin(3, BROKEN="")
     assert broken.end() == 1
     assert "preload: 'slowly' could not be imported" in broken.said
-    assert 'slowly.py", line 7, in <module>' in broken.said
-    job.finish(*agents)
+    assert 'slowly.py", line 9, in <module>' in broken.said
+    (job.folder / "imported3").unlink()
+    spare = job.begin(3)
+    importer = job.importer(3)
+    assert "worker" not in spare.said
+    if not job.program(3):
+        spare.wait_for("this node has imported slowly\n")
+        assert "the import finds LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID\n" in spare.said
+    os.kill(agents[1].launcher(), signal.SIGKILL)
+    agents[1].end()
+    assert spare.wait_for(r"worker \d 4 has what (\d+) imported", 2) == [f"{importer}"] * 2
+    agents[0].wait_for(rf"worker \d 4 has what {job.importer(1)} imported", 4)  # in both attempts
+    job.finish(agents[0], spare)
+    assert job.importer(3) == importer

@@ -17,13 +17,12 @@ from phalanx._run.node_workers import LOOK, LastLook
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from tests.support.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.hosts import Hosts
+    from tests.support.jobs import Job
 
 pytestmark = pytest.mark.long
 
@@ -45,29 +44,23 @@ with timer.expires(after=1 if hangs else 600, scope="step"):
 
 
 @pytest.mark.slow
-def test_a_hang_on_one_host_shows_where_all_ranks_are(tmp_path: Path, hosts: Hosts) -> None:
-    def meeting(number: int) -> list[str]:
-        return ["--node-rank", f"{number - 1}", "--master-addr", hosts.address(1), "--insecure"]
-
-    one = Job(tmp_path, hosts, "3", meeting)
+def test_a_hang_on_one_host_shows_where_all_ranks_are(tmp_path: Path, hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", "static")
     (tmp_path / "train.py").write_text(WORKER)
-    try:
-        agents = one.start(1, 2, 3)
-        agents[0].wait_for("rank 3 on host h2, Hang: 'step' .* was not left within 1 s; stopping the workers")
-        heard = time.monotonic()
-        assert [agent.end() for agent in agents] == [137] * 3, [agent.said for agent in agents]
-        assert time.monotonic() - heard < LOOK + 5  # it takes half a second where nobody else is busy
-        where = r"5 of 6 ranks wait in all_reduce \(train.py:9\); rank 3 on host h2 is in read_batch \(train.py:6\)\n"
-        for agent in agents:
-            assert re.search(r"Root Cause.*\n.*\n +host +: h2\n +rank +: 3 \(local_rank: 1\)", agent.said), agent.said
-            assert len(re.findall(rf"\n[ a-z:]+{where}", agent.said)) == 1, agent.said
-            assert "ranks 0-2, 4-5: stopped by us (SIGTERM)" in agent.said
-        for number in (1, 2, 3):
-            texts = [path.read_text() for path in (tmp_path / f"home{number}").rglob("stacks-1.txt")]
-            assert sum("in all_reduce" in text for text in texts) == (1 if number == 2 else 2)
-            assert len(texts) == 2
-    finally:
-        one.close()
+    agents = one.start(1, 2, 3)
+    agents[0].wait_for("rank 3 on host h2, Hang: 'step' .* was not left within 1 s; stopping the workers")
+    heard = time.monotonic()
+    assert [agent.end() for agent in agents] == [137] * 3, [agent.said for agent in agents]
+    assert time.monotonic() - heard < LOOK + 5  # it takes half a second where nobody else is busy
+    where = r"5 of 6 ranks wait in all_reduce \(train.py:9\); rank 3 on host h2 is in read_batch \(train.py:6\)\n"
+    for agent in agents:
+        assert re.search(r"Root Cause.*\n.*\n +host +: h2\n +rank +: 3 \(local_rank: 1\)", agent.said), agent.said
+        assert len(re.findall(rf"\n[ a-z:]+{where}", agent.said)) == 1, agent.said
+        assert "ranks 0-2, 4-5: stopped by us (SIGTERM)" in agent.said
+    for number in (1, 2, 3):
+        texts = [path.read_text() for path in (tmp_path / f"home{number}").rglob("stacks-1.txt")]
+        assert sum("in all_reduce" in text for text in texts) == (1 if number == 2 else 2)
+        assert len(texts) == 2
 
 
 class Group:

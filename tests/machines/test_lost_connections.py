@@ -16,17 +16,13 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
-from tests.support.etcd import Etcd
 from tests.support.jobs import Agent, Job, everyone
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.hosts import Hosts
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.long
 
-STORE = 4
 WORKER = """
 import os, socket
 rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
@@ -48,23 +44,18 @@ raise ConnectionResetError("connection closed by peer")
 """
 
 
-def test_a_lost_host_is_the_cause_of_lost_connections(tmp_path: Path, hosts: Hosts) -> None:
-    with Etcd(1, hosts.address(STORE), hosts.on(STORE)) as etcd:
-        meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", tmp_path.name]
-        one = Job(tmp_path, hosts, "2:3", lambda _: meeting)
-        (tmp_path / "train.py").write_text(WORKER)
-        try:
-            agents = one.start(1, 2, 3)
-            everyone(agents, 0, 6)
-            what = kill_last(agents, 0, 6)[1]
-            everyone(agents, 1, 4)  # it has cost no restart, of which there is none
-            for agent in agents:
-                assert re.search(r"rank \d on host h\d, .*; stopping the workers\n", agent.said)
-                assert re.search(rf"attempt 0 ended after \S+: {what}; attempt 1 follows", agent.said), agent.said
-            host, what = kill_last(agents, 1, 4)
-            assert [agent.end() for agent in agents] == [1], agents[0].said
-        finally:
-            one.close()
+def test_a_lost_host_is_the_cause_of_lost_connections(job: Callable[..., Job]) -> None:
+    one = job("2:3")
+    (one.folder / "train.py").write_text(WORKER)
+    agents = one.start(1, 2, 3)
+    everyone(agents, 0, 6)
+    what = kill_last(agents, 0, 6)[1]
+    everyone(agents, 1, 4)  # it has cost no restart, of which there is none
+    for agent in agents:
+        assert re.search(r"rank \d on host h\d, .*; stopping the workers\n", agent.said)
+        assert re.search(rf"attempt 0 ended after \S+: {what}; attempt 1 follows", agent.said), agent.said
+    host, what = kill_last(agents, 1, 4)
+    assert [agent.end() for agent in agents] == [1], agents[0].said
     said = agents[0].said
     assert f"Root Cause:\n  host      : {host}\n  error     : {what}\n" in said, said
     assert re.search(

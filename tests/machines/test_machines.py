@@ -124,27 +124,8 @@ def test_an_agent_that_is_killed_is_gone_on_without(any_job: Callable[..., Job])
 
 
 @pytest.mark.long
-def test_a_spare_takes_the_place_of_a_host_that_is_lost(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
-    agents = one.start(1, 2)
-    everyone(agents, 0, 4)
-    spare = one.start(3)
-    spare[0].wait_for("this node is a spare")
-    os.kill(agents[0].launcher(), signal.SIGKILL)
-    agents[0].process.wait()
-    everyone([agents[1], *spare], 1, 4)
-    one.finish(agents[1], *spare)
-    lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
-    assert re.search(rf"{lost}; stopping the workers", agents[1].said)
-    assert re.search(rf"attempt 0 ended after \S+: {lost}; {UNCOUNTED}", agents[1].said)
-    for agent in (agents[1], *spare):  # that restart is not counted among those that there may be, which is none
-        assert re.search(r"phalanx: attempt 1: 2 nodes \(.*h3.*\), 4 workers", agent.said)
-        assert "attempt 1 has succeeded" in agent.said
-
-
-@pytest.mark.long
-def test_a_host_that_comes_takes_part(any_job: Callable[..., Job]) -> None:
-    one = any_job("2:3")
+def test_a_host_that_comes_takes_part(job: Callable[..., Job]) -> None:
+    one = job("2:3")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
     agents += one.start(3)
@@ -156,26 +137,6 @@ def test_a_host_that_comes_takes_part(any_job: Callable[..., Job]) -> None:
     for agent in agents:
         assert re.search(r"attempt 1: 3 nodes \(\w+, \w+, h3\), 6 workers; this is node \d, with ranks", agent.said)
         assert "attempt 1 has succeeded" in agent.said
-
-
-@pytest.mark.long
-def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) -> None:
-    one = job("3")
-    agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
-    everyone(agents, 0, 6)
-    one.etcd.members[0].kill()
-    for agent in agents:
-        agent.wait_for("does not answer .*; the workers go on")
-    one.etcd.start()
-    for agent in agents:
-        agent.wait_for("answers again")
-        assert "stopping" not in agent.said
-    one.fail(0, 0)
-    everyone(agents, 1, 6)
-    one.finish(*agents)
-    for agent in agents:
-        assert re.search(r"attempt 0 failed after \S+: rank 0 on host h\d, ValueError: bad batch", agent.said)
-        assert "lost" not in agent.said
 
 
 @pytest.mark.long
@@ -240,12 +201,13 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(any_job: Callable[..., Job]) ->
     assert "SIGINT: stopping the job on all nodes" in agents[1].said
     for agent in agents:
         assert "the job was stopped: SIGINT on host h2" in agent.said
+        assert re.search(r"STOPPED\n-+\n  cause     : SIGINT on host h2\n", agent.report)
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
 @pytest.mark.long
-def test_a_machine_that_fails_its_check_before_an_attempt_leaves(any_job: Callable[..., Job], tmp_path: Path) -> None:
-    one, checks = any_job("2", store=1), tmp_path / "checks"
+def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[..., Job], tmp_path: Path) -> None:
+    one, checks = job("2"), tmp_path / "checks"
     check = f"echo checked; echo >> {checks}; test $(wc -l < {checks}) = 1 || {{ echo GPU 3 is broken; exit 4; }}"
     budget = ("--max-restarts", "1")
     agents = [*one.start(1, options=budget), *one.start(2, options=[*budget, "--node-check", check])]
@@ -264,8 +226,8 @@ def test_a_machine_that_fails_its_check_before_an_attempt_leaves(any_job: Callab
 
 
 @pytest.mark.long
-def test_a_stop_between_two_attempts_is_what_ends_the_job(any_job: Callable[..., Job]) -> None:
-    one = any_job("2")
+def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., Job]) -> None:
+    one = job("2")
     agents = one.start(1, 2, options=["--max-restarts", "1", "--backoff", "1h:1h"])
     everyone(agents, 0, 4)
     one.fail(3, 0)
@@ -280,29 +242,30 @@ def test_a_stop_between_two_attempts_is_what_ends_the_job(any_job: Callable[...,
 @pytest.mark.long
 def test_who_was_told_of_another_job_is_refused(any_job: Callable[..., Job], tmp_path: Path) -> None:
     one = any_job("2")
-    agents = one.start(1, 2)
+    agents = one.start(1, 2, options=["--max-restarts", "1"])
     everyone(agents, 0, 4)
-    one.nodes = "3"
-    stranger = one.start(3)[0]
-    assert stranger.end() == 1
-    assert "Error: this node is not taken: the job is one of 2 nodes, and this node was told 3" in stranger.said
-    one.nodes, ours = "2", one.command
-    one.command = [shutil.copy(ours[0], str(tmp_path / "eval.py")), *ours[1:]]
-    stranger = one.start(3)[0]
-    assert stranger.end() == 1
-    assert "not taken: the job of this id runs train.py, and this node was told eval.py: another job" in stranger.said
-    one.start(3, options=["--role", "evaluator"])[0].wait_for("this node is a spare")
-    one.finish(*agents)
-
-
-@pytest.mark.long
-def test_two_jobs_after_each_other_with_one_name(job: Callable[..., EtcdJob]) -> None:
-    one = job("2")
-    for _ in range(2):
-        agents = one.start(1, 2)
-        everyone(agents, 0, 4)
-        one.finish(*agents)
-        one.end.unlink()
+    ours = one.command
+    other = shutil.copy(ours[0], str(tmp_path / "eval.py"))
+    for nodes, command, restarts, why in (
+        ("3", ours, ["1"], "the job is one of 2 nodes, and this node was told 3"),
+        ("2", [other, *ours[1:]], ["1"], "the job of this id runs train.py, and this node was told eval.py: another"),
+        (
+            "2",
+            [*ours, "--lr", "0.2"],
+            ["1"],
+            "the job of this id runs train.py with other arguments: another job needs",
+        ),
+        ("2", ours, ["3", "--backoff", "2"], "the job has --max-restarts 1, and this node was told --max-restarts 3 "),
+    ):
+        one.nodes, one.command = nodes, command
+        (stranger,) = one.start(3, options=["--max-restarts", *restarts])
+        assert stranger.end() == 1
+        assert f"Error: this node is not taken: {why}" in stranger.said
+    one.nodes, one.command = "2", [other, *ours[1:]]
+    (spare,) = one.start(3, options=["--max-restarts", "1", "--role", "evaluator"])
+    spare.wait_for("this node is a spare")
+    one.finish(*agents, spare)
+    assert "this node was a spare, and was not needed: the job has succeeded on 2 nodes" in spare.said
 
 
 READ = """

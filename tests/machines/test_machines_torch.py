@@ -13,39 +13,32 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
-from tests.support.etcd import Etcd
 from tests.support.helpers import descendants
-from tests.support.jobs import Job
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.hosts import Hosts
+    from tests.support.jobs import Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(500)]
 
-STORE = 4
 EXAMPLE = os.path.abspath("examples/digits_ddp.py")
 LONG = 150.0
 """Seconds in which six ranks have imported torch, on a machine that is busy."""
 PRELOAD = "torch,torch._dynamo,sklearn.datasets"
 
 
-def test_digits_ddp_trains_on_three_hosts_after_a_kill(tmp_path: Path, hosts: Hosts) -> None:
-    with Etcd(1, hosts.address(STORE), hosts.on(STORE)) as etcd:
-        meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", tmp_path.name]
-        one = Job(tmp_path, hosts, "3", lambda _: meeting)
-        one.env = {"GLOO_SOCKET_IFNAME": "eth0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        one.command = [EXAMPLE, "--checkpoint", str(tmp_path / "digits.pt")]
-        try:
-            agents = one.start(1, 2, 3, options=["--max-restarts", "1", "--preload", PRELOAD])
-            agents[0].wait_for("step 1 loss", seconds=LONG)
-            below = descendants(agents[1].process.pid)
-            (victim,) = (pid for pid in below if writes_to(pid).endswith("attempt_0/1/stdout.log"))
-            os.kill(victim, signal.SIGKILL)
-            assert [agent.end(LONG) for agent in agents] == [0, 0, 0], [agent.said for agent in agents]
-        finally:
-            one.close()
+def test_digits_ddp_trains_on_three_hosts_after_a_kill(tmp_path: Path, job: Callable[..., Job]) -> None:
+    one = job("3")
+    one.env = {"GLOO_SOCKET_IFNAME": "eth0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    one.command = [EXAMPLE, "--checkpoint", str(tmp_path / "digits.pt")]
+    agents = one.start(1, 2, 3, options=["--max-restarts", "1", "--preload", PRELOAD])
+    agents[0].wait_for("step 1 loss", seconds=LONG)
+    below = descendants(agents[1].process.pid)
+    (victim,) = (pid for pid in below if writes_to(pid).endswith("attempt_0/1/stdout.log"))
+    os.kill(victim, signal.SIGKILL)
+    assert [agent.end(LONG) for agent in agents] == [0, 0, 0], [agent.said for agent in agents]
     weights = {found for agent in agents for found in re.findall(r"rank \d of 6 done, weights (\w+)", agent.said)}
     assert len(weights) == 1
     for agent in agents:

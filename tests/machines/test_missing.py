@@ -12,58 +12,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.machines.test_addresses import at, job
-from tests.machines.test_hosted import BACKENDS, SECRET
 from tests.support.helpers import wait_gone
-from tests.support.jobs import Job, everyone
+from tests.support.jobs import BACKENDS, SECRET, Job, at, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.support.hosts import Hosts
 
-__all__ = ["job"]  # a fixture
 pytestmark = pytest.mark.long
 
 HEAD = "10.77.0.1"
-SERVICES = {
-    "http": (
-        "import socket\n"
-        "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
-        "    print(flush=True)\n"
-        "    while True:\n"
-        "        one, _ = it.accept()\n"
-        "        one.recv(1024)\n"
-        "        one.sendall(b'HTTP/1.1 400 Bad Request\\r\\nServer: nginx\\r\\nConnection: close\\r\\n\\r\\n')\n"
-        "        one.close()\n"
-    ),
-    "closes": (
-        "import socket\n"
-        "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
-        "    print(flush=True)\n"
-        "    while True:\n"
-        "        one, _ = it.accept()\n"
-        "        one.recv(16)\n"
-        "        one.close()\n"
-    ),
-    "changes": (
-        "import itertools, socket\n"
-        "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
-        "    print(flush=True)\n"
-        "    for number in itertools.count():\n"
-        "        one, _ = it.accept()\n"
-        "        one.recv(1024)\n"
-        "        if number > 5:\n"
-        "            one.sendall(b'HTTP/1.1 400 Bad Request\\r\\nServer: nginx\\r\\nConnection: close\\r\\n\\r\\n')\n"
-        "        one.close()\n"
-    ),
-    "silent": (
-        "import socket, time\n"
-        "with socket.create_server((sys.argv[1], int(sys.argv[2]))) as it:\n"
-        "    print(flush=True)\n"
-        "    time.sleep(600)\n"
-    ),
-}
+SERVICE = """
+import itertools, socket, sys
+host, port, first, then = sys.argv[1:]
+with socket.create_server((host, int(port))) as it:
+    print(flush=True)
+    for number in itertools.count():
+        one, _ = it.accept()
+        what = first if number < 6 else then
+        if what == "silent":
+            sys.stdin.read()
+        one.recv(1024)
+        if what == "http":
+            one.sendall(b"HTTP/1.1 400 Bad Request\\r\\nServer: nginx\\r\\nConnection: close\\r\\n\\r\\n")
+        one.close()
+"""
 SAYS = {
     "http": r"what answers there is no agent, it speaks HTTP: another port is needed",
     "closes": r"what listens there closes the connection: another service, torchrun's store perhaps, or .* that ends",
@@ -86,8 +60,8 @@ def told_on_page(said: str) -> set[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[..., Job], backend: str) -> None:
-    one = job("3", at(backend, HEAD))
+def test_each_console_says_who_is_missing_and_what_to_type_there(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", at(backend, HEAD))
     one.env["PET_MONITOR_INTERVAL"] = "1"
     agents = one.start(1)
     is_static, line = backend == "static", ""
@@ -121,40 +95,31 @@ def test_each_console_says_who_is_missing_and_what_to_type_there(job: Callable[.
     assert not wait_gone([third.pid])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_job_that_has_waited_in_vain_names_who_is_missing(job: Callable[..., Job], backend: str) -> None:
-    one = job("3", at(backend, HEAD))
+def test_a_job_that_has_waited_in_vain_names_who_is_missing(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", at("static", HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=3.5"]
     agents = one.start(1, 2)
     assert [agent.end() for agent in agents] == [1, 1]
-    who = r"0 \(h1\), 1 \(h2\); node 2 is missing" if backend == "static" else r"h\d, h\d; 1 more is needed"
+    who = r"0 \(h1\), 1 \(h2\); node 2 is missing"
     for agent in agents:
         assert re.search(rf"^phalanx: Error: within 3\.5s, 2 of 3 nodes have come: {who}$", agent.said, re.MULTILINE), (
             agent.said
         )
 
 
-def test_a_range_waits_for_its_least(job: Callable[..., Job]) -> None:
-    one = job("2:3", at("c10d", HEAD))
-    agents = one.start(1)
-    agents[0].wait_for(r"phalanx: waiting at most \S+ more: 1 of 2 to 3 nodes has come: h1; 1 more is needed\n")
-    agents += one.start(2)
-    everyone(agents, 0, 4)
-    one.finish(*agents)
-
-
-def test_one_node_and_one_worker_are_in_the_singular(job: Callable[..., Job]) -> None:
-    one = job("1:2", at("c10d", HEAD))
+def test_one_node_and_one_worker_are_in_the_singular(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("1:2", at("c10d", HEAD))
     agents = one.start(1, options=["--nproc-per-node", "1"])
     agents[0].wait_for(r"phalanx: 1 node \(h1\), 1 worker; this is node 0, with rank 0\n")
     one.finish(*agents)
 
 
 @contextmanager
-def serving(hosts: Hosts, service: str) -> Iterator[None]:
-    """Have another service at the endpoint."""
-    command = [*hosts.on(1), sys.executable, "-c", f"import sys\n{SERVICES[service]}", HEAD, "29400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+def serving(hosts: Hosts, service: str, then: str = "") -> Iterator[None]:
+    """Have another service at the endpoint; ``then``: and yet another one after some connections."""
+    command = [*hosts.on(1), sys.executable, "-c", SERVICE, HEAD, "29400", service, then or service]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as other:
         try:
             assert other.stdout is not None
             other.stdout.readline()
@@ -164,8 +129,8 @@ def serving(hosts: Hosts, service: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("service", SAYS)
-def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts: Hosts, service: str) -> None:
-    one = job("2", at("c10d", HEAD))
+def test_another_service_at_the_endpoint_is_named(hosted_job: Callable[..., Job], hosts: Hosts, service: str) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=4"]
     with serving(hosts, service):
         agents = one.start(1, 2)
@@ -180,13 +145,15 @@ def test_another_service_at_the_endpoint_is_named(job: Callable[..., Job], hosts
 
 
 @pytest.mark.parametrize("backend", ["c10d", "etcd"])
-def test_the_error_names_the_latest_reason_of_silence(job: Callable[..., Job], hosts: Hosts, backend: str) -> None:
+def test_the_error_names_the_latest_reason_of_silence(
+    hosted_job: Callable[..., Job], hosts: Hosts, backend: str
+) -> None:
     """Nobody listens there; what listens closes the connection; it speaks HTTP."""
-    one = job("2", at(backend, HEAD))
+    one = hosted_job("2", at(backend, HEAD))
     one.conf = ["lease_ttl=2", "join_timeout=8"]
     agents = one.start(2, options=["--run-id", "reasons"])
     agents[0].wait_for(r"does not answer \(.*Connection refused\); it is tried again\n")
-    with serving(hosts, "changes"):
+    with serving(hosts, "closes", "http"):
         agents += one.start(1, options=["--run-id", "reasons"])
         latest = SAYS["http"] if backend == "c10d" else SAYS["http"].replace("agent", "etcd")
         closes = SAYS["closes"] if backend == "c10d" else "Connection reset by peer|Socket closed"
@@ -198,9 +165,9 @@ def test_the_error_names_the_latest_reason_of_silence(job: Callable[..., Job], h
         assert re.search(rf"Error: .*: {latest}\n", agent.said), agent.said
 
 
-def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Hosts) -> None:
+def test_a_port_that_is_free_later_is_taken(hosted_job: Callable[..., Job], hosts: Hosts) -> None:
     """It was that of the run before, which was ending."""
-    one = job("2", at("c10d", HEAD))
+    one = hosted_job("2", at("c10d", HEAD))
     with serving(hosts, "closes"):
         agents = one.start(1, 2)
         agents[0].wait_for(f"{HEAD}:29400 is in use on this machine, and not by an agent of this job")
@@ -208,7 +175,7 @@ def test_a_port_that_is_free_later_is_taken(job: Callable[..., Job], hosts: Host
     one.finish(*agents)
 
 
-def test_why_an_endpoint_cannot_be_reached_is_said(job: Callable[..., Job]) -> None:
+def test_why_an_endpoint_cannot_be_reached_is_said(hosted_job: Callable[..., Job]) -> None:
     """Nobody is there yet; there is no machine; its name is not known."""
     for where, conf, why in (
         (HEAD, "", r"nobody listens there: Connection refused"),
@@ -223,15 +190,15 @@ def test_why_an_endpoint_cannot_be_reached_is_said(job: Callable[..., Job]) -> N
             "'nobody.invalid': (Temporary failure in name resolution|Name or service not known)",
         ),
     ):
-        one = job("2", at("c10d", where))
+        one = hosted_job("2", at("c10d", where))
         one.conf = ["lease_ttl=2", "join_timeout=4", *filter(None, [conf])]
         (agent,) = one.start(2)
         assert agent.end() == 1
         assert re.search(why, agent.said), agent.said
 
 
-def test_who_speaks_another_protocol_is_told_of(job: Callable[..., Job], hosts: Hosts) -> None:
-    one = job("2", at("c10d", HEAD))
+def test_who_speaks_another_protocol_is_told_of(hosted_job: Callable[..., Job], hosts: Hosts) -> None:
+    one = hosted_job("2", at("c10d", HEAD))
     agents = one.start(1)
     agents[0].wait_for("has come: h1")
     script = (
@@ -251,8 +218,8 @@ def test_who_speaks_another_protocol_is_told_of(job: Callable[..., Job], hosts: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_dry_run_says_what_is_at_the_endpoint(job: Callable[..., Job], backend: str) -> None:
-    one = job("2", at(backend, HEAD))
+def test_a_dry_run_says_what_is_at_the_endpoint(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("2", at(backend, HEAD))
     port = 29400 + (backend == "static")
     the_agent = f"the agent{' of node 0' if backend == 'static' else ''} at {HEAD}:{port}"
     for number, said in (

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.hosts import Hosts
-
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 ALL_HANG = """
@@ -38,14 +36,8 @@ def events(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def static(folder: Path, hosts: Hosts, nodes: str) -> Job:
-    return Job(folder, hosts, nodes, lambda number: [
-        "--node-rank", f"{number - 1}", "--master-addr", hosts.address(1), "--insecure",
-    ])  # fmt: skip
-
-
-def test_one_of_three_machines_runs_the_commands(tmp_path: Path, any_job: Callable[..., Job]) -> None:
-    one = any_job("3")
+def test_one_of_three_machines_runs_the_commands(tmp_path: Path, job: Callable[..., Job]) -> None:
+    one = job("3")
     agents = one.start(1, 2, 3, options=[*options(tmp_path), "--max-restarts", "1"])
     everyone(agents, 0, 6)
     one.fail(3, 0)
@@ -57,14 +49,11 @@ def test_one_of_three_machines_runs_the_commands(tmp_path: Path, any_job: Callab
     assert "rank 5: ValueError: bad batch of rank 5" in events(tmp_path)[2]
 
 
-def test_a_job_in_which_all_ranks_hang_has_one_event(tmp_path: Path, hosts: Hosts) -> None:
-    one = static(tmp_path, hosts, "3")
+def test_a_job_in_which_all_ranks_hang_has_one_event(tmp_path: Path, hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", "static")
     (tmp_path / "train.py").write_text(ALL_HANG)
-    try:
-        agents = one.start(1, 2, 3, options=[*options(tmp_path), "--hang-timeout", "1"])
-        assert [agent.end() for agent in agents] == [137] * 3, [agent.said for agent in agents]
-    finally:
-        one.close()
+    agents = one.start(1, 2, 3, options=[*options(tmp_path), "--hang-timeout", "1"])
+    assert [agent.end() for agent in agents] == [137] * 3, [agent.said for agent in agents]
     hung = [event for event in events(tmp_path) if event.startswith("hung")]
     assert len(hung) == 1, events(tmp_path)
     host, by = re.findall(r"^hung of (\S+) by (\S+) rank \d on host \S+, Hang: no heartbeat", hung[0])[0]
@@ -72,22 +61,19 @@ def test_a_job_in_which_all_ranks_hang_has_one_event(tmp_path: Path, hosts: Host
     assert [event.split(" of ")[0] for event in events(tmp_path)].count("failed") == 1
 
 
-def test_a_success_and_a_stop(tmp_path: Path, hosts: Hosts) -> None:
-    one = static(tmp_path, hosts, "2")
-    try:
-        agents = one.start(1, 2, options=options(tmp_path))
-        everyone(agents, 0, 4)
-        one.finish(*agents)
-        assert [event.split(" by ")[0] for event in events(tmp_path)] == ["started of h1", "succeeded of h1"]
-        (tmp_path / "events").unlink()
-        one.end.unlink()
-        agents = one.start(1, 2, options=options(tmp_path))
-        everyone(agents, 0, 4)
-        agents[1].process.send_signal(signal.SIGINT)
-        assert [agent.end() for agent in agents] == [130, 130]
-        assert [event.split(" by ")[0] for event in events(tmp_path)] == ["started of h1", "stopped of h1"]
-    finally:
-        one.close()
+def test_a_success_and_a_stop(tmp_path: Path, hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("2", "static")
+    agents = one.start(1, 2, options=options(tmp_path))
+    everyone(agents, 0, 4)
+    one.finish(*agents)
+    assert [event.split(" by ")[0] for event in events(tmp_path)] == ["started of h1", "succeeded of h1"]
+    (tmp_path / "events").unlink()
+    one.end.unlink()
+    agents = one.start(1, 2, options=options(tmp_path))
+    everyone(agents, 0, 4)
+    agents[1].process.send_signal(signal.SIGINT)
+    assert [agent.end() for agent in agents] == [130, 130]
+    assert [event.split(" by ")[0] for event in events(tmp_path)] == ["started of h1", "stopped of h1"]
 
 
 def test_the_loss_of_the_first_machine_is_an_event(tmp_path: Path, job: Callable[..., Job]) -> None:
@@ -103,17 +89,14 @@ def test_the_loss_of_the_first_machine_is_an_event(tmp_path: Path, job: Callable
     assert [event.split(" of ")[0] for event in events(tmp_path)] == ["started", "failed"]
 
 
-def test_the_loss_of_the_store_is_an_event_all_the_same(tmp_path: Path, hosts: Hosts) -> None:
-    one = static(tmp_path, hosts, "3")
+def test_the_loss_of_the_store_is_an_event_all_the_same(tmp_path: Path, hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", "static")
     one.conf.append("away_timeout=3")
     one.env["TMPDIR"] = str(tmp_path)
-    try:
-        agents = one.start(1, 2, 3, options=options(tmp_path))
-        everyone(agents, 0, 6)
-        until(lambda: len(events(tmp_path)) == 1)
-        agents[0].process.kill()
-        assert 0 not in [agent.end() for agent in agents[1:]], [agent.said for agent in agents]
-        until(lambda: len(events(tmp_path)) > 1)
-    finally:
-        one.close()
+    agents = one.start(1, 2, 3, options=options(tmp_path))
+    everyone(agents, 0, 6)
+    until(lambda: len(events(tmp_path)) == 1)
+    agents[0].process.kill()
+    assert 0 not in [agent.end() for agent in agents[1:]], [agent.said for agent in agents]
+    until(lambda: len(events(tmp_path)) > 1)
     assert [event.split(" by ")[0] for event in events(tmp_path)] == ["started of h1", "failed of h2"]

@@ -11,34 +11,29 @@ import pytest
 from tests.page.test_pages import check
 from tests.support.browser import browser
 from tests.support.helpers import descendants, wait_gone
-from tests.support.jobs import Job, ending
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from tests.support.hosts import Hosts
+    from tests.support.jobs import Job
 
 pytestmark = pytest.mark.long
 
 
-def test_each_host_has_a_page_that_names_the_lost_one(tmp_path: Path, hosts: Hosts) -> None:
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(1)}:29400", "--run-id", "night"]
-    with ending(hosts) as made:
-        job = Job(tmp_path, hosts, "3", lambda _number: where)
-        job.env = {"PHALANX_JOB_SECRET": "0123456789abcdef0123456789abcdef"}
-        made.append(job)
-        first, second, third = job.start(1, 2, 3)
-        for agent in job.agents:
-            agent.workers(0, 6)
-        below = descendants(third.process.pid)
-        os.kill(third.launcher(), signal.SIGKILL)
-        assert not wait_gone(below)
-        pages = []
-        for agent in (first, second):
-            assert agent.end() == 1
-            (page,) = agent.home.glob("phalanx/runs/*/report.html")
-            assert agent.said.splitlines()[-1] == f"phalanx: page: {page}"
-            pages.append(page)
+def test_each_host_has_a_page_that_names_the_lost_one(hosted_job: Callable[..., Job]) -> None:
+    job = hosted_job("3", "c10d")
+    first, second, third = job.start(1, 2, 3)
+    for agent in job.agents:
+        agent.workers(0, 6)
+    below = descendants(third.process.pid)
+    os.kill(third.launcher(), signal.SIGKILL)
+    assert not wait_gone(below)
+    pages = []
+    for agent in (first, second):
+        assert agent.end() == 1
+        (page,) = agent.home.glob("phalanx/runs/*/report.html")
+        assert agent.said.splitlines()[-1] == f"phalanx: page: {page}"
+        pages.append(page)
     with browser() as one:
         for page in pages:
             check(page, one)

@@ -65,26 +65,6 @@ class Preloads:
         return [int(line) for line in path.read_text().split()]
 
 
-def test_a_spare_has_imported_before_it_takes_over(job: Callable[..., EtcdJob]) -> None:
-    preloads = Preloads(job("2"))
-    agents = [preloads.start(number) for number in (1, 2)]
-    everyone(agents, 0, 4)
-    spare = preloads.start(3, GATE=str(preloads.gate))
-    spare.wait_for("the job runs on 2 nodes; this node is a spare, and imports slowly\n")
-    preloads.gate.touch()
-    spare.wait_for("this node has imported slowly\n")
-    [pid] = preloads.pids(spare)
-    assert "the import finds LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID\n" in spare.said
-    os.kill(agents[0].launcher(), signal.SIGKILL)
-    agents[0].process.wait()
-    everyone([agents[1], spare], 1, 4)
-    assert len(spare.wait_for(rf"fork \d True of {pid}\n", 2)) == 2
-    assert len(agents[1].wait_for(rf"fork \d True of {preloads.pids(agents[1])[0]}\n", 4)) == 4  # in both attempts
-    preloads.job.finish(agents[1], spare)
-    assert preloads.pids(spare) == [pid]
-    assert not any(alive(each) for agent in preloads.job.agents for each in preloads.pids(agent))
-
-
 def test_a_spare_that_cannot_import_leaves_the_job(job: Callable[..., EtcdJob]) -> None:
     preloads = Preloads(job("2"))
     agents = [preloads.start(number) for number in (1, 2)]
@@ -106,9 +86,7 @@ def test_a_spare_that_cannot_import_leaves_the_job(job: Callable[..., EtcdJob]) 
     assert not any(alive(pid) for agent in preloads.job.agents for pid in preloads.pids(agent))
 
 
-def test_a_node_that_imports_late_hears_and_reports_failures(
-    job: Callable[..., EtcdJob],
-) -> None:
+def test_a_node_that_imports_late_hears_and_reports_failures(job: Callable[..., EtcdJob]) -> None:
     preloads = Preloads(job("2"))
     first = preloads.start(1, "--max-restarts", "1")
     second = preloads.start(2, "--max-restarts", "1", GATE=str(preloads.gate), BROKEN="")

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.machines.test_hosted import BACKENDS, PORTS, SECRET, job
 from tests.support import strangers
-from tests.support.etcd import Etcd
-from tests.support.jobs import SOON, Job, everyone
+from tests.support.etcd import Etcd, make_certificates
+from tests.support.jobs import BACKENDS, SECRET, SOON, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +28,12 @@ if TYPE_CHECKING:
     from tests.support.hosts import Hosts
     from tests.support.jobs import Agent
 
-__all__ = ["job"]  # a fixture
 pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("PHALANX_TEST_SECONDS", "4"))
 STORE = 4
+PORTS = {"static": 29501, "c10d": 29400}
+"""Where the agent of host 1 listens."""
 DESCRIPTORS = 256
 """That an agent may have: fewer than there are strangers."""
 MOST_GROWTH = 32 << 10
@@ -41,8 +41,8 @@ MOST_GROWTH = 32 << 10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_three_hosts_one_has_another_secret(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "3")
+def test_of_three_hosts_one_has_another_secret(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", backend)
     agents = one.start(1, 2)
     agents[0].wait_for("phalanx: ", 0)
     agents[1].wait_for("answers again|phalanx: ", 0)
@@ -78,14 +78,13 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """Takes an etcd over that has a password: with its space used up, it forgets to check who asks. Then reads all keys."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_three_messages_that_take_an_etcd_over_change_nothing(job: Callable[..., Job], backend: str) -> None:
+def test_three_messages_that_take_an_etcd_over_change_nothing(hosted_job: Callable[..., Job]) -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("the extra `etcd` is not installed")
-    one = job(backend, "2")
+    one = hosted_job("2", "c10d")
     agents = one.start(1, 2, options=["--max-restarts", "1"])
     everyone(agents, 0, 4)
-    command = [*one.hosts.on(3), sys.executable, "-c", THREE, f"{one.hosts.address(1)}:{PORTS[backend]}"]
+    command = [*one.hosts.on(3), sys.executable, "-c", THREE, f"{one.hosts.address(1)}:{PORTS['c10d']}"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert set(done.stdout.split()) <= {"UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN"}, done
     assert len(done.stdout.split()) == 4
@@ -97,30 +96,11 @@ def test_three_messages_that_take_an_etcd_over_change_nothing(job: Callable[...,
     assert "does not answer" not in agents[1].said.split("nodes (", 1)[1]
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and certificates of it for the host of the etcd: a valid one, and one that has expired."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
-    openssl("req", *curve, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=host")
-    (folder / "names").write_text(f"subjectAltName=IP:10.77.0.{STORE}\n")
-    for name, days in (("cert", "2"), ("expired", "-1")):
-        openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
-                "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
-    return folder
-
-
-def test_of_three_hosts_one_has_a_certificate_that_has_expired(
-    tmp_path: Path, hosts: Hosts, certificates: Path
-) -> None:
+def test_of_three_hosts_one_has_a_certificate_that_has_expired(tmp_path: Path, hosts: Hosts) -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("the extra `etcd` is not installed")
-    ca, cert, key, expired = (str(certificates / f"{name}.pem") for name in ("ca", "cert", "key", "expired"))
+    make_certificates(tmp_path, hosts.address(STORE))
+    ca, cert, key, expired = (str(tmp_path / f"{name}.pem") for name in ("ca", "cert", "key", "expired"))
     options = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca, "--client-cert-auth"]
     with Etcd(1, hosts.address(STORE), hosts.on(STORE), options) as etcd:
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", "night7"]
@@ -163,8 +143,8 @@ def usage(agent: Agent) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strangers_at_every_port_disturb_nobody(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "3")
+def test_strangers_at_every_port_disturb_nobody(hosted_job: Callable[..., Job], backend: str) -> None:
+    one = hosted_job("3", backend)
     one.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "0.0.0.0:8080"
     agents = one.start(1, 2, 3, options=["--max-restarts", "2"])
     for agent in agents:

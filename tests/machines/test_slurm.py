@@ -166,15 +166,6 @@ def test_all_nodes_of_a_step_are_told_the_same_and_their_ranks(slurm: Slurm) -> 
     assert found_by(slurm, "--nodes=1", "--ntasks=2") == [["h1", "alone"]] * 2
 
 
-def test_the_batch_script_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
-    with Batch(tmp_path, slurm) as batch:
-        batch.save()
-        batch.wait_until(lambda: batch.state() == "COMPLETED")
-        assert batch.run_of("goes on", f"slurm-{batch.job}.0"), batch.said
-        for rank in range(3):
-            assert f"3 nodes (h1, h2, h3), 6 workers; this is node {rank}" in batch.said
-
-
 def test_a_job_that_is_told_of_its_end_saves_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
     with Batch(tmp_path, slurm) as batch:
         batch.wait_until(lambda: len(batch.lines("begins")) == 6)
@@ -232,6 +223,8 @@ def test_a_drained_node_keeps_its_job_and_takes_no_other(slurm: Slurm, tmp_path:
             update("state=resume")
         next_one.wait_until(lambda: next_one.state() == "COMPLETED")
         assert next_one.run_of("goes on", f"slurm-{next_one.job}.0"), next_one.said
+        for rank in range(3):
+            assert f"3 nodes (h1, h2, h3), 6 workers; this is node {rank}" in next_one.said
 
 
 def test_a_job_goes_on_without_a_node_that_is_down(slurm: Slurm, tmp_path: Path) -> None:

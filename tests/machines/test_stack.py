@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.etcd import Etcd
-from tests.support.jobs import SOON, Agent, Job
+from tests.support.jobs import SOON, Agent, EtcdJob, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from tests.support.hosts import Hosts
 
@@ -58,20 +56,14 @@ class Question:
         return out, err
 
 
-def started(folder: Path, hosts: Hosts, meeting: Callable[[int], Sequence[str]], *conf: str) -> tuple[Job, list[Agent]]:
-    """A job of three hosts, whose ranks are where they are going to stay."""
-    one = Job(folder, hosts, "3", meeting)
-    one.conf += conf
-    (folder / "train.py").write_text(WORKER)
+def started(one: Job) -> list[Agent]:
+    """Start a job of three hosts, whose ranks are where they are going to stay then."""
+    (one.folder / "train.py").write_text(WORKER)
     os.mkfifo(one.end)
-    try:
-        agents = one.start(1, 2, 3)
-        for agent in agents:
-            agent.wait_for("there", 2)
-    except BaseException:
-        one.close()
-        raise
-    return one, agents
+    agents = one.start(1, 2, 3)
+    for agent in agents:
+        agent.wait_for("there", 2)
+    return agents
 
 
 def ask(one: Job, numbers: Sequence[int], pattern: str, *options: str, err: str = "") -> None:
@@ -95,81 +87,63 @@ def everywhere(one: Job, host: str) -> str:
     )
 
 
-def test_where_the_ranks_of_all_hosts_are(tmp_path: Path, hosts: Hosts) -> None:
-    def meeting(number: int) -> list[str]:
-        return ["--node-rank", f"{number - 1}", "--master-addr", hosts.address(1), "--insecure"]
+def test_where_the_ranks_of_all_hosts_are(hosted_job: Callable[..., Job]) -> None:
+    one = hosted_job("3", "static")
+    one.conf.append("lease_ttl=30")  # an agent that is stopped is not lost
+    agents = started(one)
+    ask(one, [3, 1], everywhere(one, "h2"))
+    two = r"rank 1 on host h1 is in all_reduce \(.*\); rank 3 on host h2 is in read_batch \(.*"
+    ask(one, [1], two, "--rank", "3", "--rank", "1")
+    ask(one, [3], r"both ranks are in all_reduce \(train.py:8\)\n\nranks 4-5:.*", "--local")
+    _, err = Question(one, 2, "--rank", "7").answer(2)
+    assert err.endswith("Error: --rank: this run has no rank 7\n")
+    _, err = Question(one, 2, "--rank", "1", "--local").answer(2)
+    assert err.endswith("Error: --rank: this machine has no rank 1\n")
 
-    one, agents = started(tmp_path, hosts, meeting, "lease_ttl=30")  # an agent that is stopped is not lost
-    try:
-        ask(one, [3, 1], everywhere(one, "h2"))
-        two = r"rank 1 on host h1 is in all_reduce \(.*\); rank 3 on host h2 is in read_batch \(.*"
-        ask(one, [1], two, "--rank", "3", "--rank", "1")
-        ask(one, [3], r"both ranks are in all_reduce \(train.py:8\)\n\nranks 4-5:.*", "--local")
-        _, err = Question(one, 2, "--rank", "7").answer(2)
-        assert err.endswith("Error: --rank: this run has no rank 7\n")
-        _, err = Question(one, 2, "--rank", "1", "--local").answer(2)
-        assert err.endswith("Error: --rank: this machine has no rank 1\n")
+    os.kill(agents[1].launcher(), signal.SIGSTOP)
+    on_its_own = Question(one, 2)
+    why = "its agent has not answered within 5.0s"
+    rest = rf"4 of 6 ranks are in all_reduce \(.*\); ranks 2-3 on host h2 show no Python stack \({why}\)\n"
+    ask(one, [1], rf"{rest}.*\nranks 2-3 on host h2: no Python stack: {why}\n")
+    alone = "phalanx: these are the ranks of this machine alone: its launcher has not answered within 3 s\n"
+    out, err = on_its_own.answer()
+    shown = " ".join(re.findall(r"(?m)^ranks? ([\d, -]+):", out))
+    assert (set(re.findall(r"\d+", shown)), err) == ({"2", "3"}, alone)
+    os.kill(agents[1].launcher(), signal.SIGCONT)
+    ask(one, [2], everywhere(one, "h2"))
 
-        os.kill(agents[1].launcher(), signal.SIGSTOP)
-        on_its_own = Question(one, 2)
-        why = "its agent has not answered within 5.0s"
-        rest = rf"4 of 6 ranks are in all_reduce \(.*\); ranks 2-3 on host h2 show no Python stack \({why}\)\n"
-        ask(one, [1], rf"{rest}.*\nranks 2-3 on host h2: no Python stack: {why}\n")
-        alone = "phalanx: these are the ranks of this machine alone: its launcher has not answered within 3 s\n"
-        out, err = on_its_own.answer()
-        shown = " ".join(re.findall(r"(?m)^ranks? ([\d, -]+):", out))
-        assert (set(re.findall(r"\d+", shown)), err) == ({"2", "3"}, alone)
-        os.kill(agents[1].launcher(), signal.SIGCONT)
-        ask(one, [2], everywhere(one, "h2"))
+    assert len([*one.folder.rglob("control.sock")]) == len(agents)
+    os.kill(agents[2].launcher(), signal.SIGINT)
+    assert [agent.end() for agent in agents] == [130] * 3
+    assert [*one.folder.rglob("control.sock")] == []
 
-        assert len([*tmp_path.rglob("control.sock")]) == len(agents)
-        os.kill(agents[2].launcher(), signal.SIGINT)
-        assert [agent.end() for agent in agents] == [130] * 3
-        assert [*tmp_path.rglob("control.sock")] == []
-    finally:
-        one.close()
+
+def keys(one: EtcdJob) -> list[str]:
+    """The keys that the etcd has."""
+    (answer,) = one.ask("kv/range", json.dumps({"key": "AA==", "range_end": "AA==", "keys_only": True}))
+    found = [base64.b64decode(each["key"]).decode() for each in answer["kvs"]]
+    assert any(key.endswith("/job/state") for key in found)
+    return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="the extra `etcd` is not installed")
-def test_an_etcd_keeps_nothing_of_a_look_and_may_be_away(tmp_path: Path, hosts: Hosts) -> None:
-    etcd = Etcd(1, hosts.address(4), hosts.on(4))
-    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", "night"]
+def test_an_etcd_keeps_nothing_of_a_look_and_may_be_away(job: Callable[..., EtcdJob]) -> None:
+    one = job("3")
+    agents = started(one)
+    # Ranks are given in the order of coming: which host has rank 3 is seen.
+    number = next(agent.number for agent in agents if "ranks 2-3" in agent.said)
+    ask(one, [1, 2, 3], everywhere(one, f"h{number}"))
+    until = time.monotonic() + SOON
+    while any("look" in key for key in keys(one)):
+        assert time.monotonic() < until
+
+    one.etcd.members[0].signal(signal.SIGSTOP)
     try:
-        etcd.start()
-        one, agents = started(tmp_path, hosts, lambda _: where)
-        try:
-            # Ranks are given in the order of coming: which host has rank 3 is seen.
-            number = next(agent.number for agent in agents if "ranks 2-3" in agent.said)
-            ask(one, [1, 2, 3], everywhere(one, f"h{number}"))
-            until = time.monotonic() + SOON
-            while any("look" in key for key in keys(one, etcd)):
-                assert time.monotonic() < until
-
-            etcd.members[0].signal(signal.SIGSTOP)
-            agents[number - 1].wait_for("does not answer .*; the workers go on")
-            alone = "phalanx: these are the ranks of this machine alone: the store does not answer\n"
-            ask(one, [number], r"rank 2 is in all_reduce \(.*\); rank 3 is in read_batch \(.*", err=alone)
-        finally:
-            etcd.members[0].signal(signal.SIGCONT)
-            one.close()
+        agents[number - 1].wait_for("does not answer .*; the workers go on")
+        alone = "phalanx: these are the ranks of this machine alone: the store does not answer\n"
+        ask(one, [number], r"rank 2 is in all_reduce \(.*\); rank 3 is in read_batch \(.*", err=alone)
     finally:
-        etcd.close()
-
-
-def keys(job: Job, etcd: Etcd) -> list[str]:
-    """The keys that the etcd has, asked on its own host."""
-    script = (
-        "import sys, urllib.request\n"
-        "request = urllib.request.Request(sys.argv[1], data=sys.argv[2].encode())\n"
-        "print(urllib.request.urlopen(request, timeout=20).read().decode())\n"
-    )
-    what = json.dumps({"key": "AA==", "range_end": "AA==", "keys_only": True})
-    url = f"http://{etcd.endpoints}/v3/kv/range"
-    command = [*job.hosts.on(4), sys.executable, "-c", script, url, what]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SOON).stdout
-    found = [base64.b64decode(one["key"]).decode() for one in json.loads(said)["kvs"]]
-    assert any(key.endswith("/job/state") for key in found)
-    return found
+        one.etcd.members[0].signal(signal.SIGCONT)
 
 
 GUEST = """
@@ -187,10 +161,11 @@ finally:
 """
 
 
-def test_an_agent_that_shows_no_stacks_is_named(tmp_path: Path, hosts: Hosts) -> None:
+def test_an_agent_that_shows_no_stacks_is_named(hosts: Hosts, hosted_job: Callable[..., Job]) -> None:
     where = ["--node-rank", "0", "--master-addr", hosts.address(1), "--master-port", "29500", "--insecure"]
-    one = Job(tmp_path, hosts, "2", lambda _: where)
-    (tmp_path / "train.py").write_text(WORKER)
+    one = hosted_job("2", lambda _: where)
+    one.env.clear()
+    (one.folder / "train.py").write_text(WORKER)
     os.mkfifo(one.end)
     command = [*hosts.on(2), sys.executable, "-c", GUEST, f"{hosts.address(1)}:29500", "1"]
     agents = one.start(1)
@@ -204,4 +179,3 @@ def test_an_agent_that_shows_no_stacks_is_named(tmp_path: Path, hosts: Hosts) ->
     finally:
         guest.kill()
         guest.communicate()
-        one.close()

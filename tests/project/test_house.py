@@ -74,8 +74,8 @@ KEPT_APART = {
             "_rendezvous/questions",
             *("_rendezvous/store_view", "_run/job_node", "_run/job_run", "_run/node_team"),
             *("_run/node_thread", "_run/node_workers", "_store/hub/server"),
-            *(f"_store/etcd/{name}" for name in ("etcd_store", "session", "watches")),
-            *(f"_store/hub/{name}" for name in ("connection", "handshake", "hub_store", "keys", "link")),
+            *(f"_store/etcd/{name}" for name in ("etcd_store", "session")),
+            *(f"_store/hub/{name}" for name in ("connection", "hub_store", "keys", "link", "wire")),
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},

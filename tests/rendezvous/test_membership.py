@@ -233,12 +233,6 @@ def test_a_node_that_leaves_costs_no_restart_if_enough_stay(kind: Any) -> None:
     assert not made.job.ends[-1].failed
 
 
-def test_a_node_that_is_gone_is_told_of() -> None:
-    made = Leader(running("a", "b")).at(1, node("a"))
-    assert made.job is None
-    assert (made.stop.kind, made.stop.node, made.stop.host) == ("lost", "b", "host-b")
-
-
 def test_a_node_whose_entry_is_gone_for_a_moment_is_not_lost() -> None:
     """Etcd may have ended its lease by mistake; it enters again then."""
     leader = Leader(running("a", "b", "c", least=3, most=3), RULES._replace(lost_after=0.5, return_timeout=7.0))
@@ -439,6 +433,8 @@ def test_who_cannot_take_part_is_told_why(stranger: Node, why: str) -> None:
 def test_ranks_that_were_given() -> None:
     made = Leader(FORMING).at(1, node("a", order=1), node("b", order=0))
     assert names(made.job) == ["b", "a"]
+    made = Leader(Job(0, "forming", 3, 3)).at(1, node("a", 3, 3), node("b", 3, 3, order=1), node("c", 3, 3))
+    assert names(made.job) == ["a", "b", "c"]
 
 
 def test_a_rank_that_is_given_twice_is_waited_for_a_while() -> None:
@@ -516,11 +512,6 @@ def test_a_node_that_has_left_after_its_success() -> None:
     failed = replace(FAILED, node="a")
     ended = node("a", generation=0, outcome="failed", **facts), *here[1:]
     assert names(leader.at(100, *ended, stop=failed).job) == ["a", "c"]
-
-
-def test_ranks_that_are_given_to_some() -> None:
-    made = Leader(Job(0, "forming", 3, 3)).at(1, node("a", 3, 3), node("b", 3, 3, order=1), node("c", 3, 3))
-    assert names(made.job) == ["a", "b", "c"]
 
 
 def leads(job: Job | None, *nodes: Node, keep: bool = True) -> Transaction:

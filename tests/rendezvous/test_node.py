@@ -178,12 +178,6 @@ def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
     assert story.asked[0].transaction.writes[1] == Put("evidence/0/a", b"left", JOB)
 
 
-def test_it_ends_its_workers_when_another_has_said_so() -> None:
-    story = Story().run()
-    stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
-    assert story.writes("job/stop/0", stop) == [life.Heard(stop), life.End(stop)]
-
-
 def test_a_lease_that_is_lost_costs_no_workers() -> None:
     story = Story().run()
     story.tell(Away("no answer"))
@@ -220,9 +214,13 @@ def test_a_node_reports_workers_that_end_late_before_ready() -> None:
     assert (story.node.state, story.entry().state) == ("WAITING", "ready")
 
 
-def test_a_job_of_which_nothing_is_left_is_over() -> None:
+ANOTHER = Entry("job/state", records.write(replace(RUNS, members=MEMBERS[:1])), 90, 91)
+
+
+@pytest.mark.parametrize("left", [(), (ANOTHER, Entry("job/leader", b"b", 89, 89))], ids=["nothing", "another job"])
+def test_a_job_of_which_nothing_is_left_is_over(left: tuple[Entry, ...]) -> None:
     story = Story().run()
-    due = story.tell(Snapshot("job/", story.revision + 5, ()))
+    due = story.tell(Snapshot("job/", 92, left))
     assert kinds(due) == ["End"]
     story.gone("stopped")
     finish = finish_of(story.due)
@@ -238,14 +236,6 @@ def test_it_waits_for_the_others_and_then_leaves() -> None:
     story.answer()
     assert story.node.wake == 7.0
     assert story.wait(7) == [life.Finish("succeeded", "", RUNS)]
-
-
-def test_a_failure_elsewhere_after_its_own_success() -> None:
-    story = Story().run()
-    story.gone("succeeded")
-    story.answer()
-    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
-    assert (story.node.state, story.entry().state) == ("WAITING", "ready")
 
 
 def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
@@ -607,14 +597,10 @@ def test_a_node_that_failed_to_start_workers_tries_again() -> None:
     story = Story().enter()
     story.take(story.node.cannot_start("no module", story.now))
     assert life.Start(RUNS, 1) in story.writes("job/state", RUNS)
+    assert story.take(story.node.cannot_start("no module", story.now)) == []  # its workers' end is going to tell that
+    assert story.node.state == "RUNNING"
     story.gone("failed")
     assert story.node.state == "WAITING"
-
-
-def test_who_runs_and_cannot_start_a_worker_tells_with_their_end() -> None:
-    story = Story().run()
-    assert story.take(story.node.cannot_start("no module", story.now)) == []
-    assert story.node.state == "RUNNING"
 
 
 def test_a_departure_after_its_success_does_not_undo_that() -> None:
@@ -628,15 +614,6 @@ def test_a_departure_after_its_success_does_not_undo_that() -> None:
     failed.take(failed.node.ask_leave("preempted", failed.now))
     due = failed.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
     assert life.Finish("left", "preempted", RUNS) in due
-
-
-def test_another_job_of_the_same_id_is_not_taken_for_its_own() -> None:
-    story = Story().run()
-    state = Entry("job/state", records.write(replace(RUNS, members=MEMBERS[:1])), 90, 91)
-    due = story.tell(Snapshot("job/", 92, (state, Entry("job/leader", b"b", 89, 89))))
-    assert kinds(due) == ["End"]
-    story.gone("stopped")
-    assert finish_of(story.due).state == "unknown"
 
 
 def test_unreadable_evidence_is_read_again_without_a_new_verdict() -> None:

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._rendezvous import questions, stack_report
+from phalanx._rendezvous import records, stack_report
 from phalanx._rendezvous.life import Found
-from phalanx._rendezvous.questions import MOST_ANSWER
-from phalanx._rendezvous.records import DamagedError, Job, Member
+from phalanx._rendezvous.records import MOST_SHARE, DamagedError, Job, Member
 from phalanx._rendezvous.stack_report import Answer, JobStacks
 from phalanx._stacks import dump
 
@@ -59,7 +58,7 @@ def test_what_is_too_long_is_cut_and_every_rank_stays(threads: int, deep: int, n
     count = 64 if nodes == 1 else 16
     texts = {rank: text(f"step_{rank}", threads=threads, deep=deep) for rank in range(count)}
     data = stack_report.write(texts, 0, nodes)
-    assert len(data) <= (MOST_ANSWER if nodes == 1 else questions.share(nodes))
+    assert len(data) <= (MOST_SHARE if nodes == 1 else records.share(nodes))
     answer = stack_report.read(data)
     assert answer.cut == cut
     where = {first: dump.location(one.text) for one in answer.stacks for first, _ in one.ranks}
@@ -82,7 +81,7 @@ def test_of_too_many_places_the_largest_and_the_rarest_are_told() -> None:
 def test_one_text_that_is_too_long_loses_its_middle() -> None:
     for nodes in (1, 5000):
         data = stack_report.write({0: "# no Python stack: it is no Python program\n" + "x" * (1 << 20)}, 0, nodes)
-        assert len(data) <= (MOST_ANSWER if nodes == 1 else 4 << 10)
+        assert len(data) <= (MOST_SHARE if nodes == 1 else 4 << 10)
         assert stack_report.read(data).stacks[0].text.startswith("# no Python stack: it is no Python program\nxx")
 
 
@@ -121,7 +120,7 @@ def test_garbage_is_no_answer(data: bytes) -> None:
         b'{"cut": 4}',
         b'{"stacks": [{"ranks": [[-1, 2]], "text": ""}]}',
         b'{"stacks": [{"ranks": [[0]], "text": ""}]}',
-        b'{"stacks": [{"ranks": [], "text": "' + b"x" * (MOST_ANSWER + 1) + b'"}]}',
+        b'{"stacks": [{"ranks": [], "text": "' + b"x" * (MOST_SHARE + 1) + b'"}]}',
         b'{"why": "' + b"x" * 3000 + b'"}',
     ],
 )

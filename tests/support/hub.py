@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
-from phalanx._store.hub.handshake import AgentSide, StoreSide
+from phalanx._store.hub.wire import AgentSide, StoreSide
 from tests.support.stores import SOON
 
 SCRIPT = """

@@ -29,6 +29,10 @@ TTL = 2
 UNKNOWN = 69
 """The exit code of a node that cannot learn how its job has ended."""
 
+SECRET = "0123456789abcdef0123456789abcdef"  # noqa: S105 - of the tests
+BACKENDS = ["static", "c10d"]
+"""Those of jobs whose store one of their agents has."""
+
 WORKER = """
 import os, signal, sys, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -115,7 +119,7 @@ class Job:
     def __init__(self, folder: Path, hosts: Hosts, nodes: str, meeting: Callable[[int], Sequence[str]]) -> None:
         self.folder, self.hosts, self.nodes, self.meeting = folder, hosts, nodes, meeting
         self.conf = [f"lease_ttl={TTL}", "last_call_timeout=1", "join_timeout=60"]
-        self.env: dict[str, str] = {}
+        self.env = {"PHALANX_JOB_SECRET": SECRET}
         self.end = folder / "end"
         script = folder / "train.py"
         script.write_text(WORKER)
@@ -155,6 +159,22 @@ class Job:
                         os.kill(pid, signal.SIGKILL)
 
 
+def by_master(host: str) -> Callable[[int], Sequence[str]]:
+    """The options by which machines meet at the first one, as torchrun's users type them."""
+    return lambda number: ["--node-rank", f"{number - 1}", "--master-addr", host]
+
+
+def at(backend: str, host: str, port: int = 29400) -> Callable[[int], Sequence[str]]:
+    """The options by which machines meet at an endpoint."""
+
+    def options(number: int) -> Sequence[str]:
+        if backend == "static":
+            return ["--node-rank", f"{number - 1}", "--rdzv-endpoint", f"{host}:{port}"]
+        return ["--rdzv-backend", backend, "--rdzv-endpoint", f"{host}:{port}"]
+
+    return options
+
+
 @contextmanager
 def ending(hosts: Hosts) -> Iterator[list[Job]]:
     """Return a list for jobs: afterwards the hosts are healed, and what is left of the jobs is ended."""
@@ -178,6 +198,7 @@ class EtcdJob(Job):
 
     def __init__(self, folder: Path, hosts: Hosts, etcd: Etcd, nodes: str) -> None:
         super().__init__(folder, hosts, nodes, self._meet)
+        self.env.clear()
         self.etcd = etcd
         self.endpoints = [member.endpoint for member in etcd.members]
 

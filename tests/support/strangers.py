@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from phalanx._store.hub import messages, wire
 from phalanx._store.hub.addresses import HubSettings
-from phalanx._store.hub.handshake import AgentSide
+from phalanx._store.hub.wire import AgentSide
 
 MOST = 320
 """Connections to each port at a time: more than an agent of this test may have descriptors."""

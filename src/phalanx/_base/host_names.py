@@ -56,6 +56,25 @@ def look_up(host: str, port: int, *, datagram: bool = False, seconds: float = LO
     return found
 
 
+def split_addresses(host: str) -> tuple[list[str], list[str]]:
+    """Return the addresses of a name that this machine has, and those that it has not: a socket can be bound, or not.
+
+    Each list is sorted. Raises OSError, UnicodeError: as `look_up`.
+    """
+    import socket
+
+    here, elsewhere = set[str](), set[str]()
+    for family, kind, _, _, address in look_up(host, 0):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+        except OSError:
+            elsewhere.add(str(address[0]))
+        else:
+            here.add(str(address[0]))
+    return sorted(here), sorted(elsewhere)
+
+
 def is_unknown(error: Exception) -> bool:
     """Whether a look-up has failed of a name that nobody knows now, but may know later."""
     import socket

@@ -33,8 +33,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or (":" in host and not host.endswith("]")) or text.endswith("]"):
         host, text = endpoint.strip(), "0"
     if not (text.isdecimal() and text.isascii() and int(text) <= _MOST_PORT):
-        msg = f"expected a port, 0 to {_MOST_PORT}, after the last colon, got {endpoint!r}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a port, 0 to {_MOST_PORT}, after the last colon, got {endpoint!r}")
     return host.removeprefix("[").removesuffix("]"), int(text)
 
 
@@ -72,22 +71,13 @@ def where_is(host: str) -> Literal["here", "elsewhere", "unknown"]:
     """
     if host in ("", "localhost", os.uname().nodename):
         return "here"
-    import socket
-
-    from phalanx._base.host_names import is_unknown, look_up
+    from phalanx._base.host_names import is_unknown, split_addresses
 
     try:
-        found = look_up(host, 0)
+        here, _ = split_addresses(host)
     except (OSError, UnicodeError) as error:
         return "unknown" if is_unknown(error) else "elsewhere"
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as bound:
-                bound.bind(address)
-        except OSError:
-            continue
-        return "here"
-    return "elsewhere"
+    return "here" if here else "elsewhere"
 
 
 def read_settings(text: str) -> dict[str, str]:
@@ -108,14 +98,11 @@ def read_settings(text: str) -> dict[str, str]:
             try:
                 parse_duration(value)
             except ValueError as error:
-                msg = f"{text!r}: {key}: {error}"
-                raise ValueError(msg) from None
+                raise ValueError(f"{text!r}: {key}: {error}") from None
         if key in _WHOLE and not (value.isascii() and value.isdecimal()):
-            msg = f"{text!r}: {key}: expected a whole number, got {value!r}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: {key}: expected a whole number, got {value!r}")
         if key in _YES_NO and value.lower() not in (*TRUE, *FALSE):
-            msg = f"{text!r}: {key}: expected yes or no, got {value!r}"
-            raise ValueError(msg)
+            raise ValueError(f"{text!r}: {key}: expected yes or no, got {value!r}")
         settings[key] = value
     return settings
 

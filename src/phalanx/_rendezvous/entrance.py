@@ -247,8 +247,7 @@ def _serve_or_find(
             return None
         whose, why = (", and not by an agent of this job", word.why) if isinstance(word, Away) else (_EARLIER, "")
         if clock.now() + AGAIN >= until:
-            msg = f"{where} is in use on this machine{whose}{why and f': {why}'}"
-            raise OSError(msg)
+            raise OSError(f"{where} is in use on this machine{whose}{why and f': {why}'}")
         line = f"{where} is in use on this machine{whose}{why and f' ({why})'}; it is tried again"
         if line not in said:
             said.add(line)
@@ -282,8 +281,7 @@ def _check_open_files(nodes: int) -> None:
     """Raises OSError: each node has a connection to the store, and this process may not have so many files open."""
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], nodes + OWN_FILES
     if most != resource.RLIM_INFINITY and most < needed:
-        msg = (
+        raise OSError(
             f"the agent that has the store has a connection to each of {nodes} nodes, and needs {needed} open files:"
             f" it may have {most} (ulimit -n)"
         )
-        raise OSError(msg)

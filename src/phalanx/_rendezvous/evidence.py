@@ -1,6 +1,6 @@
 """Writes what the workers of a node leave at the end of a generation, and makes one report of that of all nodes.
 
-A node writes `MOST_BYTES` at most, and of many nodes a share of `ALL_BYTES`, for each of them reads it all: long texts
+A node writes `records.share` bytes at most, for each of the others reads it all: long texts
 lose their middles, those of the first failure last; then later failures go, and outcomes. Moments of different machines
 are not compared: the first failure is that of the node whose `Stop` was written. But a worker that has lost a
 connection is not the cause where one of another node has failed of something else; and of a hang, each node writes
@@ -29,13 +29,6 @@ from phalanx._stacks.dump import Location
 from phalanx._store.store import Entry
 from phalanx._timers.hang_reporter import HangReporter
 
-MOST_BYTES = 128 << 10
-"""Of the evidence of one node."""
-
-ALL_BYTES = 8 << 20
-"""Of the evidence of all, unless there are so many that `_LEAST_BYTES` of each are more."""
-
-_LEAST_BYTES = 4 << 10
 _MOST = 1 << 16
 _MOST_NUMBER, _MOST_MOMENT = 2**31, 253402214400
 _LONGEST = 32 << 10  # characters of a text, at first; halved until all fits
@@ -192,7 +185,7 @@ def stop_of(
 def write(me: Node, left: Left, first_rank: int, error: str = "", nodes: int = 1) -> bytes:
     """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on."""
     result, hangs = left.result, left.hangs
-    most = max(_LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // nodes))
+    most = records.share(nodes)
     summaries = {} if hangs is None else hangs.summaries
     places = () if hangs is None else _places(hangs.whereabouts, first_rank, most // 4)
     failures = sorted(result.failures.values(), key=lambda failure: failure.first_key)

@@ -89,8 +89,7 @@ def step(state: str, event: str) -> tuple[str, tuple[str, ...]]:
     try:
         return TABLE[state, event]
     except KeyError:
-        msg = f"a node that is {state} cannot see {event}"
-        raise LookupError(msg) from None
+        raise LookupError(f"a node that is {state} cannot see {event}") from None
 
 
 class Watch(NamedTuple):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import records
 from phalanx._rendezvous.life import Answer, Answered, Effect, Found, Submit, Unwatch, Watch
-from phalanx._rendezvous.records import MOST_QUESTION, DamagedError, Job, Question, Refusal, Told
+from phalanx._rendezvous.records import MOST_QUESTION, MOST_SHARE, DamagedError, Job, Question, Refusal, Told, share
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import OWN, Changed, Created, Delete, Done, Entry, Put, Snapshot, StoreEvent, Transaction
 
@@ -39,12 +39,6 @@ PATIENCE = 5.0
 INTERVAL = 1.0
 """Seconds from one taking of the stacks of a node to the next."""
 
-MOST_ANSWER = 128 << 10
-"""Bytes of a node's answer that is taken; for the share of each, where there are many, see `share`."""
-
-ALL_BYTES = 8 << 20
-"""Of the answers of all nodes, unless there are so many that `_LEAST_BYTES` of each are more."""
-
 MOST_TOGETHER = 64
 """Questions that are answered with the same stacks; others wait for the next ones."""
 
@@ -56,16 +50,6 @@ NOT_KNOWN = "its agent does not know that question"
 _NOT_ASKED = "the store could not be asked"
 _RETRY = 1.0  # seconds after which a deletion is tried again
 _REMEMBERED = 256  # questions that are not there any more, and are not answered again if they seem to be
-_LEAST_BYTES = 4 << 10
-
-
-def share(nodes: int) -> int:
-    """Return how many bytes the answer of one of ``nodes`` may have.
-
-    >>> share(2), share(128), share(100_000)
-    (131072, 65536, 4096)
-    """
-    return max(_LEAST_BYTES, min(MOST_ANSWER, ALL_BYTES // max(1, nodes)))
 
 
 def refuse(why: str) -> bytes:
@@ -89,8 +73,8 @@ def tell(found: Found) -> bytes:
     answers = {}
     for node, data in found.answers.items():
         try:
-            is_other = "stacks" in records.read_object(Entry(node, data, 0, 0))
-            why = "its agent is of an earlier release, and does not know that question" if is_other else ""
+            records.read_object(Entry(node, data, 0, 0))
+            why = ""
         except DamagedError as error:
             why = f"what its agent has answered cannot be read: {error}"
         answers[node] = records.Raw(refuse(why) if why else data)
@@ -159,7 +143,7 @@ class Questions:
                 for entry in event.entries if isinstance(event, Snapshot) else event.written:
                     node = entry.key.removeprefix(asked.prefix)
                     if node in asked.nodes and entry.value:  # others have no part in the job
-                        asked.answers[node] = entry.value if len(entry.value) <= MOST_ANSWER else b""
+                        asked.answers[node] = entry.value if len(entry.value) <= MOST_SHARE else b""
         elif isinstance(event, Done) and event.ticket < 0:
             self._done(event, now)
         else:

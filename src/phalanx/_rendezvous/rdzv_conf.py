@@ -80,8 +80,7 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
         try:
             found["bind"] = split_endpoint(conf["bind"])
         except ValueError as error:
-            msg = f"bind: {error}"
-            raise ValueError(msg) from None
+            raise ValueError(f"bind: {error}") from None
     if "encrypt" in conf:
         found["encrypt"] = _encryption(conf["encrypt"])
     for name in ("ca", "cert", "key"):
@@ -99,15 +98,13 @@ def _check_belonging(conf: Mapping[str, str], *, is_hosted: bool, has_password: 
     """Refuse settings of another kind of store, and those of which others are missing. Raises ValueError."""
     given = [name for name in _OF_ETCD if name in conf]
     if is_hosted and given:
-        msg = f"{given[0]}: it is for an etcd of your own; one of this job's agents has the store"
-        raise ValueError(msg)
+        raise ValueError(f"{given[0]}: it is for an etcd of your own; one of this job's agents has the store")
     given = [name for name in ("bind", "encrypt") if name in conf]
     if given and not is_hosted:
         msg = f"{given[0]}: it is for a store that one of this job's agents has, and not for an etcd of your own"
         raise ValueError(msg)
     if ("user" in conf) != ("password_file" in conf) and not ("user" in conf and has_password):
-        msg = f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})"
-        raise ValueError(msg)
+        raise ValueError(f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})")
     if ("cert" in conf) != ("key" in conf):
         raise ValueError("cert and key belong together; one of them is missing")
 
@@ -122,11 +119,9 @@ def _check_tls(conf: Mapping[str, str]) -> None:
     try:
         files.read()
     except OSError as error:  # it could be read just now
-        msg = f"{error.filename}: {error.strerror}"
-        raise ValueError(msg) from None
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
     if expired := files.expired():
-        msg = f"cert: {expired}"
-        raise ValueError(msg)
+        raise ValueError(f"cert: {expired}")
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:
@@ -134,8 +129,7 @@ def agent_port(conf: Mapping[str, str], default: int) -> int:
     if "agent_port" in conf:
         text = conf["agent_port"]
         if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and 0 < int(text) <= _MOST_PORT):
-            msg = f"agent_port: expected whole numbers, 1 to {_MOST_PORT}, got {text!r}"
-            raise ValueError(msg)
+            raise ValueError(f"agent_port: expected whole numbers, 1 to {_MOST_PORT}, got {text!r}")
         return int(text)
     if default > _MOST_PORT:
         msg = f"agent_port=PORT is needed: the port of the workers is {_MOST_PORT}, and there is none after it"
@@ -200,24 +194,20 @@ def seconds(name: str, text: str) -> float:
     try:
         number = parse_duration(text)
     except ValueError as error:
-        msg = f"{name}: {error}"
-        raise ValueError(msg) from None
+        raise ValueError(f"{name}: {error}") from None
     if number >= _MOST_SECONDS:
-        msg = f"{name}: {text!r}: expected less than {_MOST_SECONDS:,.0f} seconds"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: {text!r}: expected less than {_MOST_SECONDS:,.0f} seconds")
     return number
 
 
 def _encryption(text: str) -> str:
     if text not in ("auto", "require", "no"):
-        msg = f"encrypt: expected auto, require or no, got {text!r}"
-        raise ValueError(msg)
+        raise ValueError(f"encrypt: expected auto, require or no, got {text!r}")
     if text == "require":
         from phalanx._store.hub.wire import NEEDS, can_encrypt
 
         if not can_encrypt():
-            msg = f"encrypt: require: {NEEDS} is needed, whose OpenSSL has TLS 1.3 with pre-shared keys"
-            raise ValueError(msg)
+            raise ValueError(f"encrypt: require: {NEEDS} is needed, whose OpenSSL has TLS 1.3 with pre-shared keys")
     return text
 
 
@@ -231,8 +221,7 @@ def _read(name: str, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(_MOST_FILE)
     except OSError as error:
-        msg = f"{name}: {path}: {error.strerror}"
-        raise ValueError(msg) from None
+        raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
 class Given(NamedTuple):
@@ -264,8 +253,7 @@ def machines_of(given: Given) -> Machines:
     is_hosted = given.backend in (STATIC, C10D)
     found = _static(given) if given.backend == STATIC else _numbered(given, is_hosted=is_hosted)
     if given.keep and is_hosted:
-        msg = f"keep: {CANNOT_KEEP}"
-        raise ValueError(msg)
+        raise ValueError(f"keep: {CANNOT_KEEP}")
     fields = machine_settings(given.conf, os.environ, is_hosted=is_hosted) | found | dict(given.more)
     endpoints = fields.pop("endpoints")
     return Machines(*given.nodes, given.backend, endpoints, given.address, keep=given.keep, **fields)
@@ -278,11 +266,9 @@ def _static(given: Given) -> dict[str, Any]:
         msg = f"max_nodes: {least}:{most}: with {given.words[0]} static, a fixed number of machines takes part"
         raise ValueError(msg)
     if given.rank is None or not 0 <= given.rank < most:
-        msg = f"rank: expected the rank of this machine, 0 to {most - 1}, got {given.rank}"
-        raise ValueError(msg)
+        raise ValueError(f"rank: expected the rank of this machine, 0 to {most - 1}, got {given.rank}")
     if len(given.endpoints) != 1:
-        msg = f"endpoint: expected one machine, that of node rank 0; got {len(given.endpoints)}"
-        raise ValueError(msg)
+        raise ValueError(f"endpoint: expected one machine, that of node rank 0; got {len(given.endpoints)}")
     host, port = given.endpoints[0]
     port = port or STATIC_PORT
     _check_host(host)
@@ -299,11 +285,9 @@ def _numbered(given: Given, *, is_hosted: bool) -> dict[str, Any]:
     default = C10D_PORT if is_hosted else ETCD_PORT
     what = "where the machine is that has the store" if is_hosted else "where the etcd is"
     if not given.endpoints or not all(host for host, _ in given.endpoints):
-        msg = f"endpoint: expected {what}, like host:{default}; it is not given"
-        raise ValueError(msg)
+        raise ValueError(f"endpoint: expected {what}, like host:{default}; it is not given")
     if is_hosted and len(given.endpoints) > 1:
-        msg = f"endpoint: expected one machine, which has the store; got {len(given.endpoints)}"
-        raise ValueError(msg)
+        raise ValueError(f"endpoint: expected one machine, which has the store; got {len(given.endpoints)}")
     host = given.endpoints[0][0]
     _check_host(host)
     if not given.run_id and not is_hosted:
@@ -328,9 +312,8 @@ def _secret(given: Given, host: str, endpoint: str) -> bytes:
     if secret or given.insecure or is_loopback(host):
         return secret
     _, file, insecure = given.words
-    msg = (
+    raise ValueError(
         f"endpoint: the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each"
         f" (`openssl rand -hex 32` makes one), or let {file} name a file that holds it. {insecure} does without: "
         "whoever reaches that port can then stop the job, or lead it astray"
     )
-    raise ValueError(msg)

@@ -53,6 +53,11 @@ LONGEST_DELAY = 1e9
 """Seconds."""
 MOST_QUESTION = 4096
 """Characters of a question."""
+MOST_SHARE = 128 << 10
+"""Bytes of what one node writes that each other one may read: its evidence, its answer to a question; see `share`."""
+ALL_SHARES = 8 << 20
+"""Of what all nodes write, unless there are so many that `_LEAST_SHARE` of each are more."""
+_LEAST_SHARE = 4 << 10
 
 _Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+\Z")]
 _Text = Annotated[str, Meta(max_length=MOST_LINE)]
@@ -380,18 +385,16 @@ def decode(decoder: msgspec.json.Decoder[T], entry: Entry) -> T:
         why = "arrays or objects within each other, too deep"
     except (msgspec.MsgspecError, UnicodeError) as error:
         why = str(error)
-    msg = f"{entry.key}: {why}"
-    raise DamagedError(msg)
+    raise DamagedError(f"{entry.key}: {why}")
 
 
 def read_job(entry: Entry) -> Job:
     """Return the job that a key holds. Raises DamagedError; OtherVersionError, whatever else the key holds then."""
     if (version := version_of(entry)) != VERSION:
-        msg = (
+        raise OtherVersionError(
             f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are"
             " of another release of Phalanx"
         )
-        raise OtherVersionError(msg)
     job = read(Job, entry)
     # The parts of a job fit together, as leaders write them.
     wrong = {
@@ -403,8 +406,7 @@ def read_job(entry: Entry) -> Job:
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
-            msg = f"{entry.key}: `$.{name}` does not fit the rest"
-            raise DamagedError(msg)
+            raise DamagedError(f"{entry.key}: `$.{name}` does not fit the rest")
     return job
 
 
@@ -434,6 +436,15 @@ def success_of(node: str) -> str:
 def one_line(text: str) -> str:
     """Cut a line to what a record takes."""
     return text if len(text) <= MOST_LINE else f"{text[: MOST_LINE - 1]}…"
+
+
+def share(nodes: int) -> int:
+    """Return how many bytes one of ``nodes`` may write that all others read.
+
+    >>> share(2), share(128), share(100_000)
+    (131072, 65536, 4096)
+    """
+    return max(_LEAST_SHARE, min(MOST_SHARE, ALL_SHARES // max(1, nodes)))
 
 
 _MOST = 1 << 20  # ranks: of more, nothing is told

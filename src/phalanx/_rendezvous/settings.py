@@ -37,8 +37,7 @@ def check_text(what: str, most: int, name: str = "") -> str:
     ValueError: role: expected 10 characters or less, got 11
     """
     if len(what) > most:
-        msg = f"{name and f'{name}: '}expected {most} characters or less, got {len(what)}"
-        raise ValueError(msg)
+        raise ValueError(f"{name and f'{name}: '}expected {most} characters or less, got {len(what)}")
     return what
 
 
@@ -50,8 +49,7 @@ def check_number(what: int, least: int, most: int, name: str) -> None:
     ValueError: nproc: expected a whole number, 1 to 5, got 0
     """
     if not least <= what <= most:
-        msg = f"{name}: expected a whole number, {least} to {most}, got {what!r}"
-        raise ValueError(msg)
+        raise ValueError(f"{name}: expected a whole number, {least} to {most}, got {what!r}")
 
 
 ETCD = ("etcd", "etcd-v3", "etcd-v2")

@@ -1,6 +1,6 @@
 """The stacks of all ranks of a job, as its nodes answer with them to `questions.STACKS`. Pure.
 
-Equal stacks are written once. An agent writes `questions.share` bytes at most, for one of them reads it all. Longer
+Equal stacks are written once. An agent writes `records.share` bytes at most, for one of them reads it all. Longer
 ones are cut, and the answer says so: threads other than the main one are left out first, then all frames but the
 innermost, then all but the one that says where a rank is. If that is still too much, ranks are left out: last those of
 the place where most are, and those that are alone at theirs.
@@ -18,8 +18,7 @@ from msgspec import Meta, Struct
 from phalanx._evidence.describe import cut_middle
 from phalanx._rendezvous import records
 from phalanx._rendezvous.life import Found
-from phalanx._rendezvous.questions import MOST_ANSWER, share
-from phalanx._rendezvous.records import DamagedError, JobRanks, neighbours
+from phalanx._rendezvous.records import MOST_SHARE, DamagedError, JobRanks, neighbours, share
 from phalanx._rendezvous.settings import MOST_LINE, MOST_NODES
 from phalanx._stacks import dump
 
@@ -54,7 +53,7 @@ class Stacks(Struct, frozen=True):
     """
 
     ranks: _Ranks
-    text: Annotated[str, Meta(max_length=MOST_ANSWER)]
+    text: Annotated[str, Meta(max_length=MOST_SHARE)]
 
 
 class Answer(Struct, frozen=True):
@@ -169,9 +168,9 @@ def _cut(text: str, cut: int) -> str:
     """Return a text without what is left out at that cut."""
     threads = dump.parse(text)
     if not threads:
-        return cut_middle(text, MOST_ANSWER // (2, 8, 64, 256)[cut])
+        return cut_middle(text, MOST_SHARE // (2, 8, 64, 256)[cut])
     if not cut:
-        return cut_middle(text, MOST_ANSWER // 2)
+        return cut_middle(text, MOST_SHARE // 2)
     first, main = text.partition("\n")[0], threads[-1]
     frames = list(dump.program_frames(main.frames))
     top = dump.top([main])

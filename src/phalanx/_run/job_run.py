@@ -75,7 +75,7 @@ class NodeTeam(Team):
     def answer(self, what: str, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
         """Answer what is asked of the workers of a generation: call ``then`` with it, once, on any thread.
 
-        Returns at once. ``nodes``: how many there are in that generation: see `questions.share`. ``then`` is called
+        Returns at once. ``nodes``: how many there are in that generation: see `records.share`. ``then`` is called
         with what `stack_report.write` returns for `questions.STACKS`, else with a JSON object: by default, with why
         there is none here.
         """

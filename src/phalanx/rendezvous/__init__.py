@@ -21,12 +21,12 @@ from phalanx.rendezvous._handler import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
-from phalanx.rendezvous._parameters import RendezvousParameters
 from phalanx.rendezvous._registry import (
     RendezvousHandlerCreator,
     RendezvousHandlerRegistry,

@@ -1,4 +1,4 @@
-"""What every rendezvous handler does, returns and raises; and the handler of a job on one machine."""
+"""What every rendezvous handler is made from, does, returns and raises; and the handler of a job on one machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from phalanx._base.frozen import Value
+from phalanx._rendezvous.endpoint import FALSE, TRUE
 from phalanx._run import master_port as master_ports
 from phalanx._run.master_port import ReservedPort
 
@@ -101,8 +102,7 @@ class RendezvousStoreInfo(Value):
             host, number = (value if isinstance(value, str) else value.decode() for value in values)
             return RendezvousStoreInfo(host, int(number))
         except ValueError as error:
-            msg = f"the store holds no address at which workers meet: {error}"
-            raise RendezvousStateError(msg) from error
+            raise RendezvousStateError(f"the store holds no address at which workers meet: {error}") from error
 
 
 class RendezvousInfo(Value):
@@ -126,6 +126,82 @@ class RendezvousInfo(Value):
         self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
     ) -> None:
         self._store(store=store, rank=rank, world_size=world_size, bootstrap_store_info=bootstrap_store_info)
+
+
+class RendezvousParameters(Value):
+    """What a rendezvous handler is made from.
+
+    Args:
+        backend: The name of the kind of rendezvous; not empty.
+        endpoint: Where it takes place, usually as ``host:port``.
+        run_id: The id of the run.
+        min_nodes: How many agents there are at least, 1 or more.
+        max_nodes: How many there are at most, ``min_nodes`` or more.
+        local_addr: The address of this machine.
+        **kwargs: What else the backend takes, kept in ``config``.
+
+    Raises:
+        ValueError: What is wrong with which argument.
+
+    >>> RendezvousParameters("etcd", "host:2379", "run", 1, 2, timeout="60").get_as_int("timeout")
+    60
+    """
+
+    __slots__ = ("backend", "endpoint", "run_id", "min_nodes", "max_nodes", "config", "local_addr")  # noqa: RUF023 - the order is that of the arguments
+
+    backend: str
+    endpoint: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    config: dict[str, Any]
+    local_addr: str | None
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not backend or not isinstance(backend, str):
+            raise ValueError(f"backend: expected the name of a kind of rendezvous, got {backend!r}")
+        if min_nodes < 1:
+            raise ValueError(f"min_nodes: expected 1 or more, got {min_nodes!r}")
+        if max_nodes < min_nodes:
+            raise ValueError(f"max_nodes: expected min_nodes ({min_nodes}) or more, got {max_nodes!r}")
+        self._store(
+            backend=backend, endpoint=endpoint, run_id=run_id, min_nodes=min_nodes, max_nodes=max_nodes,
+            config=kwargs, local_addr=local_addr,
+        )  # fmt: skip
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what ``config`` has for ``key``, or ``default``."""
+        return self.config.get(key, default)
+
+    def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:  # noqa: FBT001 - the historical signature
+        """Return what ``config`` has for ``key``, or ``default``, as a truth value.
+
+        1, true, t, yes, y and 0, false, f, no, n are taken, in any case. Raises ValueError for another text.
+        """
+        value = self.get(key, default)
+        if value is None or isinstance(value, bool):
+            return value
+        text = str(value).lower()
+        if text in (*TRUE, *FALSE) and isinstance(value, str | int):
+            return text in TRUE
+        raise ValueError(f"{key}: expected yes or no, got {value!r}")
+
+    def get_as_int(self, key: str, default: int | None = None) -> int | None:
+        """Return what ``config`` has for ``key``, or ``default``, as a whole number. Raises ValueError."""
+        value = self.get(key, default)
+        try:
+            return None if value is None else int(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{key}: expected a whole number, got {value!r}") from None
 
 
 class RendezvousHandler(ABC):
@@ -204,8 +280,7 @@ class OneMachineRendezvous(RendezvousHandler):
             OSError: No port is free.
         """
         if self._closed:
-            msg = f"the rendezvous of run {self._run_id!r} is closed"
-            raise RendezvousClosedError(msg)
+            raise RendezvousClosedError(f"the rendezvous of run {self._run_id!r} is closed")
         port = self._port
         if not port:
             self._reserved = self._reserved or master_ports.reserve()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+from phalanx._base.host_names import is_no_machine
 from phalanx._base.text import seconds
 from phalanx._group.restart_policy import RestartPolicy
-from phalanx._rendezvous import settings
+from phalanx._rendezvous import rdzv_conf, settings
+from phalanx._rendezvous.endpoint import BACKENDS, split_endpoint
+from phalanx._rendezvous.settings import DEFAULT_PORTS, ETCD_PORT, STATIC, Machines
 from phalanx._store.etcd import INSTALL
 from phalanx.errors import ChildFailedError
 from phalanx.rendezvous._handler import (
@@ -16,11 +20,11 @@ from phalanx.rendezvous._handler import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous._parameters import machines_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from phalanx._run.node_thread import NodeThread, Part
     from phalanx._run.node_workers import NodeWorkers
     from phalanx._timers.hang_reporter import HangReporter
-    from phalanx.rendezvous._parameters import RendezvousParameters
 
 _ENDLESS = RestartPolicy(2**31 - 1)
 """What the job holds to where each agent counts its own restarts: another generation follows each failure."""
@@ -128,8 +131,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
             raise RendezvousStateError(msg)
         if not self._one.acquire(blocking=False):
-            msg = "another thread waits for the next rendezvous"
-            raise RuntimeError(msg)
+            raise RuntimeError("another thread waits for the next rendezvous")
         try:
             if node.is_closing and not node.has_entered:
                 raise RendezvousClosedError(self._closed())
@@ -331,8 +333,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         _check(1 if nproc is None else nproc, role or "")
         node = self._node
         if node.has_entered:
-            msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
-            raise RuntimeError(msg)
+            raise RuntimeError("what a machine has is told before it enters the job: before the first next_rendezvous")
         node.nproc = node.nproc if nproc is None else nproc
         node.role = node.role if role is None else role
         self._policy = self._policy if policy is None else policy
@@ -402,3 +403,46 @@ def _log(line: str) -> None:
     from logging import getLogger
 
     getLogger("phalanx.rendezvous").warning("%s", line)
+
+
+_WORDS = "the backend", "secret_file of the config", "insecure=True"
+
+
+def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Machines:
+    """Return how this machine meets the others. Raises ValueError, which names the parameter."""
+    if params.backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {params.backend!r}")
+    settings.check_text(params.run_id, settings.MOST_RUN_ID, "run_id")  # beyond these, the others would not read it
+    settings.check_text(params.local_addr or "", settings.MOST_ADDRESS, "local_addr")
+    settings.check_number(params.max_nodes, 1, settings.MOST_NODES, "max_nodes")
+    conf = {name: str(value) for name, value in params.config.items() if value is not None}
+    params.get_as_bool("is_host")  # that it is yes or no
+    if params.backend == STATIC and params.min_nodes == params.max_nodes and "rank" not in conf:
+        msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, in the config; it is not there"
+        raise ValueError(msg)
+    more: dict[str, Any] = {"exclude_after": params.get_as_int("exclude_after", 0) or 0}
+    if more["exclude_after"] < 0:
+        raise ValueError(f"exclude_after: expected a whole number, 0 or more, got {more['exclude_after']}")
+    for name, named in (("rejoin_delay", "rejoin_delay"), ("exit_barrier_timeout", "barrier")):
+        if name in conf:
+            more[named] = rdzv_conf.seconds(name, conf[name])
+    rank = params.get_as_int("rank") if params.backend == STATIC else None
+    endpoints = tuple(_endpoint(part, params.backend) for part in params.endpoint.split(",") if part.strip())
+    given = rdzv_conf.Given(
+        params.backend, (params.min_nodes, params.max_nodes), endpoints, params.run_id, conf, rank,
+        params.local_addr or "", insecure=insecure or bool(params.get_as_bool("insecure")),
+        keep=bool(params.get_as_bool("keep")), words=_WORDS, more=more,
+    )  # fmt: skip
+    return rdzv_conf.machines_of(given)
+
+
+def _endpoint(text: str, backend: str) -> tuple[str, int]:
+    try:
+        host, port = split_endpoint(text)
+    except ValueError as error:
+        raise ValueError(f"endpoint: {error}") from None
+    if not host or set(host) & set(" \t/@") or is_no_machine(host):
+        like = f"host:{DEFAULT_PORTS.get(backend, ETCD_PORT)}"
+        msg = f"endpoint: expected the name or the address of a machine and a port, like {like}, got {text!r}"
+        raise ValueError(msg)
+    return host, port

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx._rendezvous.endpoint import split_endpoint
+from phalanx._rendezvous.endpoint import BACKENDS, split_endpoint
 from phalanx._rendezvous.settings import STATIC
-from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler
+from phalanx.rendezvous._handler import OneMachineRendezvous, RendezvousHandler, RendezvousParameters
 from phalanx.rendezvous._many_machines import ManyMachinesRendezvous
-from phalanx.rendezvous._parameters import BACKENDS, RendezvousParameters
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,15 +42,12 @@ class RendezvousHandlerRegistry:
             TypeError: ``creator`` is not callable.
         """
         if not backend or not isinstance(backend, str):
-            msg = f"backend: expected the name of a kind of rendezvous, got {backend!r}"
-            raise ValueError(msg)
+            raise ValueError(f"backend: expected the name of a kind of rendezvous, got {backend!r}")
         if not hasattr(creator, "__call__"):  # noqa: B004 - `callable` would tell mypy that nothing follows
-            msg = f"creator: expected a callable that takes RendezvousParameters, got {creator!r}"
-            raise TypeError(msg)
+            raise TypeError(f"creator: expected a callable that takes RendezvousParameters, got {creator!r}")
         before = self._creators.setdefault(backend, creator)
         if before is not creator:
-            msg = f"backend: {backend!r} is taken: {before!r} makes its handlers"
-            raise ValueError(msg)
+            raise ValueError(f"backend: {backend!r} is taken: {before!r} makes its handlers")
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """Make a handler. It is used as it is: one of torch's will do.

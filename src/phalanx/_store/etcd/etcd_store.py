@@ -23,9 +23,8 @@ from typing import Any
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session, reach
+from phalanx._store.etcd.session import BROKEN, BrokenError, Keys, RefusedError, Session, Watched, reach
 from phalanx._store.etcd.settings import EtcdSettings
-from phalanx._store.etcd.watches import Keys, Watched
 from phalanx._store.store import (
     JOB,
     KEPT,

@@ -85,8 +85,7 @@ class Files:
         belong to the certificate; one of the two is missing.
         """
         if bool(self._cert) != bool(self._key):
-            msg = "cert and key belong together; one of them is missing"
-            raise ValueError(msg)
+            raise ValueError("cert and key belong together; one of them is missing")
         if not (self._ca or self._cert):
             return None
         ca, key, cert = (_read(path) for path in (self._ca, self._key, self._cert))

@@ -14,7 +14,7 @@ import socket
 from contextlib import ExitStack
 from typing import Literal, NamedTuple
 
-from phalanx._base.host_names import address_text, is_loopback, look_up
+from phalanx._base.host_names import address_text, is_loopback, split_addresses
 
 Encryption = Literal["auto", "require", "no"]
 """When what is said is encrypted."""
@@ -103,25 +103,16 @@ def find_place(host: str, port: int) -> Place:
     >>> find_place("127.0.0.1", 29400)
     Place(port=29400, addresses=('127.0.0.1',), why='')
     """
-    here, elsewhere = set(), set()
     try:
-        found = look_up(host, 0)
+        here, elsewhere = split_addresses(host)
     except (OSError, UnicodeError):
         return Place(port, (), f"{host} is no name that is known on this machine")
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-        except OSError:
-            elsewhere.add(str(address[0]))
-        else:
-            here.add(str(address[0]))
     if not here:
         return Place(port, (), f"{host} is no address of this machine")
     if not is_loopback(host) and all(map(is_loopback, here)):  # others are told another one
-        return Place(port, (), f"{host} is {' and '.join(sorted(here))} on this machine")
-    why = f"{host} is {' and '.join(sorted(elsewhere))} as well, which is no address of this machine"
-    return Place(port, tuple(sorted(here)), why if elsewhere else "")
+        return Place(port, (), f"{host} is {' and '.join(here)} on this machine")
+    why = f"{host} is {' and '.join(elsewhere)} as well, which is no address of this machine"
+    return Place(port, tuple(here), why if elsewhere else "")
 
 
 def listen(place: Place) -> list[socket.socket]:

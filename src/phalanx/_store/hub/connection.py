@@ -17,17 +17,10 @@ from phalanx._base import clock
 from phalanx._base.loop import WRITE, Deadline, Loop
 from phalanx._base.threads import SerialExecutor
 from phalanx._store.hub import messages
-from phalanx._store.hub.addresses import (
-    CLOSED,
-    SILENT,
-    HubSettings,
-    describe_error,
-    describe_foreign,
-)
-from phalanx._store.hub.handshake import AgentSide, RefusedError
+from phalanx._store.hub.addresses import CLOSED, SILENT, HubSettings, describe_error, describe_foreign
 from phalanx._store.hub.link import Link
 from phalanx._store.hub.messages import Beat, DamagedError, Welcome
-from phalanx._store.hub.wire import Cipher
+from phalanx._store.hub.wire import AgentSide, Cipher, RefusedError
 
 
 class Dialer:

@@ -26,7 +26,6 @@ from phalanx._base.host_names import address_text
 from phalanx._base.loop import Deadline, Loop
 from phalanx._store.hub import messages
 from phalanx._store.hub.addresses import Encryption, Place, listen, protocol_of
-from phalanx._store.hub.handshake import StoreSide, TurnedAwayError
 from phalanx._store.hub.keys import JOB_LEASE, Change, Keys, Leases, Watches
 from phalanx._store.hub.link import Link
 from phalanx._store.hub.messages import (
@@ -45,7 +44,7 @@ from phalanx._store.hub.messages import (
     Watch,
     Welcome,
 )
-from phalanx._store.hub.wire import Cipher, ConnectionKeys
+from phalanx._store.hub.wire import Cipher, ConnectionKeys, StoreSide, TurnedAwayError
 
 _PATIENCE = 1.0
 
@@ -102,8 +101,7 @@ class HubServer:
             try:
                 thread.start()
             except RuntimeError as error:
-                msg = f"{address_text(self._place.own, self._port)}: {error}"
-                raise OSError(msg) from None
+                raise OSError(f"{address_text(self._place.own, self._port)}: {error}") from None
             self._thread = thread
             opened.pop_all()  # they are the thread's, which closes them
 
