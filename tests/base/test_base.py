@@ -337,39 +337,8 @@ def test_a_deadline_ends_the_wait(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
-    """What was left of its wait is not waited for, once its moment has passed."""
-    reader, writer = os.pipe()
-    seconds = 1.5
-    pid = os.fork()
-    if pid == 0:
-        try:
-            it = Loop()
-            it.after(seconds, it.stop)
-            os.write(writer, str(clock.now() + seconds).encode())
-            it.run()
-        finally:
-            os._exit(0)
-    try:
-        due = float(os.read(reader, 100))
-        while procfs.Stat(pid).state != "S":
-            assert clock.now() < due
-        os.kill(pid, signal.SIGSTOP)
-        os.waitpid(pid, os.WUNTRACED)
-        threading.Event().wait(due - clock.now())
-        os.kill(pid, signal.SIGCONT)
-        while wait_gone([pid], seconds * 0.7):
-            assert procfs.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
-    finally:
-        for fd in (reader, writer):
-            os.close(fd)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-@pytest.mark.slow
-def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
-    """Not one that something has ended before, and what callbacks take is none."""
+def test_a_stop_is_a_pause_after_which_nothing_is_waited_for() -> None:
+    """What was due meanwhile is done at once, whatever was left of the wait. What callbacks take is no pause."""
     reader, writer = os.pipe()
     seconds, busy, stopped = 1.0, 0.4, 0.5
     pid = os.fork()
@@ -400,6 +369,8 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, os.WUNTRACED)
         threading.Event().wait(due + stopped + 0.2 - clock.now())
         os.kill(pid, signal.SIGCONT)
+        while wait_gone([pid], seconds * 0.7):
+            assert procfs.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
         assert float(os.read(reader, 100)) >= stopped
     finally:
         os.close(reader)
@@ -605,7 +576,13 @@ def test_a_message_is_waited_for_until_a_moment(ends: tuple[channels.Channel, ch
 
 @pytest.mark.parametrize(
     "status, returncode, ok, number",
-    [(0, 0, True, None), (3 << 8, 3, False, None), (255 << 8, 255, False, None), (9, -9, False, 9)],
+    [
+        (0, 0, True, None),
+        (3 << 8, 3, False, None),
+        (255 << 8, 255, False, None),
+        (9, -9, False, 9),
+        (11 | 0x80, -11, False, 11),
+    ],
 )
 def test_a_wait_status_is_read(status: int, returncode: int, ok: bool, number: int | None) -> None:
     it = Exit.of_status(status)
@@ -615,10 +592,6 @@ def test_a_wait_status_is_read(status: int, returncode: int, ok: bool, number: i
     assert it != Exit(returncode + 1)
     assert it != returncode
     assert repr(it) == f"Exit({returncode})"
-
-
-def test_a_core_dump_is_a_signal_like_any() -> None:
-    assert Exit.of_status(11 | 0x80).signal == 11
 
 
 # --- the kernel

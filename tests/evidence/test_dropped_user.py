@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
@@ -17,16 +16,10 @@ from phalanx.multiprocessing import start_processes
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 NOBODY = 65534
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root can become another user")
-
-
-@pytest.fixture(autouse=True)
-def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 def drop() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,14 +21,13 @@ from phalanx.multiprocessing import ConsoleSpecs
 from tests.support.command import fold_patiently, group
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
-from tests.support.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx._logs.lines import Source
     from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
+    from tests.support.helpers import Gate
 
 pytestmark = pytest.mark.each_python
 
@@ -355,28 +353,6 @@ def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None
         gate.open()
         assert launcher.end().status == 0
     assert shown.splitlines() == ["[0] retry", "[0] Traceback (most recent call last):", "[0] next?"]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("patient")
-def test_ctrl_c(place: Place, ready: Ready) -> None:
-    script = place.write(f"""
-        import time
-        {ready.python()}
-        while True: time.sleep(0.1)
-        """)
-    with place.start("--nproc-per-node", 4, script) as launcher:
-        for pid in ready.pids(4):
-            wait_asleep(pid)
-        launcher.send(signal.SIGINT)
-        done = launcher.end()
-    assert done.status == 130
-    shown = [line for line in done.err.splitlines() if not line.startswith("phalanx:")]
-    assert shown[0] == "[0-3] Traceback (most recent call last):"
-    assert shown[-1] == "[0-3] KeyboardInterrupt"
-    assert all(line.startswith("[0-3] ") for line in shown)
-    for rank in range(4):
-        assert place.log(rank, "stderr.log").count("KeyboardInterrupt") == 1
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput
-from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
+from tests.support.pump_tools import Memory, Rotated, append, followed, read_all, read_on, rig, source, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,24 +211,6 @@ def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
 # --- files that grow
 
 
-def read_on(follower: Follower, size: int = 65536) -> bytes:
-    buffer = bytearray(size)
-    data = b""
-    while count := follower.read(buffer):
-        data += buffer[:count]
-    return bytes(data)
-
-
-@contextlib.contextmanager
-def followed(path: Path, **options: Any) -> Iterator[Follower]:
-    it = Follower(str(path), **options)
-    try:
-        yield it
-    finally:
-        it.close()
-        it.close()
-
-
 def test_a_follower_reads_what_has_come(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with followed(path) as it:
@@ -260,18 +242,6 @@ def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> 
         assert read_on(it) == b""
         append(str(path), b"again\n")
         assert read_on(it) == b"again\n"
-
-
-def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"one\n")
-    with followed(path, rotates=True) as it:
-        assert read_on(it) == b"one\n"
-        os.link(path, f"{path}.1")  # it has two names
-        assert read_on(it) == b""
-        (tmp_path / "new").write_bytes(b"two\n")
-        os.replace(tmp_path / "new", path)
-        assert read_on(it) == b"two\n"
 
 
 def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:

@@ -33,18 +33,6 @@ from tests.support.screen import Emulator
 # --- lines
 
 
-def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
-    cutter = Cutter()
-    cutter.cut(b"half\r")
-    assert (cutter.take_settled(), cutter.rest) == (b"half", b"\r")
-    assert cutter.cut(b"\n") == b"\r\n"
-    assert not cutter.withdrawn
-    cutter.cut(b"half\r")
-    assert cutter.take_settled() == b"half"
-    assert cutter.cut(b"whole\n") == b"whole\n"
-    assert cutter.withdrawn
-
-
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
 def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[bytes]) -> None:
     cutter, whole = Cutter(), b""
@@ -610,27 +598,6 @@ def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch
     assert it.take(one, b"x" * 12) == ["[0]  10%" + "x" * 12]
     time.advance(FRAME)
     assert it.look() == ["[0]  10%" + "x" * 12]
-
-
-@pytest.mark.parametrize(
-    "line,text",
-    [
-        (b"plain \xc3\xa9", b"plain \xc3\xa9"),
-        (b"\033[1;31mred", b"\033[1;31mred\033[0m"),
-        (b"\033[38:2::1:2:3mx\033[m", b"\033[38:2::1:2:3mx\033[m"),
-        (b"up\033[A\033[2Kdown\r\n", b"updown"),
-        (b"\033[2J\b\a", rb"\x1b[2J\x08\x07"),
-        (b"\033[?25lx\033[?25h\033[>4;1m", rb"x\x1b[>4;1m"),
-        (b"\033]0;title\ax\033]8;;http://y\033\\z", rb"\x1b]0;title\x07x\x1b]8;;http://y\x1b\z"),
-        (b"\033(Bx\033c\0337\033", rb"x\x1bc\x1b7\x1b"),
-        (b"a\033[3", rb"a\x1b[3"),
-        (b"a\033[3\0331A", rb"a\x1b[3\x1b1A"),
-        (b"\033[\0A", rb"\x1b[\x00A"),
-        ("\N{RIGHT-TO-LEFT OVERRIDE}a\x9b".encode(), rb"\u202ea\x9b"),
-    ],
-)
-def test_visible(line: bytes, text: bytes) -> None:
-    assert visible(line, 80) == text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -246,11 +247,16 @@ def feed(
     target: object = out
     fd = -1
     reader = -1
-    if console == "file":
-        target = fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    if console in ("file", "append"):
+        target = fd = os.open(
+            out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if console == "append" else 0)
+        )
     elif console == "pipe":
         reader, fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         target = fd
+    elif console == "socket":
+        reader, target = (end.detach() for end in socket.socketpair())
+        fd = target
     try:
         with (
             mock.patch.object(sink, "TURN", turn),
@@ -270,7 +276,12 @@ def feed(
 
 
 @few
-@given(turns(barred), st.sampled_from([1, 2, 7, 64, 16384]), st.sampled_from(["path", "file", "pipe"]), st.booleans())
+@given(
+    turns(barred),
+    st.sampled_from([1, 2, 7, 64, 16384]),
+    st.sampled_from(["path", "file", "append", "pipe", "socket"]),
+    st.booleans(),
+)
 def test_files_through_the_pump(said: list[tuple[int, bytes]], turn: int, console: str, together: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, stopped_clock(start=0.0):
         shown = unprefixed(feed(folder, said, turn, console=console, together=together))

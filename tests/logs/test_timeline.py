@@ -95,14 +95,6 @@ def test_a_timeline_is_read_as_it_was_written(time: FakeClock, times: TimelineWr
     assert records(times) == expected
 
 
-def test_growths_close_together_keep_their_times(time: FakeClock, times: TimelineWriter) -> None:
-    for size in range(1, 6):
-        times.note(0, size)
-        time.advance(0.003)
-    times.note(1, 1)
-    assert records(times) == [*((round(0.003 * number, 3), GREW, 0, 1) for number in range(5)), (0.015, GREW, 1, 1)]
-
-
 def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "where", "/dev/full"):
         it = TimelineWriter(str(path))
