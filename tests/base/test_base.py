@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import random
@@ -750,16 +749,6 @@ def test_a_mapped_name_is_seen_in_forks_and_not_beyond_an_exec() -> None:
     assert name.encode() not in procfs.read("/proc/self/maps")
 
 
-def test_a_subreaper_is_one() -> None:
-    def check() -> bool:
-        linux.become_subreaper()
-        flag = ctypes.c_int()
-        ctypes.CDLL(None).prctl(37, ctypes.byref(flag), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
-        return flag.value == 1
-
-    assert in_a_fork(check) == 0
-
-
 def test_a_prctl_that_there_is_not() -> None:
     with pytest.raises(OSError, match=r"prctl\(123456789, 0\)"):
         linux.prctl(123456789, 0)
@@ -771,22 +760,6 @@ def test_who_has_lost_its_parent_already_dies_at_once() -> None:
         return True
 
     assert in_a_fork(check) == -signal.SIGKILL
-
-
-def test_inotify_tells_of_a_write_and_names_what_it_cannot_watch(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    fd = linux.inotify()
-    try:
-        watch = linux.inotify_add(fd, str(path))
-        with pytest.raises(BlockingIOError):
-            os.read(fd, 4096)
-        path.write_text("x")
-        assert int.from_bytes(os.read(fd, 4096)[:4], sys.byteorder) == watch
-        with pytest.raises(FileNotFoundError, match="nowhere"):
-            linux.inotify_add(fd, str(tmp_path / "nowhere"))
-    finally:
-        os.close(fd)
 
 
 # --- Names that are not known yet, and a DNS that does not answer

@@ -107,17 +107,6 @@ def test_line_by_line(time: FakeClock) -> None:
     assert it.wait(time, LONG) == [("0-1", CHAINED)]
 
 
-def test_one_that_comes_late_is_shown_again(time: FakeClock) -> None:
-    it = Console(2)
-    it.take(0, ONE)
-    it.tracebacks.tick()
-    it.wait(time, QUIET)
-    assert it.wait(time, dedup.WINDOW) == [("0", ONE)]
-    it.take(1, ONE)
-    it.wait(time, QUIET)
-    assert it.wait(time, dedup.WINDOW) == [("1", ONE)]
-
-
 def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
     it = Console(2)
     it.take(0, b"before\n" + ONE + b"after\nand after\n")

@@ -133,21 +133,17 @@ def test_a_restart_makes_folders_again_that_were_removed(tmp_path: Path, own_roo
 
 
 @pytest.mark.slow
-def test_nothing_redirected_leaves_no_temporary_folder(tmp_path: Path) -> None:
+def test_a_temporary_folder_stays_if_there_is_evidence_in_it(tmp_path: Path) -> None:
     result = run(workers.nothing, {0: ()})
     assert (result.stdouts, result.stderrs) == ({0: ""}, {0: ""})
-    assert list((tmp_path / "temporary").iterdir()) == []
+    folder = tmp_path / "temporary"
+    assert list(folder.iterdir()) == []
     with start_processes("n", "sleep", {0: (600,)}):
-        assert len(list((tmp_path / "temporary").iterdir())) == 1
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_temporary_folder_with_evidence_stays() -> None:
+        assert len(list(folder.iterdir())) == 1
+    assert list(folder.iterdir()) == []
     with start_processes("n", workers.fail, {0: ("why",)}) as group:
-        result = group.wait()
-    assert result is not None
-    assert os.path.exists(result.failures[0].error_file)
+        assert os.path.exists(group.wait().failures[0].error_file)
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_relative_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +203,15 @@ class Some(OneFolder):
         ),
     ],
 )
-def test_a_layout_that_does_not_have_exactly_the_ranks(logs: Path, name: str, files: Any, expected: str) -> None:
+def test_a_layout_that_does_not_have_exactly_the_ranks(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, name: str, files: Any, expected: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(f"logs_specs: Some.reify: {expected}")):
         start_processes("own", "/bin/true", nprocs=3, logs_specs=Some(str(logs), name, files))
     assert list(logs.iterdir()) == []
+    monkeypatch.setattr(OneFolder, "reify", lambda _self, _envs: {"stdouts": {}})
+    with pytest.raises(TypeError, match=re.escape("logs_specs: OneFolder.reify: expected a LogsDest, got {'stdouts'")):
+        start_processes("own", "/bin/true", nprocs=1, logs_specs=OneFolder(str(logs)))
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -227,12 +228,6 @@ def test_where_streams_go_without_logs() -> None:
     assert logs.stderrs == {0: "", 1: "", 2: os.devnull}
     specs.tidy(logs)
     assert not os.path.exists(os.path.dirname(logs.error_files[0]))
-
-
-def test_a_layout_that_gives_something_else(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneFolder, "reify", lambda _self, _envs: {"stdouts": {}})
-    with pytest.raises(TypeError, match=re.escape("logs_specs: OneFolder.reify: expected a LogsDest, got {'stdouts'")):
-        start_processes("own", "/bin/true", nprocs=1, logs_specs=OneFolder(str(logs)))
 
 
 @pytest.mark.parametrize("order", ["in turn", "at once"])

@@ -90,23 +90,6 @@ def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tup
     out.close()
 
 
-def test_what_waits_is_counted_by_whose_it_is(loop: Loop, pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    with opened(loop, writer) as out:
-        out.write((b"x" * 4095, b"\n"), "first")
-        out.flush()
-        assert out.idle
-        out.write((b"a\nb\n", b"c"), "a")
-        out.write((b"d\n",), "b")
-        out.write((b"e\n",), "a")
-        out.flush()
-        assert out.pending() == {"a": 3, "b": 1}
-        assert not out.mid_line
-        read_all(reader)
-        until(loop, lambda: out.idle)
-        assert out.pending() == {}
-
-
 def test_a_sink_that_gives_up_ends_its_line(loop: Loop, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     with opened(loop, writer) as out:
@@ -195,19 +178,6 @@ def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
     os.close(writer)
 
 
-def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    for text in (b"one\n", b"two\n"):
-        with opened(loop, str(path)) as out:
-            out.write((text,))
-            out.flush()
-            assert out.idle
-    assert path.read_bytes() == b"one\ntwo\n"
-    nowhere = Sink(str(tmp_path / "no" / "where"))
-    with pytest.raises(FileNotFoundError):
-        nowhere.open(loop, lambda: None)
-
-
 # --- files that grow
 
 
@@ -226,22 +196,6 @@ def test_a_follower_reads_what_has_come(tmp_path: Path) -> None:
         assert it.left() == 13
         assert it.lines_left(1 << 20)[0] == 3  # the last one is not ended
         assert it.left() == 0
-    with followed(path, offset=4) as it:
-        assert read_on(it) == b"two\nthree\nfour\nfi"
-
-
-def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with followed(path) as it:
-        path.write_bytes(b"a long line\n")
-        assert read_on(it) == b"a long line\n"
-        path.write_bytes(b"short\n")  # the same file, cut and written between two looks at it
-        assert read_on(it) == b"short\n"
-        os.truncate(path, 0)
-        assert it.left() == 0
-        assert read_on(it) == b""
-        append(str(path), b"again\n")
-        assert read_on(it) == b"again\n"
 
 
 def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:

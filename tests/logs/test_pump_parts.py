@@ -134,15 +134,6 @@ def test_half_a_line_end_is_not_a_line(time: FakeClock) -> None:
     assert desk.take(one, b"\n") == b"[0] next\r\n"
 
 
-def test_nobody_ends_the_last_line(time: FakeClock) -> None:
-    desk, one, other = Desk(), source(0), source(1)
-    desk.take(one, b"shown")
-    time.advance(QUIET)
-    desk.tick()
-    desk.take(other, b"held")
-    assert desk.finish(one, other) == b"\n[1] held\n"
-
-
 @pytest.mark.parametrize("form, first", [(b"\r%3d%%", 0), (b"%3d%%\r", 1)])
 def test_a_progress_bar_shows_one_state_a_second_and_the_last(form: bytes, first: int, time: FakeClock) -> None:
     desk, one = Desk(), source()
@@ -156,21 +147,6 @@ def test_a_progress_bar_shows_one_state_a_second_and_the_last(form: bytes, first
     assert desk.tick() == b"[0] 100%\n"
     assert desk.take(one, b"\n") == b""
     assert desk.take(one, b"done\n") == b"[0] done\n"
-
-
-def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
-    desk, one = Desk(), source()
-    desk.take(one, b"\r 50%")
-    assert desk.tick() == b"[0]  50%\n"
-    assert desk.take(one, b"\r100%\n") == b"[0] 100%\n"
-    desk.take(one, b"\r 50%")
-    time.advance(STATE)
-    assert desk.tick() == b"[0]  50%\n"
-    assert desk.take(one, b"\n 50%\n") == b"[0]  50%\n"  # another line, and only looks the same
-    desk.take(one, b"\r 60%")
-    time.advance(STATE)
-    desk.tick()
-    assert desk.finish(one) == b""
 
 
 def test_a_bar_that_is_wiped_away_leaves_no_empty_line(time: FakeClock) -> None:
@@ -192,19 +168,6 @@ def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock
         assert desk.take(one, rest) == shown
     time.advance(STATE)
     assert desk.tick() == b"[0] back\n"
-
-
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
-    monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one, other = Desk(), source(0), source(1)
-    assert desk.take(one, b"x" * 9) == b""
-    assert desk.take(one, b"x") == b"[0] " + b"x" * 10
-    assert desk.take(one, b"y" * 25) == b"y" * 25
-    assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
-    assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
-    assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
-    assert len(one.cutter.rest) == 0
 
 
 # --- for machines, and for patterns
@@ -541,15 +504,6 @@ def test_more_ranks_than_there_is_room_for(time: FakeClock) -> None:
         it.view.finish(each)
     it.view.close()
     assert it.look() == ["[0] done", *[f"[{rank}] ..." for rank in range(1, 10)]]
-
-
-def test_a_live_line_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
-    it, one = Watcher(columns=20), source()
-    it.take(one, b"\r" + b"x" * 100)
-    assert len(it.look()) == 1
-    assert it.take(source(1), b"y\n")[0] == "[1] y"
-    time.advance(FRAME)
-    assert it.take(one, b"\rshort") == ["[1] y", "[0] short"]
 
 
 def test_what_scrolls_away_is_whole(time: FakeClock) -> None:

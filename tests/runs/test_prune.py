@@ -459,7 +459,9 @@ def temporary_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left_behind(place: Place, folder: Path, age: float = 9 * DAY) -> Path:
     """The temporary folder of a program that has ended, some time ago, after a failure."""
     before = set(folder.iterdir())
-    if first := next((path for path in before if temporary.is_left(str(path))), None):  # programs take time: what one has left, under another name
+    if first := next(
+        (path for path in before if temporary.is_left(str(path))), None
+    ):  # programs take time: what one has left, under another name
         shutil.copytree(first, folder / f"phalanx_{len(before):08}", symlinks=True)
         return aged(folder / f"phalanx_{len(before):08}", age)
     script = place.write(

@@ -28,10 +28,7 @@ VARIABLES = [
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 ]  # fmt: skip
 COUNT = "import os\nfor n in range({count}): os.write(1, b'line %d\\n' % n)\n"
-PATIENT = (
-    "from phalanx._base import clock; from phalanx._logs.dedup import Dedup; "
-    "Dedup.__init__.__defaults__ = (60.0, clock.wall)\n"
-)
+PATIENT = "from phalanx._logs import dedup; dedup.WINDOW = 60.0\n"
 
 
 class Done(NamedTuple):

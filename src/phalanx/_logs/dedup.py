@@ -55,7 +55,6 @@ class Dedup:
     Args:
         emit: Is called with the sources that wrote a text, and the text with its line end.
         sources: The number of sources of each stream. A text that all of them have written is not held any longer.
-        window: Seconds for which a text is held.
         time: Returns the time that new lines get (seconds since the epoch).
         by_rank: Whether both streams of a rank keep one order. Otherwise each stream has its own.
     """
@@ -64,14 +63,12 @@ class Dedup:
         self,
         emit: Callable[[list[Source], bytes], None],
         sources: dict[str, int],
-        window: float = WINDOW,
         time: Callable[[], float] = clock.wall,
         *,
         by_rank: bool = False,
     ) -> None:
         self._emit = emit
         self._sources = sources
-        self._window = window
         self._who: Callable[[Source], object] = attrgetter("rank") if by_rank else lambda source: source
         self.clock = time
         """Returns the time that new lines get."""
@@ -89,7 +86,7 @@ class Dedup:
         if not self._queue:
             return math.inf
         first = self._queue[0]
-        return first.since if self._complete(first) else first.since + self._window
+        return first.since if self._complete(first) else first.since + WINDOW
 
     def expect(self, source: Source) -> None:
         """Count one more source, which may write texts."""
@@ -147,7 +144,7 @@ class Dedup:
     def pass_time(self) -> None:
         """Emit the texts whose window has passed by the lines' own time, which is not the clock's in a replay."""
         now = self.clock()
-        while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + self._window <= now):
+        while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + WINDOW <= now):
             self._emit_first()
 
     def _bound_held(self) -> None:
