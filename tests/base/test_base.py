@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,15 +26,8 @@ from phalanx._base.loop import READ, WRITE, Deadline, Deadlines, Loop, Pauses
 from phalanx._base.process import Exit, Process, descends_from, lineage, reap_later, wait_all
 from phalanx._base.threads import Latch
 from tests.support.fake_clock import FakeClock
-from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.helpers import TIMEOUT, Ready, wait_gone
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
-
 
 # --- clock and deadlines
 

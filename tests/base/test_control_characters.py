@@ -9,7 +9,7 @@ import random
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,15 +24,9 @@ from phalanx._logs.render import Json, Text, View
 from phalanx._logs.terminal import PlainOutput, TerminalOutput, visible
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.spawn import ProcessRaisedException, spawn
-from tests.support.command import on_a_terminal
+from tests.support.command import Place, on_a_terminal
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.command import Place
-
 
 INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "20000"))
 few = settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))

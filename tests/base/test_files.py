@@ -6,8 +6,9 @@ import gzip
 import os
 import socket
 import tracemalloc
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +17,8 @@ from phalanx._evidence.cleanup import remove_old
 from phalanx._logs import rotated, timeline
 from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
-from tests.support.command import logs
+from tests.support.command import Place, logs
 from tests.support.pump_tools import Memory, rig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.support.command import Place
 
 
 def make_socket(path: str) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from phalanx._evidence.error_file import has_left, message_of, read_error_file
 from phalanx._evidence.stack_signals import fatal_path, read_fatal_stacks
 from phalanx.multiprocessing import start_processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 NOBODY = 65534

@@ -22,9 +22,9 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,11 +49,7 @@ from phalanx._evidence.error_file import (
 )
 from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.each_python
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +23,6 @@ from phalanx._stacks.dump import location
 from phalanx.errors import ProcessFailure, format_report
 from phalanx.spawn import _exceptions
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 MIB = 1 << 20
 KEPT = KEPT_LIMIT

@@ -15,7 +15,9 @@ import sys
 import termios
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,14 +32,8 @@ from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostEr
 from phalanx.timer import TimerSpecs
 from tests.support import workers
 from tests.support.command import read_to_the_end
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, pass_gate, tell, wait_gone
 from tests.support.screen import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RUN = (sys.executable, "-m", "phalanx", "run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,20 +14,15 @@ from hypothesis import strategies as st
 from phalanx._base import clock
 from phalanx._logs import dedup
 from phalanx._logs.dedup import HEAD, QUIET, Dedup, Tracebacks
+from phalanx._logs.lines import Source
 from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from phalanx.errors import format_ranks
 from phalanx.multiprocessing import ConsoleSpecs
-from tests.support.command import fold_patiently, group
+from tests.support.command import Place, fold_patiently, group
 from tests.support.fake_clock import FakeClock
+from tests.support.helpers import Gate
 from tests.support.pump_tools import Memory, source
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx._logs.lines import Source
-    from tests.support.command import Place
-    from tests.support.helpers import Gate
 
 pytestmark = pytest.mark.each_python
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.support.command import Place, refused, sh, workers_said
-
-if TYPE_CHECKING:
-    pass
-
 
 BOTH = "echo out $RANK; echo err $RANK >&2"
 

@@ -8,19 +8,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, RunProcsResult, Std, start_processes
 from tests.support import workers
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

@@ -10,7 +10,9 @@ import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +28,6 @@ from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput
 from tests.support.pump_tools import Memory, Rotated, append, followed, read_all, read_on, rig, source, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -508,17 +506,6 @@ def test_a_line_of_ours_stands_by_itself(tmp_path: Path, capfd: pytest.CaptureFi
         it.pump.show_message("too late for the console")
     assert out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n"
     assert capfd.readouterr().err == "too late for the console\n"
-
-
-def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None:
-    pump = Pump([], [])
-    assert not pump.shows_messages
-    pump.show_message("hello")
-    done: list[bool] = []
-    pump.finish(lambda: done.append(True))
-    assert done
-    pump.close()
-    assert capfd.readouterr().err == "hello\n"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import tempfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -20,10 +20,6 @@ from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, Rotated, append, rig, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 quick = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 few = settings(quick, max_examples=40)

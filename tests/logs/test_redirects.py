@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
 from tests.support.command import read_until, terminal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAD = """
 import ctypes, os, subprocess, sys

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +15,6 @@ from phalanx._logs.follower import last_lines
 from phalanx._logs.rotated import NEWEST, GzipReader, numbers, rotated_files
 from phalanx._logs.timeline import Growth
 from tests.support.pump_tools import append, followed, read_on
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def rotate(path: Path, number: int) -> None:
@@ -31,7 +28,7 @@ def rotate(path: Path, number: int) -> None:
 def compress(path: Path, number: int) -> None:
     """Have ``path.N.gz`` in the place of ``path.N``."""
     plain, packed = f"{path}.{number}", f"{path}.{number}.gz"
-    with open(plain, "rb") as source, gzip.open(f"{packed}.part", "wb") as target:
+    with open(plain, "rb") as source, gzip.open(f"{packed}.part", "wb", compresslevel=1) as target:
         shutil.copyfileobj(source, target)
     shutil.copystat(plain, f"{packed}.part")
     os.rename(f"{packed}.part", packed)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,12 @@ from phalanx._engine.keeper import keeper
 from phalanx._logs import display
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import rotated_files
-from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, PContext, Std, start_processes
 from tests.support import workers
-from tests.support.command import group, path_of, sh, whole
+from tests.support.command import Place, group, path_of, sh, whole
 from tests.support.disks import Disk, sleeping_on_disks, until
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, pass_gate, tell, wait_gone
 from tests.support.pump_tools import Rotated
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.multiprocessing import PContext
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SLACK = 10.0

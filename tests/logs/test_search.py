@@ -6,7 +6,8 @@ import importlib.util
 import itertools
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +16,6 @@ from hypothesis import strategies as st
 from phalanx._logs import search as module
 from phalanx._logs.search import Only, Search
 from phalanx.multiprocessing import ConsoleSpecs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LANE = "rank 0"
 HAS_RE2 = importlib.util.find_spec("re2") is not None

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +21,6 @@ from tests.logs.test_search import chosen
 from tests.support.command import Place
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def search(grep: Sequence[str] = (), exclude: Sequence[str] = (), *, ignore_case: bool = False) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -13,11 +15,6 @@ from phalanx._base import linux
 from phalanx.multiprocessing.tail_log import TailLog, tail_logfile
 from tests.support.command import read_until
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import TextIO
 
 
 class Console(io.StringIO):

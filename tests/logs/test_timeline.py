@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import tracemalloc
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,10 +33,6 @@ from phalanx._logs.timeline import (
 from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import append, rig, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 START = 1_700_000_000.0
 

@@ -10,18 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.command import LIMIT, Launcher, Place, path_of, read_to_the_end, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import Any
-
 
 COUNT = 20_000
 LINES = b"".join(b"line %d\n" % n for n in range(COUNT)) + b"the end 7"

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,23 +29,13 @@ from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _early, _raised, verdict
 from phalanx.errors import Outcome
-from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, RunProcsResult, ScriptContext, Std, start_processes
 from tests.support import racing_workers as does
-from tests.support.command import Launcher
-from tests.support.disks import until
+from tests.support.command import Launcher, Place
+from tests.support.disks import Disk, until
 from tests.support.families import KINDS
-from tests.support.helpers import TIMEOUT, pass_gate, rest, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, rest, tell, wait_gone
 from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from phalanx.multiprocessing import RunProcsResult
-    from tests.support.command import Place
-    from tests.support.disks import Disk
-    from tests.support.helpers import Gate, Ready
-
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 METHODS = KINDS[1:]

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
@@ -35,9 +35,6 @@ from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.runs.test_runs import put
 from tests.support.helpers import TIMEOUT
 from tests.support.records import example, write
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NOBODY = 65534
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,13 +24,9 @@ from phalanx.cli import runs as runs_module
 from tests.engine.test_lost_helpers import until
 from tests.runs.test_other_users import acting_as
 from tests.runs.test_runs import on_a_terminal
-from tests.support.command import Done, Launcher, refused, sh
+from tests.support.command import Done, Launcher, Place, refused, sh
+from tests.support.helpers import Gate, Ready
 from tests.support.records import example, write
-
-if TYPE_CHECKING:
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
-
 
 PHALANX = (sys.executable, "-m", "phalanx")
 NOBODY = 65534

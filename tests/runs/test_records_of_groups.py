@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,14 +23,11 @@ from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.engine.test_lost_helpers import until
 from tests.logs.test_logs import OneFolder
+from tests.support.command import Place
 from tests.support.forks import code_of_fork
-from tests.support.helpers import TIMEOUT, pass_gate, tell
+from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
 from tests.support.insides import helpers_of
 from tests.support.timer_workers import wait_asleep
-
-if TYPE_CHECKING:
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
 
 PHALANX = (sys.executable, "-m", "phalanx")
 

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,6 @@ from tests.support import command
 from tests.support.command import Done, Place
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.records import example, write
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 IN_MOVED_TO = 0x80
 BOOT = "00000000-1111-2222-3333-444444444444"
@@ -123,27 +121,27 @@ def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
+@pytest.mark.parametrize(
+    "end, code, status, cause",
+    [
+        ('raise ValueError("loss is nan\\nat step 2")', 1, 1, "ValueError: loss is nan"),
+        ("os.kill(os.getpid(), 9)", -9, 137, r"Signal 9 \(SIGKILL\) received by PID \d+"),
+    ],
+)
+def test_a_run_that_fails_names_the_cause(
+    place: Place, gate: Gate, end: str, code: int, status: int, cause: str
+) -> None:
     script = place.write(f"""
         import os
-        if os.environ["RANK"] == "1": raise ValueError("loss is nan\\nat step 2")
+        if os.environ["RANK"] == "1": {end}
         {gate.python()}
         """)
-    done = place.run("--nproc-per-node", 3, script)
-    assert done.status == 1
+    assert place.run("--nproc-per-node", 3, script).status == status
     run = row(place)["run"]
-    assert (run["state"], run["exit_code"], run["cause"]) == ("failed", 1, "rank 1: ValueError: loss is nan")
+    assert (run["state"], run["exit_code"]) == ("failed", status)
+    assert re.fullmatch(f"rank 1: {cause}", run["cause"])
     states = [(rank["state"], rank["exitcode"], rank["signal_sent"]) for rank in run["attempts"][0]["ranks"]]
-    assert states == [("stopped", -15, 15), ("failed", 1, None), ("stopped", -15, 15)]
-
-
-@pytest.mark.slow
-def test_a_run_that_dies_of_a_signal(place: Place) -> None:
-    place.run("--no-python", "sh", "-c", "kill -9 $$$$")
-    run = row(place)["run"]
-    assert (run["state"], run["exit_code"]) == ("failed", 137)
-    assert run["cause"].startswith("rank 0: Signal 9 (SIGKILL) received by PID ")
-    assert run["command"] == ["sh", "-c", "kill -9 $$$$"]
+    assert states == [("stopped", -15, 15), ("failed", code, None), ("stopped", -15, 15)]
 
 
 @pytest.mark.long
@@ -478,13 +476,6 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert word in str(caught.value)
 
 
-def test_no_runs_at_all(tmp_path: Path) -> None:
-    assert catalog.find([str(tmp_path / "no" / "such")]) == []
-    for text in (None, "x"):
-        with pytest.raises(catalog.UnknownRunError, match="no run"):
-            catalog.resolve([str(tmp_path)], text)
-
-
 # --- the command
 
 
@@ -525,6 +516,13 @@ def test_an_encoding_that_has_no_word_for_it(place: Place) -> None:
 
 
 def test_no_runs_is_no_error(place: Place) -> None:
+    assert catalog.find([str(place.folder / "no" / "such")]) == []
+    for text in (None, "x"):
+        with pytest.raises(catalog.UnknownRunError, match="no run"):
+            catalog.resolve([str(place.folder)], text)
+    place.write("", "file")
+    assert "is a file" in place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", "file").err
+    assert runs(place, "-n", 0).status == 2
     assert place.run("--no-python", "no-such-binary").status != 0  # it is refused, and leaves nothing
     assert runs(place) == (0, f"no runs in {place.logs}\n", "")
     assert runs(place, "--json") == (0, "", "")
@@ -549,12 +547,6 @@ def test_a_full_disk_is_said(place: Place, options: tuple[str, ...]) -> None:
     argv = [sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs, *options]
     done = place.program("sh", "-c", '"$@" >/dev/full', "sh", *argv)
     assert done == (1, "", "Error: stdout: No space left on device\n")
-
-
-def test_what_it_refuses(place: Place) -> None:
-    place.write("", "file")
-    assert "is a file" in place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", "file").err
-    assert runs(place, "-n", 0).status == 2
 
 
 def on_a_terminal(place: Place, columns: int, *options: str, typed: str = "", **env: str) -> str:
