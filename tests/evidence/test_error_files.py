@@ -1368,7 +1368,7 @@ def test_a_full_report() -> None:
     failures = {rank: failed(rank, f"RuntimeError: [rank{rank}] no", stack(100 + rank, rank)) for rank in (4, 5, 6, 9)}
     failures[3] = failed(3, "RuntimeError: [rank3] no", stack(103, 3), stdout_file="/l/3/out", stderr_file="/l/3/err")
     failures[8] = failed(8, exitcode=2, stderr_tail="Loading: 10%\rLoading: 90%\n\x1b[31musage: train\x1b[0m\n")
-    failures[11] = failed(11, exitcode=-9, detail="SIGKILL, not sent by us")
+    failures[11] = failed(11, exitcode=-11, detail="2.3 GiB of memory were in use")
     outcomes = {rank: Outcome(rank, 100 + rank, "stopped", -15, 15) for rank in (0, 1, 2)}
     outcomes[7] = Outcome(7, 107, "abandoned", None, 9)
     outcomes[10] = Outcome(10, 110, "succeeded", 0)
@@ -1410,9 +1410,9 @@ rank 11:
   time      : 1970-01-01_00:00:00
   host      : node1
   rank      : 11 (local_rank: 11)
-  exitcode  : -9 (pid: 111) (SIGKILL)
-  error     : Signal 9 (SIGKILL) received by PID 111
-  detail    : SIGKILL, not sent by us
+  exitcode  : -11 (pid: 111) (SIGSEGV)
+  error     : Signal 11 (SIGSEGV) received by PID 111
+  detail    : 2.3 GiB of memory were in use
 ------------------------------------------------------------------------
 ranks 0-2: stopped by us (SIGTERM)
 rank 7: abandoned: pid 107 still there after SIGKILL

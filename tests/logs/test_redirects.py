@@ -88,7 +88,7 @@ def test_python_c_and_children_go_to_the_file(folder: Path) -> None:
     assert sorted(inside.splitlines()) == ["c inside", "c late", "child", "inside", "late"]
 
 
-def test_whatever_happens_meanwhile_the_stream_is_back_afterwards(folder: Path) -> None:
+def test_whatever_happens_the_stream_is_back_afterwards(folder: Path) -> None:
     """A missing folder, nesting, an exception, a body that closes the descriptor, and a child that lives on."""
     done = program("""
         descriptors = sorted(os.listdir("/proc/self/fd"))

@@ -379,11 +379,16 @@ def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "1 run, 0 B or more; phalanx runs prune removes old ones\n"
 
 
+def many_are(place: Place, count: int) -> None:
+    """Have programs take so many runs for many."""
+    folder = place.folder / "few"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"from phalanx._run import config; config.MANY = {count}\n")
+    place.env["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [place.env.get("PYTHONPATH")])])
+
+
 def test_much_is_hinted_at_on_a_terminal_alone(place: Place) -> None:
-    few = place.folder / "few"
-    few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 0\n")
-    place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
+    many_are(place, 0)
     put(place, "a")
     hint = "; phalanx runs prune removes old ones\n"
     assert on_a_terminal(place, 100).endswith(hint)
@@ -418,10 +423,7 @@ def test_so_many_are_kept(place: Place) -> None:
 @pytest.mark.long
 def test_many_are_hinted_at(place: Place) -> None:
     assert runs_module._LARGE == 10 << 30
-    few = place.folder / "few"
-    few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx._run import config; config.MANY = 3\n")
-    place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
+    many_are(place, 3)
     for name in "ab":
         (place.logs / name).mkdir(parents=True)
     assert "folders are in" not in sh(place, "echo x").err

@@ -219,8 +219,6 @@ _CHAIN = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
-_BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
-_GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
 QUIET = 0.1
 """Seconds without a line after which a traceback counts as ended, though it has no end or may go on with another."""
@@ -232,37 +230,26 @@ _FLOOD = 64  # tracebacks in one read, from which on they are not compared: the 
 class _Open:
     """A traceback that is being written."""
 
-    __slots__ = ("changed", "end", "group", "lines", "size", "source", "time")
+    __slots__ = ("changed", "end", "lines", "size", "source", "time")
 
     def __init__(self, source: Source, time: float) -> None:
         self.source = source
         self.time = time  # when it began (seconds since the epoch)
         self.lines: list[bytes] = []
         self.end = 0  # the number of lines up to that of the exception; 0 as long as it has not come
-        self.group = False  # whether it is that of an exception group, which ends differently
         self.size = 0
         self.changed = 0.0
 
     def take(self, line: bytes) -> bool:
         """Take the next line if it belongs to the traceback, or may. Returns whether it does."""
         plain = unmarked(self.source, line)
-        text = plain.strip()
         if plain.endswith(HEAD):
             self.end = 0
-            self.group = text.startswith(_BESIDE_GROUPS)
-        elif not text or plain in _CHAIN:  # a line of the exception's message, or between two of a chain
-            if self.group and not self.end:
-                self.end = len(self.lines)
-        elif self.group:
-            if not (plain[:1].isspace() and text.startswith(_BESIDE_GROUPS)):
-                self.end = self.end or len(self.lines)
+        elif plain.strip() and plain not in _CHAIN:  # else one of the exception's message, or between two of a chain
+            if self.end:
                 return False
-            if text.startswith(_GROUP_ENDS):
+            if not plain[:1].isspace():
                 self.end = len(self.lines) + 1
-        elif self.end:
-            return False
-        elif not plain[:1].isspace():
-            self.end = len(self.lines) + 1
         self.lines.append(line)
         self.size += len(line) + 1
         return True

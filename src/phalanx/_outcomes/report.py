@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import plain
-from phalanx._outcomes.failure import NOT_AVAILABLE, NOT_EXITED, WHILE_LEAVING, first_failure, stderr_name
+from phalanx._outcomes.failure import (
+    NOT_AVAILABLE,
+    NOT_EXITED,
+    WHILE_LEAVING,
+    Outcome,
+    ProcessFailure,
+    first_failure,
+    stderr_name,
+)
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx._outcomes.failure import Outcome, ProcessFailure
-
-    Style = Callable[[str, str], str]
+Style = Callable[[str, str], str]
+Lines = list[tuple[str, str]]
 
 RULE = 72  # columns: fits any terminal, and e-mail
 ROOT_LINES = 120  # lines of the root cause's traceback; the rest is in its error file
@@ -101,9 +105,6 @@ def format_report(
     if style is None:
         return _joined(lines)
     return "\n".join(style(kind, line) for kind, line in lines)
-
-
-Lines = list[tuple[str, str]]
 
 
 def format_summary(
