@@ -82,6 +82,14 @@ def test_a_terminal_or_stderr_can_be_a_log() -> None:
             os.close(fd)
 
 
+def test_a_log_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for text in (b"one\n", b"two\n"):
+        with open(files.opened_log(str(path)), "wb") as file:
+            file.write(text)
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
 def test_a_pipe_with_a_reader_can_be_a_log(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     os.mkfifo(path)

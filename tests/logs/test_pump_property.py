@@ -243,10 +243,12 @@ def feed(
     target: object = out
     fd = -1
     reader = -1
-    if console in ("file", "append"):
+    before = b"before\n" if console in ("file", "append") else b""
+    if before:
         target = fd = os.open(
             out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if console == "append" else 0)
         )
+        os.write(fd, before)
     elif console == "pipe":
         reader, fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         target = fd
@@ -268,6 +270,7 @@ def feed(
         if fd >= 0:
             os.close(fd)
     with open(reader if reader >= 0 else out, "rb") as file:
+        assert file.read(len(before)) == before
         return file.read()
 
 
