@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import random
@@ -13,7 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,15 +26,8 @@ from phalanx._base.loop import READ, WRITE, Deadline, Deadlines, Loop, Pauses
 from phalanx._base.process import Exit, Process, descends_from, lineage, reap_later, wait_all
 from phalanx._base.threads import Latch
 from tests.support.fake_clock import FakeClock
-from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.helpers import TIMEOUT, Ready, wait_gone
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
-
 
 # --- clock and deadlines
 
@@ -337,39 +331,8 @@ def test_a_deadline_ends_the_wait(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
-    """What was left of its wait is not waited for, once its moment has passed."""
-    reader, writer = os.pipe()
-    seconds = 1.5
-    pid = os.fork()
-    if pid == 0:
-        try:
-            it = Loop()
-            it.after(seconds, it.stop)
-            os.write(writer, str(clock.now() + seconds).encode())
-            it.run()
-        finally:
-            os._exit(0)
-    try:
-        due = float(os.read(reader, 100))
-        while procfs.Stat(pid).state != "S":
-            assert clock.now() < due
-        os.kill(pid, signal.SIGSTOP)
-        os.waitpid(pid, os.WUNTRACED)
-        threading.Event().wait(due - clock.now())
-        os.kill(pid, signal.SIGCONT)
-        while wait_gone([pid], seconds * 0.7):
-            assert procfs.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
-    finally:
-        for fd in (reader, writer):
-            os.close(fd)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-@pytest.mark.slow
-def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
-    """Not one that something has ended before, and what callbacks take is none."""
+def test_a_stop_is_a_pause_after_which_nothing_is_waited_for() -> None:
+    """What was due meanwhile is done at once, whatever was left of the wait. What callbacks take is no pause."""
     reader, writer = os.pipe()
     seconds, busy, stopped = 1.0, 0.4, 0.5
     pid = os.fork()
@@ -400,6 +363,8 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, os.WUNTRACED)
         threading.Event().wait(due + stopped + 0.2 - clock.now())
         os.kill(pid, signal.SIGCONT)
+        while wait_gone([pid], seconds * 0.7):
+            assert procfs.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
         assert float(os.read(reader, 100)) >= stopped
     finally:
         os.close(reader)
@@ -605,7 +570,13 @@ def test_a_message_is_waited_for_until_a_moment(ends: tuple[channels.Channel, ch
 
 @pytest.mark.parametrize(
     "status, returncode, ok, number",
-    [(0, 0, True, None), (3 << 8, 3, False, None), (255 << 8, 255, False, None), (9, -9, False, 9)],
+    [
+        (0, 0, True, None),
+        (3 << 8, 3, False, None),
+        (255 << 8, 255, False, None),
+        (9, -9, False, 9),
+        (11 | 0x80, -11, False, 11),
+    ],
 )
 def test_a_wait_status_is_read(status: int, returncode: int, ok: bool, number: int | None) -> None:
     it = Exit.of_status(status)
@@ -615,10 +586,6 @@ def test_a_wait_status_is_read(status: int, returncode: int, ok: bool, number: i
     assert it != Exit(returncode + 1)
     assert it != returncode
     assert repr(it) == f"Exit({returncode})"
-
-
-def test_a_core_dump_is_a_signal_like_any() -> None:
-    assert Exit.of_status(11 | 0x80).signal == 11
 
 
 # --- the kernel
@@ -777,16 +744,6 @@ def test_a_mapped_name_is_seen_in_forks_and_not_beyond_an_exec() -> None:
     assert name.encode() not in procfs.read("/proc/self/maps")
 
 
-def test_a_subreaper_is_one() -> None:
-    def check() -> bool:
-        linux.become_subreaper()
-        flag = ctypes.c_int()
-        ctypes.CDLL(None).prctl(37, ctypes.byref(flag), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
-        return flag.value == 1
-
-    assert in_a_fork(check) == 0
-
-
 def test_a_prctl_that_there_is_not() -> None:
     with pytest.raises(OSError, match=r"prctl\(123456789, 0\)"):
         linux.prctl(123456789, 0)
@@ -798,22 +755,6 @@ def test_who_has_lost_its_parent_already_dies_at_once() -> None:
         return True
 
     assert in_a_fork(check) == -signal.SIGKILL
-
-
-def test_inotify_tells_of_a_write_and_names_what_it_cannot_watch(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    fd = linux.inotify()
-    try:
-        watch = linux.inotify_add(fd, str(path))
-        with pytest.raises(BlockingIOError):
-            os.read(fd, 4096)
-        path.write_text("x")
-        assert int.from_bytes(os.read(fd, 4096)[:4], sys.byteorder) == watch
-        with pytest.raises(FileNotFoundError, match="nowhere"):
-            linux.inotify_add(fd, str(tmp_path / "nowhere"))
-    finally:
-        os.close(fd)
 
 
 # --- Names that are not known yet, and a DNS that does not answer

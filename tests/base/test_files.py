@@ -6,25 +6,19 @@ import gzip
 import os
 import socket
 import tracemalloc
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from phalanx._base import files
 from phalanx._evidence.cleanup import remove_old
-from phalanx._evidence.error_file import read_error_file
 from phalanx._logs import rotated, timeline
 from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
-from tests.support.command import logs
+from tests.support.command import Place, logs
 from tests.support.pump_tools import Memory, rig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.support.command import Place
 
 
 def make_socket(path: str) -> None:
@@ -86,6 +80,14 @@ def test_a_terminal_or_stderr_can_be_a_log() -> None:
             assert not os.get_inheritable(fd)
         finally:
             os.close(fd)
+
+
+def test_a_log_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for text in (b"one\n", b"two\n"):
+        with open(files.opened_log(str(path)), "wb") as file:
+            file.write(text)
+    assert path.read_bytes() == b"one\ntwo\n"
 
 
 def test_a_pipe_with_a_reader_can_be_a_log(tmp_path: Path) -> None:
@@ -271,21 +273,6 @@ def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None
     index = tmp_path / "timeline"
     index.symlink_to("/dev/zero")
     assert list(timeline.read(str(index))) == []
-
-
-def test_a_timeline_keeps_no_more_parts_than_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "MOST_PARTS", 3)
-    index = tmp_path / "timeline"
-    head = timeline.HEAD.pack(timeline.MAGIC, 0)
-    index.write_bytes(head + timeline.pack(1, timeline.CUT, 0) * 10)
-    assert len(list(timeline.read(str(index)))) == 3
-
-
-def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    with path.open("wb") as file:
-        os.truncate(file.fileno(), 1 << 40)
-    assert read_error_file(str(path), 1000) == (None, "unreadable: it is longer than 1000 bytes")
 
 
 def test_what_is_no_file_of_an_earlier_run_is_not_removed(tmp_path: Path) -> None:

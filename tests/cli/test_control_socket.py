@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx._base import unix_sockets
+from phalanx._base import channels
 from phalanx._run import control_socket
 from phalanx._runs import record
 from tests.support.helpers import refusal_of_another_user
@@ -126,7 +126,7 @@ def test_no_other_process_than_the_launcher_is_believed(
         launcher.ask(pid=1)
     with pytest.raises(control_socket.NotAnsweredError, match=rf"there is no {control_socket.NAME} in its folder"):
         control_socket.ask(str(launcher.folder.parent), launcher.run(), os.geteuid(), "status")
-    monkeypatch.setattr(unix_sockets, "peer", lambda _: (os.getpid(), NOBODY))
+    monkeypatch.setattr(channels, "peer", lambda _: (os.getpid(), NOBODY))
     with pytest.raises(control_socket.NotAnsweredError, match="another process than its launcher answers"):
         launcher.ask()
 
@@ -151,7 +151,7 @@ def test_a_launcher_that_is_stopped_or_sends_nonsense(
             launcher.ask()
         listener.accept()[0].close()
         there: list[socket.socket] = []
-        monkeypatch.setattr(unix_sockets, "peer", lambda _: _answer(listener, there))
+        monkeypatch.setattr(channels, "peer", lambda _: _answer(listener, there))
         with pytest.raises(control_socket.NotAnsweredError, match="what its launcher has answered is no answer"):
             control_socket.ask_for(str(launcher.folder), launcher.run(), os.geteuid(), "status")
         there[0].close()

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from phalanx._base import clock
-from phalanx._logs.dedup import Dedup
+from phalanx._logs import dedup
 from phalanx._logs.prefixes import stamp
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.support.command import (
@@ -46,7 +45,7 @@ PYTHON = sys.executable
 @pytest.fixture
 def patient_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process."""
-    monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))
+    monkeypatch.setattr(dedup, "WINDOW", 60.0)
 
 
 def report_of(done: Done) -> str:

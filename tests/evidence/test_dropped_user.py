@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -14,47 +14,44 @@ from phalanx._evidence.error_file import has_left, message_of, read_error_file
 from phalanx._evidence.stack_signals import fatal_path, read_fatal_stacks
 from phalanx.multiprocessing import start_processes
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 NOBODY = 65534
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root can become another user")
 
 
-@pytest.fixture(autouse=True)
-def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-
-def drop() -> None:
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-
-
 DROP = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
 
 
-def drops_and_raises() -> NoReturn:
-    drop()
+def drops(_jail: str) -> NoReturn:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
     raise ValueError("after the drop")
+
+
+def jailed(folder: str) -> NoReturn:
+    os.chroot(folder)
+    os.chdir("/")
+    raise ValueError("in another root")
 
 
 @pytest.mark.long
 @as_root
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_functions_exception_is_known(method: str) -> None:
-    with start_processes("drop", drops_and_raises, nprocs=2, start_method=method) as group:
+@pytest.mark.parametrize("does, message", [(drops, "after the drop"), (jailed, "in another root")])
+def test_a_functions_exception_is_known(does: Any, message: str, method: str, tmp_path: Path) -> None:
+    jail = tmp_path / "jail"
+    jail.mkdir()
+    with start_processes("drop", does, (str(jail),), nprocs=2, start_method=method) as group:
         result = group.wait()
         for rank, failure in result.failures.items():
-            assert failure.message == "ValueError: after the drop"
-            assert "in drops_and_raises" in failure.traceback
+            assert (failure.exitcode, failure.message) == (1, f"ValueError: {message}")
+            assert f"in {does.__name__}" in failure.traceback
             assert failure.error_file == group.error_files[rank]
     for path in group.error_files.values():
         assert not os.path.exists(fatal_path(path))
+    assert not list(jail.iterdir())
 
 
 def run(tmp_path: Path, text: str) -> Path:
@@ -94,27 +91,6 @@ os.chroot(sys.argv[1])
 os.chdir("/")
 {end}
 """
-
-
-def jailed(folder: str) -> NoReturn:
-    os.chroot(folder)
-    os.chdir("/")
-    raise ValueError("loss is nan")
-
-
-@pytest.mark.slow
-@as_root
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_function_with_another_root_leaves_its_evidence(method: str, tmp_path: Path) -> None:
-    jail = tmp_path / "jail"
-    jail.mkdir()
-    with start_processes("jail", jailed, {0: (str(jail),)}, start_method=method) as group:
-        result = group.wait()
-        failure = result.failures[0]
-        assert (failure.exitcode, failure.message) == (1, "ValueError: loss is nan")
-        assert "in jailed" in failure.traceback
-        assert failure.error_file == group.error_files[0]
-    assert not list(jail.iterdir())
 
 
 @pytest.mark.slow

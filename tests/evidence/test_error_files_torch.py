@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from phalanx._evidence import recording
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_temporary_folder")]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +23,6 @@ from phalanx._stacks.dump import location
 from phalanx.errors import ProcessFailure, format_report
 from phalanx.spawn import _exceptions
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 MIB = 1 << 20
 KEPT = KEPT_LIMIT
@@ -150,7 +147,7 @@ def test_data_of_great_depth_are_bounded() -> None:
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=50),
@@ -187,13 +184,13 @@ def differing(count: int, size: int) -> dict[int, ProcessFailure]:
 
 @pytest.mark.long
 def test_many_different_tracebacks_make_a_readable_report() -> None:
-    failures = differing(400, 40_000)
+    failures = differing(120, 40_000)
     with not_for_ever():
         report = format_report("x", failures)
-    assert len(report) < 400 * 200 + 9 * report_module.ROOT_LINES * report_module.LINE
+    assert len(report) < 120 * 200 + 9 * report_module.ROOT_LINES * report_module.LINE
     assert len(report.split("\n")) < 1400
     error = _exceptions.failed(SimpleNamespace(failures=failures, outcomes={}))  # type: ignore[arg-type]  # it has what is read
-    assert len(str(error)) < 400 * 500 + 2 * KEPT
+    assert len(str(error)) < 120 * 500 + 2 * KEPT
 
 
 def test_long_texts_are_equal_by_their_ends() -> None:

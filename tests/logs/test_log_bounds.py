@@ -8,7 +8,9 @@ import gzip
 import json
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +22,6 @@ from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.support.command import Place, logs, refused, sh
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Rotated
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def line(number: int) -> bytes:

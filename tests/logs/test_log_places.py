@@ -67,21 +67,14 @@ def test_a_folder_of_a_group_stays_one(place: Place) -> None:
     assert modes(with_umask(place, "022", "--log-mode", "2750")) == {0o2750}
 
 
-def test_an_empty_name_is_a_temporary_folder() -> None:
-    specs = DefaultLogsSpecs("", redirects=Std.ALL)
-    with start_processes("x", "true", (), nprocs=1, logs_specs=specs) as group:
-        result = group.wait()
-    assert specs.root_log_dir is None
-    assert Path(result.stdouts[0]).parents[3].name.startswith("phalanx_")
-
-
 def test_a_temporary_run_for_colleagues() -> None:
-    specs = DefaultLogsSpecs(redirects=Std.ALL, mode=0o755)
+    specs = DefaultLogsSpecs("", redirects=Std.ALL, mode=0o755)
     with start_processes("logs", "echo", {0: ("x",)}, logs_specs=specs) as group:
         group.wait()
-    assert specs.run_log_dir is not None
-    root = os.path.dirname(specs.run_log_dir)
-    assert modes(Path(root)) == {0o755}
+    assert (specs.root_log_dir, specs.run_log_dir is None) == (None, False)
+    root = Path(specs.run_log_dir or "").parent
+    assert root.name.startswith("phalanx_")
+    assert modes(root) == {0o755}
     shutil.rmtree(root)
 
 

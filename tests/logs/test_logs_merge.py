@@ -8,16 +8,15 @@ once, and in the order of their stream, but may have the times of those that the
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import json
 import os
-import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,11 +29,8 @@ from phalanx._logs.timeline import APART, Growth, TimelineWriter
 from phalanx._runs.catalog import RunDir
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs
+from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 HISTORIES = int(os.environ.get("PHALANX_TEST_HISTORIES", "150"))
 BOUND = APART + 0.01 + 0.002  # the clocks; growths that are noted together; milliseconds, twice
@@ -90,10 +86,7 @@ class Log:
         if not self.rotates or not b"".join(piece.data for piece in self.newest).endswith(b"\n"):
             return
         self.count += 1
-        os.link(self.path, f"{self.path}.{self.count}")
-        new = self.path.with_name("new")
-        new.touch()
-        os.replace(new, self.path)
+        rotate(self.path, self.count)
         self.aside[self.count], self.newest = self.newest, []
         self.unseen.append(self.count)
 
@@ -108,12 +101,7 @@ class Log:
     def compress(self, which: int) -> None:
         plain = [number for number in sorted(self.aside) if os.path.exists(f"{self.path}.{number}")]
         if plain:
-            name = f"{self.path}.{plain[which % len(plain)]}"
-            with open(name, "rb") as source, gzip.open(f"{name}.gz.new", "wb", compresslevel=1) as target:
-                shutil.copyfileobj(source, target)
-            shutil.copystat(name, f"{name}.gz.new")
-            os.rename(f"{name}.gz.new", f"{name}.gz")
-            os.unlink(name)
+            compress(self.path, plain[which % len(plain)])
 
     def look(self, look: int, time: float) -> None:
         """What a look at it sees."""

@@ -10,7 +10,9 @@ import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,7 @@ from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
 from phalanx._logs.stream import Stream
 from phalanx._logs.terminal import PlainOutput
-from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tests.support.pump_tools import Memory, Rotated, append, followed, read_all, read_on, rig, source, until
 
 
 @pytest.fixture
@@ -88,23 +86,6 @@ def test_a_full_pipe_holds_nobody_up_and_gets_all_in_order(loop: Loop, pipe: tup
     assert out.make_room()
     assert os.get_blocking(writer)  # it is not ours alone
     out.close()
-
-
-def test_what_waits_is_counted_by_whose_it_is(loop: Loop, pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    with opened(loop, writer) as out:
-        out.write((b"x" * 4095, b"\n"), "first")
-        out.flush()
-        assert out.idle
-        out.write((b"a\nb\n", b"c"), "a")
-        out.write((b"d\n",), "b")
-        out.write((b"e\n",), "a")
-        out.flush()
-        assert out.pending() == {"a": 3, "b": 1}
-        assert not out.mid_line
-        read_all(reader)
-        until(loop, lambda: out.idle)
-        assert out.pending() == {}
 
 
 def test_a_sink_that_gives_up_ends_its_line(loop: Loop, pipe: tuple[int, int]) -> None:
@@ -195,38 +176,7 @@ def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
     os.close(writer)
 
 
-def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    for text in (b"one\n", b"two\n"):
-        with opened(loop, str(path)) as out:
-            out.write((text,))
-            out.flush()
-            assert out.idle
-    assert path.read_bytes() == b"one\ntwo\n"
-    nowhere = Sink(str(tmp_path / "no" / "where"))
-    with pytest.raises(FileNotFoundError):
-        nowhere.open(loop, lambda: None)
-
-
 # --- files that grow
-
-
-def read_on(follower: Follower, size: int = 65536) -> bytes:
-    buffer = bytearray(size)
-    data = b""
-    while count := follower.read(buffer):
-        data += buffer[:count]
-    return bytes(data)
-
-
-@contextlib.contextmanager
-def followed(path: Path, **options: Any) -> Iterator[Follower]:
-    it = Follower(str(path), **options)
-    try:
-        yield it
-    finally:
-        it.close()
-        it.close()
 
 
 def test_a_follower_reads_what_has_come(tmp_path: Path) -> None:
@@ -244,34 +194,6 @@ def test_a_follower_reads_what_has_come(tmp_path: Path) -> None:
         assert it.left() == 13
         assert it.lines_left(1 << 20)[0] == 3  # the last one is not ended
         assert it.left() == 0
-    with followed(path, offset=4) as it:
-        assert read_on(it) == b"two\nthree\nfour\nfi"
-
-
-def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with followed(path) as it:
-        path.write_bytes(b"a long line\n")
-        assert read_on(it) == b"a long line\n"
-        path.write_bytes(b"short\n")  # the same file, cut and written between two looks at it
-        assert read_on(it) == b"short\n"
-        os.truncate(path, 0)
-        assert it.left() == 0
-        assert read_on(it) == b""
-        append(str(path), b"again\n")
-        assert read_on(it) == b"again\n"
-
-
-def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"one\n")
-    with followed(path, rotates=True) as it:
-        assert read_on(it) == b"one\n"
-        os.link(path, f"{path}.1")  # it has two names
-        assert read_on(it) == b""
-        (tmp_path / "new").write_bytes(b"two\n")
-        os.replace(tmp_path / "new", path)
-        assert read_on(it) == b"two\n"
 
 
 def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
@@ -584,17 +506,6 @@ def test_a_line_of_ours_stands_by_itself(tmp_path: Path, capfd: pytest.CaptureFi
         it.pump.show_message("too late for the console")
     assert out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n"
     assert capfd.readouterr().err == "too late for the console\n"
-
-
-def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None:
-    pump = Pump([], [])
-    assert not pump.shows_messages
-    pump.show_message("hello")
-    done: list[bool] = []
-    pump.finish(lambda: done.append(True))
-    assert done
-    pump.close()
-    assert capfd.readouterr().err == "hello\n"
 
 
 @pytest.mark.parametrize(

@@ -33,18 +33,6 @@ from tests.support.screen import Emulator
 # --- lines
 
 
-def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
-    cutter = Cutter()
-    cutter.cut(b"half\r")
-    assert (cutter.take_settled(), cutter.rest) == (b"half", b"\r")
-    assert cutter.cut(b"\n") == b"\r\n"
-    assert not cutter.withdrawn
-    cutter.cut(b"half\r")
-    assert cutter.take_settled() == b"half"
-    assert cutter.cut(b"whole\n") == b"whole\n"
-    assert cutter.withdrawn
-
-
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
 def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[bytes]) -> None:
     cutter, whole = Cutter(), b""
@@ -146,15 +134,6 @@ def test_half_a_line_end_is_not_a_line(time: FakeClock) -> None:
     assert desk.take(one, b"\n") == b"[0] next\r\n"
 
 
-def test_nobody_ends_the_last_line(time: FakeClock) -> None:
-    desk, one, other = Desk(), source(0), source(1)
-    desk.take(one, b"shown")
-    time.advance(QUIET)
-    desk.tick()
-    desk.take(other, b"held")
-    assert desk.finish(one, other) == b"\n[1] held\n"
-
-
 @pytest.mark.parametrize("form, first", [(b"\r%3d%%", 0), (b"%3d%%\r", 1)])
 def test_a_progress_bar_shows_one_state_a_second_and_the_last(form: bytes, first: int, time: FakeClock) -> None:
     desk, one = Desk(), source()
@@ -168,21 +147,6 @@ def test_a_progress_bar_shows_one_state_a_second_and_the_last(form: bytes, first
     assert desk.tick() == b"[0] 100%\n"
     assert desk.take(one, b"\n") == b""
     assert desk.take(one, b"done\n") == b"[0] done\n"
-
-
-def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
-    desk, one = Desk(), source()
-    desk.take(one, b"\r 50%")
-    assert desk.tick() == b"[0]  50%\n"
-    assert desk.take(one, b"\r100%\n") == b"[0] 100%\n"
-    desk.take(one, b"\r 50%")
-    time.advance(STATE)
-    assert desk.tick() == b"[0]  50%\n"
-    assert desk.take(one, b"\n 50%\n") == b"[0]  50%\n"  # another line, and only looks the same
-    desk.take(one, b"\r 60%")
-    time.advance(STATE)
-    desk.tick()
-    assert desk.finish(one) == b""
 
 
 def test_a_bar_that_is_wiped_away_leaves_no_empty_line(time: FakeClock) -> None:
@@ -204,19 +168,6 @@ def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock
         assert desk.take(one, rest) == shown
     time.advance(STATE)
     assert desk.tick() == b"[0] back\n"
-
-
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
-    monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one, other = Desk(), source(0), source(1)
-    assert desk.take(one, b"x" * 9) == b""
-    assert desk.take(one, b"x") == b"[0] " + b"x" * 10
-    assert desk.take(one, b"y" * 25) == b"y" * 25
-    assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
-    assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
-    assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
-    assert len(one.cutter.rest) == 0
 
 
 # --- for machines, and for patterns
@@ -555,15 +506,6 @@ def test_more_ranks_than_there_is_room_for(time: FakeClock) -> None:
     assert it.look() == ["[0] done", *[f"[{rank}] ..." for rank in range(1, 10)]]
 
 
-def test_a_live_line_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
-    it, one = Watcher(columns=20), source()
-    it.take(one, b"\r" + b"x" * 100)
-    assert len(it.look()) == 1
-    assert it.take(source(1), b"y\n")[0] == "[1] y"
-    time.advance(FRAME)
-    assert it.take(one, b"\rshort") == ["[1] y", "[0] short"]
-
-
 def test_what_scrolls_away_is_whole(time: FakeClock) -> None:
     """Some bars, and lines from everybody, for longer than the screen is high: no line is lost, doubled or mixed."""
     it, sources = Watcher(rows=10), [source(rank) for rank in range(4)]
@@ -610,27 +552,6 @@ def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch
     assert it.take(one, b"x" * 12) == ["[0]  10%" + "x" * 12]
     time.advance(FRAME)
     assert it.look() == ["[0]  10%" + "x" * 12]
-
-
-@pytest.mark.parametrize(
-    "line,text",
-    [
-        (b"plain \xc3\xa9", b"plain \xc3\xa9"),
-        (b"\033[1;31mred", b"\033[1;31mred\033[0m"),
-        (b"\033[38:2::1:2:3mx\033[m", b"\033[38:2::1:2:3mx\033[m"),
-        (b"up\033[A\033[2Kdown\r\n", b"updown"),
-        (b"\033[2J\b\a", rb"\x1b[2J\x08\x07"),
-        (b"\033[?25lx\033[?25h\033[>4;1m", rb"x\x1b[>4;1m"),
-        (b"\033]0;title\ax\033]8;;http://y\033\\z", rb"\x1b]0;title\x07x\x1b]8;;http://y\x1b\z"),
-        (b"\033(Bx\033c\0337\033", rb"x\x1bc\x1b7\x1b"),
-        (b"a\033[3", rb"a\x1b[3"),
-        (b"a\033[3\0331A", rb"a\x1b[3\x1b1A"),
-        (b"\033[\0A", rb"\x1b[\x00A"),
-        ("\N{RIGHT-TO-LEFT OVERRIDE}a\x9b".encode(), rb"\u202ea\x9b"),
-    ],
-)
-def test_visible(line: bytes, text: bytes) -> None:
-    assert visible(line, 80) == text
 
 
 @pytest.mark.parametrize(

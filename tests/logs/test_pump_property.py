@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -19,10 +20,6 @@ from phalanx._logs.render import Text, View
 from phalanx._logs.terminal import PlainOutput
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, Rotated, append, rig, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 quick = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 few = settings(quick, max_examples=40)
@@ -246,11 +243,18 @@ def feed(
     target: object = out
     fd = -1
     reader = -1
-    if console == "file":
-        target = fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    before = b"before\n" if console in ("file", "append") else b""
+    if before:
+        target = fd = os.open(
+            out, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if console == "append" else 0)
+        )
+        os.write(fd, before)
     elif console == "pipe":
         reader, fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         target = fd
+    elif console == "socket":
+        reader, target = (end.detach() for end in socket.socketpair())
+        fd = target
     try:
         with (
             mock.patch.object(sink, "TURN", turn),
@@ -266,11 +270,17 @@ def feed(
         if fd >= 0:
             os.close(fd)
     with open(reader if reader >= 0 else out, "rb") as file:
+        assert file.read(len(before)) == before
         return file.read()
 
 
 @few
-@given(turns(barred), st.sampled_from([1, 2, 7, 64, 16384]), st.sampled_from(["path", "file", "pipe"]), st.booleans())
+@given(
+    turns(barred),
+    st.sampled_from([1, 2, 7, 64, 16384]),
+    st.sampled_from(["path", "file", "append", "pipe", "socket"]),
+    st.booleans(),
+)
 def test_files_through_the_pump(said: list[tuple[int, bytes]], turn: int, console: str, together: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, stopped_clock(start=0.0):
         shown = unprefixed(feed(folder, said, turn, console=console, together=together))

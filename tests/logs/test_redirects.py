@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
 from tests.support.command import read_until, terminal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAD = """
 import ctypes, os, subprocess, sys
@@ -64,20 +62,6 @@ def test_a_stream_that_is_neither_is_refused(wrong: str) -> None:
     assert os.listdir() == []
 
 
-def test_a_missing_folder_changes_nothing(folder: Path) -> None:
-    done = program("""
-        descriptors = sorted(os.listdir("/proc/self/fd"))
-        try:
-            with redirect_stdout("no/such/folder/file"):
-                print("not reached")
-        except FileNotFoundError as error:
-            print("refused:", error.filename)
-        assert sorted(os.listdir("/proc/self/fd")) == descriptors
-        """)
-    assert done == (0, "refused: no/such/folder/file\n", "")
-    assert list(folder.iterdir()) == []
-
-
 def test_python_c_and_children_go_to_the_file(folder: Path) -> None:
     (folder / "file").write_text("what was there before, and is longer than what comes")
     done = program("""
@@ -104,75 +88,46 @@ def test_python_c_and_children_go_to_the_file(folder: Path) -> None:
     assert sorted(inside.splitlines()) == ["c inside", "c late", "child", "inside", "late"]
 
 
-def test_a_child_that_lives_on_keeps_the_file(folder: Path) -> None:
+def test_whatever_happens_the_stream_is_back_afterwards(folder: Path) -> None:
+    """A missing folder, nesting, an exception, a body that closes the descriptor, and a child that lives on."""
     done = program("""
-        with redirect_stdout("file"):
-            late = subprocess.Popen(["sh", "-c", "read line; echo $line"], stdin=subprocess.PIPE)
-        late.communicate(b"late")
-        """)
-    assert done == (0, "", "")
-    assert (folder / "file").read_text() == "late\n"
-
-
-def test_a_child_gets_the_stream_and_no_other_descriptor(folder: Path) -> None:
-    program("""
-        os.closerange(3, 64)
-        with redirect_stdout("file"):
-            subprocess.run(["ls", "/proc/self/fd"], close_fds=False)
-        """)
-    assert (folder / "file").read_text().split() == ["0", "1", "2", "3"]  # the last is the listing's own
-
-
-def test_an_exception_restores(folder: Path) -> None:
-    done = program("""
+        descriptors = sorted(os.listdir("/proc/self/fd"))
         try:
-            with redirect_stdout("out"), redirect_stderr("err"):
-                print("inside")
-                c("c inside")
+            with redirect_stdout("no/such/folder/file"):
+                print("not reached")
+        except FileNotFoundError as error:
+            print("refused:", error.filename)
+        try:
+            with redirect_stdout("outer"), redirect_stderr("err"):
+                print("outer 1", flush=True)
+                with redirect_stdout("inner"):
+                    print("inner")
+                    child("child\\n")
+                print("outer 2")
+                c("c outer\\n")
                 raise ValueError("boom")
         except ValueError as error:
-            print("caught", error)
-        child("child\\n")
+            print("caught", error, flush=True)
+        with redirect_stdout("closed"):
+            os.write(1, b"inside")
+            os.close(1)
+        with redirect_stdout("late"):
+            late = subprocess.Popen(["sh", "-c", "read line; echo $line"], stdin=subprocess.PIPE)
+        late.communicate(b"late")
+        child("after\\n")
+        assert sorted(os.listdir("/proc/self/fd")) == descriptors
         """)
-    assert done.status == 0
-    assert sorted(done.out.splitlines()) == ["caught boom", "child"]
-    assert (folder / "out").read_text() in ("inside\nc inside", "c insideinside\n")
-    assert (folder / "err").read_text() == ""
-
-
-def test_nesting(folder: Path) -> None:
-    done = program("""
-        with redirect_stdout("outer"):
-            print("outer 1", flush=True)
-            with redirect_stdout("inner"):
-                print("inner")
-                child("child\\n")
-            print("outer 2")
-            c("c outer\\n")
-        print("done")
-        """)
-    assert done == (0, "done\n", "")
-    assert sorted((folder / "outer").read_text().splitlines()) == ["c outer", "outer 1", "outer 2"]
-    assert sorted((folder / "inner").read_text().splitlines()) == ["child", "inner"]
-
-
-@pytest.mark.parametrize("value", ["None", "open(os.devnull, 'w')", "__import__('io').StringIO()"])
-def test_whatever_sys_stdout_is_the_descriptor_is_redirected(folder: Path, value: str) -> None:
-    done = program(f"""
-        sys.stdout = {value}
-        getattr(sys.stdout, "close", lambda: None)()
-        with redirect_stdout("file"):
-            child("inside")
-        child("after")
-        """)
-    assert done == (0, "after", "")
-    assert (folder / "file").read_text() == "inside"
+    assert done == (0, "refused: no/such/folder/file\ncaught boom\nafter\n", "")
+    files = {path.name: sorted(path.read_text().splitlines()) for path in folder.iterdir()}
+    assert files == {
+        "outer": ["c outer", "outer 1", "outer 2"], "inner": ["child", "inner"], "err": [], "closed": ["inside"],
+        "late": ["late"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_descriptor_that_was_closed_is_closed_again(folder: Path, closed: str) -> None:
-    done = program(
-        """
+    text = """
         def are_open():
             paths = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
             return sorted(path for path in paths if "libffi" not in path and not path.startswith("/proc/"))
@@ -184,20 +139,27 @@ def test_a_descriptor_that_was_closed_is_closed_again(folder: Path, closed: str)
             os.fstat(1)
         except OSError:
             open("verdict", "w").write(str(before == after))
-        """,
-        way=f'exec "$@" {closed}',
-        head=WITHOUT_CTYPES,
-    )
-    assert done.status == 0
-    assert (folder / "file").read_text() == "inside"
-    assert (folder / "verdict").read_text() == "True"
+        """
+    assert program(text, way=f'exec "$@" {closed}', head=WITHOUT_CTYPES).status == 0
+    assert [(folder / name).read_text() for name in ("file", "verdict")] == ["inside", "True"]
 
 
-def test_a_body_that_closes_the_descriptor(folder: Path) -> None:
-    done = program("""
+def test_a_child_gets_the_stream_and_no_other_descriptor(folder: Path) -> None:
+    program("""
+        os.closerange(3, 64)
         with redirect_stdout("file"):
-            os.write(1, b"inside")
-            os.close(1)
+            subprocess.run(["ls", "/proc/self/fd"], close_fds=False)
+        """)
+    assert (folder / "file").read_text().split() == ["0", "1", "2", "3"]  # the last is the listing's own
+
+
+@pytest.mark.parametrize("value", ["None", "open(os.devnull, 'w')", "__import__('io').StringIO()"])
+def test_whatever_sys_stdout_is_the_descriptor_is_redirected(folder: Path, value: str) -> None:
+    done = program(f"""
+        sys.stdout = {value}
+        getattr(sys.stdout, "close", lambda: None)()
+        with redirect_stdout("file"):
+            child("inside")
         child("after")
         """)
     assert done == (0, "after", "")

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,12 @@ from phalanx._engine.keeper import keeper
 from phalanx._logs import display
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import rotated_files
-from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, PContext, Std, start_processes
 from tests.support import workers
-from tests.support.command import COUNT, group, path_of, sh, whole
+from tests.support.command import Place, group, path_of, sh, whole
 from tests.support.disks import Disk, sleeping_on_disks, until
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, pass_gate, tell, wait_gone
 from tests.support.pump_tools import Rotated
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.multiprocessing import PContext
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SLACK = 10.0
@@ -411,34 +405,6 @@ def test_a_follower_between_two_names(tmp_path: Path) -> None:
 
 
 # --- runs and functions whose logs are rotated
-
-
-@pytest.mark.slow
-def test_rotation(place: Place) -> None:
-    script = place.write(COUNT.format(count=3000))
-    done = place.run("--nproc-per-node", 2, "--log-max-size", "2k", script)
-    assert done.status == 0
-    expected = "".join(f"line {n}\n" for n in range(3000))
-    for rank in range(2):
-        path = path_of(place, rank)
-        assert whole(path).decode() == expected
-        parts = [*path.parent.glob("stdout.log.*"), path]
-        assert len(parts) > 10
-        assert all(0 < part.stat().st_size <= 2000 and part.read_bytes().endswith(b"\n") for part in parts)
-        shown = [line for line in done.out.splitlines() if line.startswith(f"[{rank}]")]
-        assert shown == [f"[{rank}] {line}" for line in expected.splitlines()]
-        assert not list(path.parent.glob("*.new"))
-
-
-@pytest.mark.slow
-def test_rotation_splits_no_line(place: Place) -> None:
-    done = sh(place, "printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100")
-    path = path_of(place, 0)
-    assert [part.read_bytes() for part in (path.with_suffix(".log.1"), path.with_suffix(".log.2"))] == [
-        b"%0500d\n" % 1, b"short\n"
-    ]  # fmt: skip
-    assert whole(path) == b"%0500d\nshort\n%0500d\nend" % (1, 2)
-    assert [len(line) for line in done.out.splitlines()] == [504, 9, 504, 7]
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -13,11 +15,6 @@ from phalanx._base import linux
 from phalanx.multiprocessing.tail_log import TailLog, tail_logfile
 from tests.support.command import read_until
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import TextIO
 
 
 class Console(io.StringIO):
@@ -95,25 +92,20 @@ def test_a_pipe(file: Path) -> None:
         assert not write.closed
 
 
-def test_a_pipe_that_nobody_reads_any_more(file: Path) -> None:
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("what", ["a pipe that nobody reads", "raises"])
+def test_a_console_that_takes_nothing_holds_up_no_stop(file: Path, what: str) -> None:
     ours, theirs = os.pipe()
     with open(theirs, "w") as write:
-        tail = TailLog("t", {0: str(file)}, write).start()
+        tail = TailLog("t", {0: str(file)}, Broken() if what == "raises" else write).start()
         os.close(ours)
         append(file, b"one\n" * 100_000)
         tail.stop()
         assert tail.stopped()
-
-
-def test_a_console_that_raises(file: Path) -> None:
-    class Broken(io.StringIO):
-        def write(self, text: str) -> int:
-            raise RuntimeError(text)
-
-    append(file, b"one\n")
-    tail = TailLog("t", {0: str(file)}, Broken()).start()
-    tail.stop()
-    assert tail.stopped()
 
 
 def test_undecodable_bytes_are_replaced(file: Path, console: Console) -> None:
@@ -179,38 +171,24 @@ def test_stop_shows_everything_that_was_written_before_it(file: Path, console: C
         assert console.getvalue().endswith(f"[t0]:number {number}\n")
 
 
-def test_stop_is_idempotent(file: Path, console: Console) -> None:
-    tail = TailLog("t", {0: str(file)}, console)
+def test_it_starts_once_and_stops_again_and_again(file: Path, console: Console) -> None:
+    append(file, b"one\n")
+    tail = TailLog("t", {0: file}, console, 0.05)  # a path, and the interval of old
     assert not tail.stopped()
     assert tail.start() is tail
-    assert not tail.stopped()
-    tail.stop()
-    assert tail.stopped()
-    tail.stop()
-    assert tail.stopped()
+    for has_stopped in (False, True, True):
+        assert tail.stopped() == has_stopped
+        with pytest.raises(RuntimeError, match="started once"):
+            tail.start()
+        tail.stop()
     append(file, b"too late\n")
-    assert console.getvalue() == ""
-
-
-@pytest.mark.parametrize("what", ["no files", "no destination"])
-def test_nothing_to_do(file: Path, console: Console, what: str) -> None:
-    before = threading.active_count()
-    files, dst = ({}, console) if what == "no files" else ({0: str(file)}, None)
-    tail = TailLog("t", files, dst).start()
-    assert threading.active_count() == before
-    tail.stop()
-    assert tail.stopped()
-
-
-def test_start_twice(file: Path, console: Console) -> None:
-    tail = TailLog("t", {0: str(file)}, console).start()
-    with pytest.raises(RuntimeError, match="started once"):
-        tail.start()
-    append(file, b"one\n")
-    tail.stop()
-    with pytest.raises(RuntimeError, match="started once"):
-        tail.start()
     assert console.getvalue() == "[t0]:one\n"
+    before = threading.active_count()
+    for files, dst in (({}, console), ({0: str(file)}, None)):  # nothing to do
+        tail = TailLog("t", files, dst).start()
+        assert threading.active_count() == before
+        tail.stop()
+        assert tail.stopped()
 
 
 def test_a_start_that_fails_leaves_nothing(file: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +286,3 @@ def test_the_same_text_as_the_originals(tmp_path: Path, options: dict[str, Any])
         shown_by(kind, files, console, b"line 1\nline 2\n\nline \xc3\xa9 2\n", **options)
         texts.append(sorted(console.getvalue().splitlines()))
     assert texts[0] == max(texts[1:], key=len)
-
-
-def test_a_path_and_the_interval_of_old_are_taken(file: Path, console: Console) -> None:
-    file.write_bytes(b"a\n")
-    TailLog("t", {0: file}, console, 0.05).start().stop()
-    assert console.getvalue() == "[t0]:a\n"

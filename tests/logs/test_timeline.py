@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import tracemalloc
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,10 +33,6 @@ from phalanx._logs.timeline import (
 from tests.logs.test_rotated_files import compress, rotate
 from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import append, rig, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 START = 1_700_000_000.0
 
@@ -93,14 +89,6 @@ def test_a_timeline_is_read_as_it_was_written(time: FakeClock, times: TimelineWr
     assert times.unwritten
     assert records(times) == expected
     assert records(times) == expected
-
-
-def test_growths_close_together_keep_their_times(time: FakeClock, times: TimelineWriter) -> None:
-    for size in range(1, 6):
-        times.note(0, size)
-        time.advance(0.003)
-    times.note(1, 1)
-    assert records(times) == [*((round(0.003 * number, 3), GREW, 0, 1) for number in range(5)), (0.015, GREW, 1, 1)]
 
 
 def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:

@@ -10,18 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.command import LIMIT, Launcher, Place, path_of, read_until
+from tests.support.command import LIMIT, Launcher, Place, path_of, read_to_the_end, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import Any
-
 
 COUNT = 20_000
 LINES = b"".join(b"line %d\n" % n for n in range(COUNT)) + b"the end 7"
@@ -80,12 +76,6 @@ def a_terminal(*, read: bool) -> Iterator[dict[str, Any]]:
     os.close(ours)
 
 
-def read_to_the_end(fd: int) -> None:
-    with contextlib.suppress(OSError):  # EIO: nobody has it open any more
-        while os.read(fd, 65536):
-            pass
-
-
 def grows_to(path: Path, data: bytes) -> None:
     """Wait until a file holds this."""
     deadline = time.monotonic() + TIMEOUT
@@ -107,8 +97,7 @@ CONSOLES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("kind", CONSOLES)
+@pytest.mark.parametrize("kind, rotated", [*((kind, False) for kind in CONSOLES), ("fast", True), ("held", True)])
 def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready, gate: Gate) -> None:
     """While the run goes on, and at its end."""
     script = place.write(f"""

@@ -11,15 +11,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import phalanx.timer
 from tests.project.test_documented import in_environment
-
-if TYPE_CHECKING:
-    from tests.support.command import Place
+from tests.support.command import Place
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

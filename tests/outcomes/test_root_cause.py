@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,36 +29,26 @@ from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _early, _raised, verdict
 from phalanx.errors import Outcome
-from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, RunProcsResult, ScriptContext, Std, start_processes
 from tests.support import racing_workers as does
-from tests.support.command import Launcher
-from tests.support.disks import until
+from tests.support.command import Launcher, Place
+from tests.support.disks import Disk, until
 from tests.support.families import KINDS
-from tests.support.helpers import TIMEOUT, pass_gate, rest, tell, wait_gone
+from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, rest, tell, wait_gone
 from tests.support.lost_connections import LOSSES, both_lose, follows_a_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from phalanx.multiprocessing import RunProcsResult
-    from tests.support.command import Place
-    from tests.support.disks import Disk
-    from tests.support.helpers import Gate, Ready
-
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 METHODS = KINDS[1:]
+
+
+def combined(ways: Sequence[str]) -> list[tuple[str, str]]:
+    """Each way to end in a script and in a fork; the other start methods, whose workers run the same code, in one."""
+    return [*((kind, way) for kind in ("script", "fork") for way in ways), ("spawn", ways[0]), ("forkserver", ways[0])]
+
+
 MEMORY = "/sys/fs/cgroup/memory"
 
-
-@pytest.fixture(autouse=True)
-def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups without a log folder make a temporary one, which is theirs to keep."""
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
 def run(entrypoint: Any, args: dict[int, tuple[Any, ...]], **options: Any) -> RunProcsResult:
@@ -339,19 +331,15 @@ def test_the_settle_window_is_as_long_as_was_asked_for(settle: float) -> None:
     assert settle <= took < settle + 5
 
 
-def test_in_the_settle_window_peers_may_fail_by_themselves(tmp_path: Path) -> None:
+def test_in_the_settle_window_peers_may_end_by_themselves(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     # The reader sees the end of the file, and has lost its peer. The kernel closes the files of who exits a
     # moment before it tells of the exit, so that of two programs without evidence either may be told of first.
-    result = run("/bin/sh", shell(f"exec 3>{fifo}; exit 3", f"exec 3<{fifo}; read line <&3; exit 4"), settle=TIMEOUT)
-    assert states(result) == ["failed", "failed"]
-
-
-def test_who_ends_well_in_the_settle_window_has_succeeded() -> None:
-    result = run("/bin/sh", shell("exit 3", "exit 0"), settle=TIMEOUT)
-    assert states(result) == ["failed", "succeeded"]
-    assert list(result.failures) == [0]
+    scripts = shell(f"exec 3>{fifo}; exit 3", f"exec 3<{fifo}; read line <&3; exit 4", "exit 0")
+    result = run("/bin/sh", scripts, settle=TIMEOUT)
+    assert states(result) == ["failed", "failed", "succeeded"]
+    assert result.failures.keys() == {0, 1}
 
 
 @pytest.mark.slow
@@ -498,10 +486,10 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("teardown", [0.05, TIMEOUT])
-@pytest.mark.parametrize("kind", ["script", *METHODS])
-def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
+@pytest.mark.parametrize("kind, lasts", combined(["long", "shortly"]))
+def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, lasts: str) -> None:
     """A peer that only saw its connection close is not the cause; nor is one that we stopped."""
+    teardown = TIMEOUT if lasts == "long" else 0.05
     path = str(tmp_path / "socket")
     times: dict[str, Any] = {"settle": 2.0, "grace": 0.1} if teardown == TIMEOUT else {"settle": TIMEOUT}
     if kind == "script":
@@ -524,7 +512,7 @@ def script_group(tmp_path: Path, source: str, argv: dict[int, tuple[str, ...]], 
     """A started group of a script, which can import the tests."""
     script = tmp_path / "train.py"
     script.write_text(source)
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": tempfile.gettempdir()}
     group = ScriptContext("script", str(script), argv, dict.fromkeys(argv, env), DefaultLogsSpecs(), **options)
     group.start()
     return group
@@ -558,7 +546,7 @@ WAYS = ["thread", "pool", "exit handler", "sys.exit"]
 @pytest.mark.parametrize(
     "kind, how, nprocs",
     [
-        *((kind, how, 2) for kind in ("script", *METHODS) for how in WAYS),
+        *((kind, how, 2) for kind, how in combined(WAYS)),
         ("script", "thread", 1),
         ("spawn", "thread", 1),
     ],
@@ -635,28 +623,19 @@ def test_a_fork_that_fails_is_not_its_worker(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_returned_rank_that_stays_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(keeper_link, "LATE", 0.2)
-    with staying(tmp_path, "spawn", "returns", 1) as group:
-        until(lambda: bool(caplog.messages))
-        assert group.wait(0) is None
-    assert len(caplog.messages) == 1
-    line = "rank 0 has returned from its main function, but has not exited yet"
-    assert re.fullmatch(rf"{line}(: in _shutdown \(threading.py:\d+\))?", caplog.messages[0])
-
-
-@pytest.mark.slow
 def test_who_returns_later_is_announced_later_and_nobody_twice(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper_link, "LATE", 0.2)
-    with start_processes("stays", does.return_and_stay, {0: ("",), 1: (gate.address,)}, start_method="fork"):
+    args = {0: ("",), 1: (gate.address,)}
+    with start_processes("stays", does.return_and_stay, args, start_method="spawn") as group:
         until(lambda: len(caplog.messages) == 1)
+        assert group.wait(0) is None  # it is left alone
         gate.open()
         until(lambda: len(caplog.messages) == 2)
-    assert [line[:20] for line in caplog.messages] == ["rank 0 has returned ", "rank 1 has returned "]
+    for rank, said in enumerate(caplog.messages):
+        line = f"rank {rank} has returned from its main function, but has not exited yet"
+        assert re.fullmatch(rf"{line}(: in _shutdown \(threading.py:\d+\))?", said)
 
 
 def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
@@ -699,8 +678,7 @@ handled_before(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("way", ["raise", "exit", "exit in the handler", "kill"])
-@pytest.mark.parametrize("kind", ["script", *METHODS])
+@pytest.mark.parametrize("kind, way", combined(["raise", "exit", "exit in the handler", "kill"]))
 def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
         result = run_script(tmp_path, SCRIPT, way, "")
@@ -722,8 +700,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
         assert re.search(r"it had recorded ValueError: handled [\d.]+m?s before, and gone on$", failure.detail)
 
 
-@pytest.mark.parametrize("kind", ["script", *METHODS])
-@pytest.mark.parametrize("way", ["exit", "from", "again", "hidden", "afterwards", "0"])
+@pytest.mark.parametrize("kind, way", combined(["exit", "from", "again", "hidden", "afterwards", "0"]))
 def test_an_exit_names_the_exception_that_was_handled(tmp_path: Path, kind: str, way: str) -> None:
     if kind == "script":
         result = run_script(tmp_path, SCRIPT.replace("handled_before", "exits_while_handling"), way)

@@ -20,8 +20,7 @@ from types import ModuleType
 
 import pytest
 
-from phalanx._base import clock
-from phalanx._logs.dedup import Dedup
+from phalanx._logs import dedup
 from phalanx.cli._job_file import JobFile
 from phalanx.cli._run_config import RunOptions
 
@@ -68,7 +67,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
-    monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))  # equal lines may come late: a busy machine
+    monkeypatch.setattr(dedup, "WINDOW", 60.0)  # equal lines may come late: a busy machine
     return tmp_path
 
 

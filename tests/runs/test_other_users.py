@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
@@ -35,9 +35,6 @@ from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.runs.test_runs import put
 from tests.support.helpers import TIMEOUT
 from tests.support.records import example, write
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NOBODY = 65534
 
@@ -177,34 +174,26 @@ def first_line_of(pid: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "offer, why",
+    "offer, why, owner",
     [
-        ("# stacks on signals 15 and 0, descriptor {fd}, process {pid}", "signal 15, which is not its stack signal"),
-        ("# stacks on signals 10 and 15, descriptor {fd}, process {pid}", "signal 15, which is not its stack signal"),
-        ("# stacks on signals 52 and 53, descriptor -1, process {pid}", "it offers none"),
-        ("# stacks on signals 52 and 53, descriptor 0, process {pid}", "it offers none itself"),
+        ("signals 15 and 0, descriptor {fd}", "signal 15, which is not its stack signal", 0),
+        ("signals 10 and 15, descriptor {fd}", "signal 15, which is not its stack signal", 0),
+        ("signals 52 and 53, descriptor -1", "it offers none", 0),
+        ("signals 52 and 53, descriptor 0", "it offers none itself", 0),
+        ("signals 10 and 10, descriptor {fd}", "it offers none;", NOBODY),
     ],
 )
 def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, offer: str, why: str
+    shared: Path, monkeypatch: pytest.MonkeyPatch, offer: str, why: str, owner: int
 ) -> None:
     monkeypatch.setattr(py_spy, "find", lambda: "")
     path = shared / "error.json.stacks"
-    with path.open("w") as file, victim(file.fileno()) as (process, writer):
-        path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
-        assert why in first_line_of(process.pid, shared)
-        assert last_word(process, writer) == b"spared\n"
-
-
-def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(py_spy, "find", lambda: "")
-    path = shared / "error.json.stacks"
-    with acting_as(NOBODY):
+    with acting_as(owner):
         path.touch()
     with path.open() as file, victim(file.fileno()) as (process, writer):
-        with acting_as(NOBODY):
-            path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        assert "it offers none;" in first_line_of(process.pid, shared)
+        with acting_as(owner):
+            path.write_text(f"# stacks on {offer.format(fd=file.fileno())}, process {process.pid}\n")
+        assert why in first_line_of(process.pid, shared)
         assert last_word(process, writer) == b"spared\n"
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,14 +22,11 @@ from phalanx._runs import record as records
 from phalanx._runs import recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.logs.test_logs import OneFolder
+from tests.support.command import Place
 from tests.support.forks import code_of_fork
-from tests.support.helpers import TIMEOUT, pass_gate, tell, until
+from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell, until
 from tests.support.insides import helpers_of
 from tests.support.timer_workers import wait_asleep
-
-if TYPE_CHECKING:
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
 
 PHALANX = (sys.executable, "-m", "phalanx")
 
@@ -279,23 +276,21 @@ def test_one_that_does_not_start_has_failed(logs: Path) -> None:
     assert record(logs)["cause"] == "preload: 'no_such_module' could not be imported"
 
 
-def test_ranks_that_have_numbers_of_their_own(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a program that has no command line."""
-    monkeypatch.setattr(sys, "argv", [""])
+@pytest.mark.parametrize(
+    "argv, command",
+    [([""], ["echo"]), (["a.py", b"\xff", Path("b"), 0.1, float("nan")], ["a.py", "\\udcff", "b", "0.1", "nan"])],
+)
+def test_command_and_ranks_are_those_of_the_program(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, argv: Any, command: list[str]
+) -> None:
+    """`sys.argv` may hold anything, or nothing."""
+    monkeypatch.setattr(sys, "argv", argv)
     envs = {rank: {"RANK": str(4 + rank)} for rank in range(2)}
     with start_processes("echo", "true", {0: (), 1: ()}, envs, record=True) as group:
         group.wait(TIMEOUT)
     found = record(logs)
-    assert found["command"] == ["echo"]
+    assert found["command"] == command
     assert [rank["rank"] for rank in found["attempts"][-1]["ranks"]] == [4, 5]
-
-
-def test_arguments_that_a_program_has_given_itself_are_texts(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sys.argv` may hold anything."""
-    monkeypatch.setattr(sys, "argv", ["train.py", b"\xff", Path("data"), 0.1, float("nan")])
-    with start_processes("echo", "true", {0: ()}, record=True) as group:
-        group.wait(TIMEOUT)
-    assert record(logs)["command"] == ["train.py", "\\udcff", "data", "0.1", "nan"]
 
 
 def test_who_did_not_end(tmp_path: Path) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from phalanx._stacks import collect, dump, py_spy, request
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext
 from tests.support import busy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Ready
+from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.each_python
 

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from textwrap import dedent, indent
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -25,16 +27,9 @@ from phalanx._stacks import collect, dump, py_spy, request, snapshot
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import move_stack_signal
 from tests.support import stack_workers
-from tests.support.disks import sleeping_on_disks, until
-from tests.support.helpers import TIMEOUT, descendants
+from tests.support.disks import Disk, sleeping_on_disks, until
+from tests.support.helpers import TIMEOUT, Gate, Ready, descendants
 from tests.support.timer_workers import wait_asleep
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from tests.support.disks import Disk
-    from tests.support.helpers import Gate, Ready
 
 ONE, ALL = signal.SIGRTMIN + 18, signal.SIGRTMIN + 19
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(collect.__file__)))
@@ -87,18 +82,15 @@ class Worker:
         """It is about to be killed, or so one says: then it is asked by signal."""
         return request.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
 
-    def ask(self, patience: float = PATIENCE) -> str:
-        with collect.Collection([self.target], patience) as collection:
-            collection.begin()
-            collection.wait()
-            return collection.finish()[self.rank]
+    def ask(self, patience: float = PATIENCE, *, doomed: bool = True) -> str:
+        collection = collect.Collection([self.target.replace(doomed=doomed)], patience)
+        collection.begin()
+        collection.wait()
+        return collection.finish()[self.rank]  # which leaves nothing open
 
     def look(self, patience: float = PATIENCE) -> str:
         """Its stacks as of a process that is to go on."""
-        with collect.Collection([self.target.replace(doomed=False)], patience) as collection:
-            collection.begin()
-            collection.wait()
-            return collection.finish()[self.rank]
+        return self.ask(patience, doomed=False)
 
     def refuses(self, reason: str) -> None:
         """Not asked at all, and alive afterwards; the reason is given."""
@@ -291,10 +283,15 @@ def test_a_fork_shows_its_own_and_its_keepers_none(ready: Ready, gate: Gate, log
 # --- processes that do not
 
 
-def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Ready) -> None:
+def test_a_stopped_process_is_read_and_stays_stopped(
+    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         worker.process.send_signal(signal.SIGSTOP)
         os.waitpid(worker.process.pid, os.WUNTRACED)
+        with monkeypatch.context() as patch:
+            patch.setattr(py_spy, "find", lambda: "")
+            worker.refuses("it is stopped, by SIGSTOP or a debugger; py-spy is not installed\nName: ")
         for ask in (worker.ask, worker.look):
             text = ask()
             assert text.startswith("# it is stopped, by SIGSTOP or a debugger\nThread 0x")
@@ -302,14 +299,6 @@ def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Read
             assert sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
             wait_for_state(worker.process.pid, "T")  # py-spy has let go of it, and it stops again
         assert worker.sent == []
-
-
-@without_py_spy
-def test_a_stopped_process_is_not_asked(tmp_path: Path, ready: Ready) -> None:
-    with Worker(tmp_path, ready, SLEEP) as worker:
-        worker.process.send_signal(signal.SIGSTOP)
-        os.waitpid(worker.process.pid, os.WUNTRACED)
-        worker.refuses("it is stopped, by SIGSTOP or a debugger; py-spy is not installed\nName: ")
 
 
 @without_py_spy
@@ -335,41 +324,32 @@ def test_one_that_stops_is_waited_for_no_longer_than_agreed(tmp_path: Path, read
 
 
 @pytest.mark.slow
-@without_py_spy
+@pytest.mark.parametrize("spied", [True, False])
 def test_one_that_blocks_the_signal_in_all_threads(
-    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ready: Ready, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, spied: bool
 ) -> None:
-    monkeypatch.setattr(collect, "_OTHERWISE", 0.02)  # of enough time, of which a busy machine may take the most
+    if not spied:
+        request.getfixturevalue("no_py_spy")
+    # Of much time, of which a busy machine may take the most.
+    monkeypatch.setattr(collect, "_OTHERWISE", 0.04 if spied else 0.02)
     with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
-        text = worker.ask(1.0)
-        assert text.startswith("# no Python stack: it has not answered in time; py-spy is not installed\nName: python")
+        text = worker.ask(PATIENCE if spied else 1.0)
+        said = "# no Python stack: it has not answered in time; py-spy is not installed\nName: python"
+        assert (shown(text) == [["work", "<module>"]]) if spied else text.startswith(said)
+        assert worker.sent == [ALL]
         assert worker.process.poll() is None
 
 
-@pytest.mark.slow
-def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_OTHERWISE", 0.04)  # of much time, of which py-spy may need more on a busy machine
-    with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
-        assert shown(worker.ask()) == [["work", "<module>"]]
-        assert worker.sent == [ALL]
-
-
-def test_one_that_exits_meanwhile(tmp_path: Path, ready: Ready) -> None:
+def test_one_that_exits_meanwhile_or_has_before(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
+        with collect.Collection([worker.target]) as left:
+            left.begin()
         target = worker.target.replace(send=lambda _number: worker.process.kill())
-        with collect.Collection([target], PATIENCE) as collection:
-            collection.begin()
-            assert collection.wait()
-            assert collection.finish()[0].startswith("# no Python stack: it has exited\n")
-
-
-def test_one_that_has_exited(tmp_path: Path) -> None:
-    process = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    target = request.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
-    assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
-    process.wait()
-    assert stack_workers.ask(target) == "# no Python stack: it has exited\n"
+        assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
+        worker.process.wait()
+        assert stack_workers.ask(target) == "# no Python stack: it has exited\n"
 
 
 HEADER = f"# stacks on signals {ONE:d} and {ALL:d}, descriptor 0, process "
@@ -581,16 +561,19 @@ def test_a_stack_below_many_offers_stays(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_an_offer_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     code = (
         f"import os, resource, sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
         "from phalanx._evidence.stack_signals import offer_stacks\n"
-        "before = os.listdir('/proc/self/fd')\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # as when the disk is full
-        "sys.exit(offer_stacks() or os.listdir('/proc/self/fd') != before)"
+        "before, modules = os.listdir('/proc/self/fd'), set(sys.modules)\n"
+        "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))\n"  # as when the disk is full
+        "assert not offer_stacks() and os.listdir('/proc/self/fd') == before\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
+        "assert offer_stacks() and set(sys.modules) - modules == {'faulthandler'}"
     )
     env = {ERROR_FILE_ENV: str(tmp_path / "error.json")}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=TIMEOUT)
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, check=True, timeout=TIMEOUT)
 
 
 @pytest.mark.slow
@@ -641,18 +624,6 @@ def test_a_fork_of_a_ranks_second_process_shows_its_own(tmp_path: Path, ready: R
             assert shown(first.ask()) == [["work", "<module>"]]
         finally:
             os.kill(fork, signal.SIGKILL)
-
-
-def test_an_offer_adds_no_module(tmp_path: Path) -> None:
-    code = (
-        f"import os, sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
-        "from phalanx._evidence.stack_signals import offer_stacks\n"
-        "before = set(sys.modules)\n"
-        "assert offer_stacks(); print(sorted(set(sys.modules) - before))"
-    )
-    env = {ERROR_FILE_ENV: str(tmp_path / "error.json")}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "['faulthandler']\n"
 
 
 # --- native frames
@@ -922,14 +893,9 @@ def test_a_program_that_calls_the_engine_keeps_its_frames(called: str) -> None:
     shown = [frame.function for frame in dump.program_frames(threads[0].frames)]
     assert shown == ["wait_promptly", engine[2], "start_processes", "step"]
     assert str(dump.top(threads)) == "step (train.py:41)"
-
-
-@pytest.mark.parametrize(
-    "starter", ["keeper/fork_server.py", "keeper/start_process.py", "worker/forked.py", "worker/script.py"]
-)
-def test_the_frames_that_start_a_worker_are_left_out(starter: str) -> None:
-    frames = at(("/u/train.py", 41, "step"), (os.path.join(ROOT, "_engine", starter), 1, "_call"))
-    assert [frame.function for frame in dump.program_frames(dump.parse(frames)[0].frames)] == ["step"]
+    for name in ("keeper/fork_server.py", "keeper/start_process.py", "worker/forked.py", "worker/script.py"):
+        frames = at(("/u/train.py", 41, "step"), (os.path.join(ROOT, "_engine", name), 1, "_call"))
+        assert [frame.function for frame in dump.program_frames(dump.parse(frames)[0].frames)] == ["step"]
 
 
 def test_summing_up() -> None:
@@ -970,16 +936,3 @@ def test_facts_of_a_process() -> None:
     assert f"thread {os.getpid()} " in text
     assert "State: R (running)" in text
     assert request.facts(2**22 + 1) == ""
-
-
-@pytest.mark.slow
-def test_a_collection_that_is_finished_or_left_holds_nothing(tmp_path: Path, ready: Ready) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    with Worker(tmp_path, ready, SLEEP) as worker:
-        collection = collect.Collection([worker.target])
-        collection.begin()
-        collection.wait()
-        collection.finish()
-        with collect.Collection([worker.target]) as another:
-            another.begin()
-    assert set(os.listdir("/proc/self/fd")) == before

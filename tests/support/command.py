@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple, Self
@@ -28,10 +28,7 @@ VARIABLES = [
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 ]  # fmt: skip
 COUNT = "import os\nfor n in range({count}): os.write(1, b'line %d\\n' % n)\n"
-PATIENT = (
-    "from phalanx._base import clock; from phalanx._logs.dedup import Dedup; "
-    "Dedup.__init__.__defaults__ = (60.0, clock.wall)\n"
-)
+PATIENT = "from phalanx._logs import dedup; dedup.WINDOW = 60.0\n"
 
 
 class Done(NamedTuple):
@@ -105,6 +102,29 @@ def terminal() -> Iterator[tuple[int, int]]:
         os.close(ours)
         with contextlib.suppress(OSError):
             os.close(theirs)
+
+
+def on_a_terminal(place: Place, argv: Iterable[object], typed: str | None = None, **env: str) -> tuple[int, bytes]:
+    """Run a program on a terminal, where somebody has ``typed``, or nobody is. Its status, and what it writes there."""
+    settings = {name: value for name, value in place.env.items() if name != "NO_COLOR"} | {"TERM": "xterm"} | env
+    with terminal() as (ours, theirs):
+        os.write(ours, (typed or "").encode())
+        stdin = subprocess.DEVNULL if typed is None else theirs
+        with subprocess.Popen(
+            [*map(str, argv)], env=settings, cwd=place.folder, stdin=stdin, stdout=theirs, stderr=theirs
+        ) as process:
+            os.close(theirs)
+            sent = read_to_the_end(ours)
+    return process.returncode, sent.replace(b"\r\n", b"\n")
+
+
+def read_to_the_end(fd: int) -> bytes:
+    """Read all that comes until nobody has the other end open any more; of a terminal, too."""
+    data = b""
+    with contextlib.suppress(OSError):  # EIO
+        while chunk := os.read(fd, 65536):
+            data += chunk
+    return data
 
 
 class Place:

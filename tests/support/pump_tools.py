@@ -102,6 +102,25 @@ def append(path: str, data: bytes) -> None:
         file.write(data)
 
 
+def read_on(follower: Follower, size: int = 4096) -> bytes:
+    """All that a follower can read now, in pieces of ``size``."""
+    buffer, data = bytearray(size), b""
+    while count := follower.read(buffer):
+        data += buffer[:count]
+    return data
+
+
+@contextlib.contextmanager
+def followed(path: object, **options: Any) -> Iterator[Follower]:
+    """A follower of a file."""
+    it = Follower(str(path), **options)
+    try:
+        yield it
+    finally:
+        it.close()
+        it.close()
+
+
 class Rig:
     """A pump of some files on a loop of its own, and one view of all of them: on paper, as text, unless given."""
 

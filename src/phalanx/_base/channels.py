@@ -1,4 +1,6 @@
-"""Sends messages and descriptors over a socket. Owns the framing; knows nothing of what a message means.
+"""Sends messages and descriptors over a Unix socket; tells who is at its other end.
+
+Owns the framing; knows nothing of what a message means.
 
 One SOCK_SEQPACKET packet is one message: the kernel keeps the boundaries, and several writers may share one end.
 A message that does not fit a packet travels in a memfd that is sent along. `marshal` encodes: it is built in, needs no
@@ -15,7 +17,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
@@ -43,10 +45,23 @@ def pair() -> tuple[_socket.socket, _socket.socket]:
     return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
 
 
-def peer(sock: _socket.socket) -> int:
-    """Read the pid of the process that made the socket's pair (SO_PEERCRED, unix(7)); 0 in another pid namespace."""
-    credentials = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 3 * _INT)
-    return int.from_bytes(credentials[:_INT], sys.byteorder)
+def peer(sock: _socket.socket) -> tuple[int, int]:
+    """Read the pid and the uid of the process at the other end, as it was when it connected, or listened.
+
+    SO_PEERCRED, unix(7). The pid is 0 if the process is in a pid namespace that is not below ours.
+    """
+    pid, uid, _gid = memoryview(sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 3 * _INT)).cast("I")
+    return pid, uid
+
+
+def by_folder(path: str, call: Callable[[str], object]) -> None:
+    """Call ``call`` with a short path to ``path``: the whole one may be too long for a socket, see unix(7)."""
+    name = path.rpartition("/")[2]
+    folder = os.open(path.removesuffix(name) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        call(f"/proc/self/fd/{folder}/{name}")
+    finally:
+        os.close(folder)
 
 
 class Channel:

@@ -1,4 +1,4 @@
-"""What the interpreter itself offers, where gevent or eventlet has patched the standard library.
+"""The modules of this program: those that are loaded; and what they offer where gevent or eventlet has patched them.
 
 Owns what of ours must not become a greenlet. ``patch_all`` makes greenlets of threads, which take turns: one that waits
 in the kernel, as a group's supervisor does, would stop all others. It also takes ``epoll`` out of `select`, and has
@@ -42,6 +42,15 @@ def module(name: str) -> Any:
     return _made[name]
 
 
+def loaded(name: str) -> Any:
+    """Return a module if it is in `sys.modules`, else None. If another thread is importing it, wait for the end."""
+    if name not in sys.modules:
+        return None
+    from importlib import import_module
+
+    return import_module(name)
+
+
 def check() -> None:
     """Raise RuntimeError where no group can be started."""
     if not hasattr(_select, "poll"):
@@ -59,10 +68,8 @@ def check_fork() -> None:
         raise RuntimeError(msg)
 
 
-def thread(
-    target: Callable[..., object], name: str, args: tuple[object, ...] = (), *, daemon: bool = True
-) -> threading.Thread:
-    """Return a thread of the operating system's that is yet to be started.
+def thread(target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> threading.Thread:
+    """Return a daemon thread of the operating system's that is yet to be started.
 
     >>> hello = thread(print, "phalanx-example", ("hello",))
     >>> hello.start(); hello.join()
@@ -73,7 +80,7 @@ def thread(
 
     import threading
 
-    return threading.Thread(target=target, name=name, args=args, daemon=daemon)
+    return threading.Thread(target=target, name=name, args=args, daemon=True)
 
 
 def is_current(thread: object) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx._base.loaded_modules import loaded
+from phalanx._base.unpatched import loaded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

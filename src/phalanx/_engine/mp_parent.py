@@ -9,7 +9,7 @@ import _socket
 import os
 import sys
 
-from phalanx._base.loaded_modules import loaded
+from phalanx._base.unpatched import loaded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -205,7 +205,7 @@ def open_to_append(path: str, more: int = 0) -> int:
         return files.opened(path, flags)
 
 
-def read_error_file(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str]:
+def read_error_file(path: str) -> tuple[dict[str, Any] | None, str]:
     """Read an error file, which anyone may have written, or half written. Never raises, and never blocks.
 
     Returns the JSON object and ``""``; or None and the reason: ``"missing"`` or ``"unreadable: ..."``. An object
@@ -218,9 +218,9 @@ def read_error_file(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] 
     """
     why = ""
     try:
-        raw = read_bytes(path, limit + 1)
-        if len(raw) > limit:
-            why = f"it is longer than {limit} bytes"
+        raw = read_bytes(path, READ_LIMIT + 1)
+        if len(raw) > READ_LIMIT:
+            why = f"it is longer than {READ_LIMIT} bytes"
         elif not raw:
             why = "it is empty"
         else:

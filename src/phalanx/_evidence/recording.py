@@ -49,9 +49,7 @@ _EXIT_LIMIT = 4096  # bytes that are read of the file of exits
 _refused = {}  # type: dict[str, int]  # by error file; a comment, because a worker may run Python 3.8
 
 
-def record(
-    exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False, how: str = ""
-) -> bool:
+def record(exc: BaseException, path: str | None = None, *, left: bool = False, how: str = "") -> bool:
     """Write an exception to the error file of this process. Never raises.
 
     The last exception replaces an earlier one, which may have been handled; the file keeps the earlier one under
@@ -69,7 +67,6 @@ def record(
     Args:
         exc: The exception. It gets an attribute that marks it as recorded; no reference to it is kept.
         path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
-        tb_text: A traceback to record, uncut, in place of the exception's own.
         left: Whether the exception has left the main function, and ends the process.
         how: What a new record's message begins with, before the exception's own.
 
@@ -98,12 +95,11 @@ def record(
         message, stack = describe(exc)
         chain = _chain(exc)
         began = min([moment] + [each["began"] for each in map(_mark_of, chain) if each is not None])
-        text = stack if tb_text is None else tb_text
         of_launcher = any(callable(getattr(type(each), "get_first_failure", None)) for each in chain)
         try:
             check_root()
             write_record(
-                path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher,
+                path, message, stack, data, began=began, recorded=moment, left=left, of_launcher=of_launcher,
                 lost=any(map(_is_lost_connection, chain)), how=how,
             )  # fmt: skip
         except (OSError, ImportError) as error:  # ImportError of `json`: this process's user may not read the library

@@ -37,7 +37,7 @@ def fatal_path(path: str) -> str:
     return path + ".fatal"
 
 
-def catch_fatal_signals(path: str | None = None) -> bool:
+def catch_fatal_signals() -> bool:
     """Have the interpreter write the stacks of all threads to `fatal_path` at a fatal signal. Never raises.
 
     The handler can only write to an open descriptor, so the file is opened now and stays open as long as the process
@@ -47,7 +47,7 @@ def catch_fatal_signals(path: str | None = None) -> bool:
     try:
         import faulthandler
 
-        path = path or os.environ.get(ERROR_FILE_ENV)
+        path = os.environ.get(ERROR_FILE_ENV)
         if not path or faulthandler.is_enabled():
             return False
         faulthandler.enable(open_to_append(fatal_path(path)))
@@ -56,10 +56,10 @@ def catch_fatal_signals(path: str | None = None) -> bool:
     return True
 
 
-def read_fatal_stacks(path: str, limit: int = TEXT_LIMIT) -> str:
+def read_fatal_stacks(path: str) -> str:
     """Return the stacks that a fatal signal left, without our own frames; ``""`` if there are none. Never raises."""
     try:
-        return without_own_frames(decode_dump(read_bytes(fatal_path(path), limit)))
+        return without_own_frames(decode_dump(read_bytes(fatal_path(path), TEXT_LIMIT)))
     except (OSError, ValueError):
         return ""
 

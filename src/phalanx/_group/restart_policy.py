@@ -100,19 +100,15 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     >>> [line.partition(": ")[2] for line in describe_attempts([first, first._replace(step=8, number=1)])]
     ['rank 2, ValueError: bad batch, steps 7, 8']
     """
-    from phalanx._outcomes import earlier  # not at the start of every run, as the next one
-    from phalanx._outcomes.report import mask
+    from phalanx._outcomes.report import Earlier, describe_earlier, mask  # not at the start of every run
 
     history = []
     for end in ends:
         bare, moment = end._replace(step=None), clock.to_wall(end.ended)
         masked = bare._replace(error=mask(end.error)).describe()
-        history.append(
-            earlier.Earlier(
-                end.number, bare.describe(), masked, (end.state, end.exitcode), end.step, end.uptime, moment
-            )
-        )
-    return earlier.describe(history)
+        how = end.state, end.exitcode
+        history.append(Earlier(end.number, bare.describe(), masked, how, end.step, end.uptime, moment))
+    return describe_earlier(history)
 
 
 class RestartPolicy(Value):

@@ -55,7 +55,6 @@ class Dedup:
     Args:
         emit: Is called with the sources that wrote a text, and the text with its line end.
         sources: The number of sources of each stream. A text that all of them have written is not held any longer.
-        window: Seconds for which a text is held.
         time: Returns the time that new lines get (seconds since the epoch).
         by_rank: Whether both streams of a rank keep one order. Otherwise each stream has its own.
     """
@@ -64,14 +63,12 @@ class Dedup:
         self,
         emit: Callable[[list[Source], bytes], None],
         sources: dict[str, int],
-        window: float = WINDOW,
         time: Callable[[], float] = clock.wall,
         *,
         by_rank: bool = False,
     ) -> None:
         self._emit = emit
         self._sources = sources
-        self._window = window
         self._who: Callable[[Source], object] = attrgetter("rank") if by_rank else lambda source: source
         self.clock = time
         """Returns the time that new lines get."""
@@ -89,7 +86,7 @@ class Dedup:
         if not self._queue:
             return math.inf
         first = self._queue[0]
-        return first.since if self._complete(first) else first.since + self._window
+        return first.since if self._complete(first) else first.since + WINDOW
 
     def expect(self, source: Source) -> None:
         """Count one more source, which may write texts."""
@@ -147,7 +144,7 @@ class Dedup:
     def pass_time(self) -> None:
         """Emit the texts whose window has passed by the lines' own time, which is not the clock's in a replay."""
         now = self.clock()
-        while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + self._window <= now):
+        while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + WINDOW <= now):
             self._emit_first()
 
     def _bound_held(self) -> None:
@@ -222,8 +219,6 @@ _CHAIN = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
-_BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
-_GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
 QUIET = 0.1
 """Seconds without a line after which a traceback counts as ended, though it has no end or may go on with another."""
@@ -235,37 +230,26 @@ _FLOOD = 64  # tracebacks in one read, from which on they are not compared: the 
 class _Open:
     """A traceback that is being written."""
 
-    __slots__ = ("changed", "end", "group", "lines", "size", "source", "time")
+    __slots__ = ("changed", "end", "lines", "size", "source", "time")
 
     def __init__(self, source: Source, time: float) -> None:
         self.source = source
         self.time = time  # when it began (seconds since the epoch)
         self.lines: list[bytes] = []
         self.end = 0  # the number of lines up to that of the exception; 0 as long as it has not come
-        self.group = False  # whether it is that of an exception group, which ends differently
         self.size = 0
         self.changed = 0.0
 
     def take(self, line: bytes) -> bool:
         """Take the next line if it belongs to the traceback, or may. Returns whether it does."""
         plain = unmarked(self.source, line)
-        text = plain.strip()
         if plain.endswith(HEAD):
             self.end = 0
-            self.group = text.startswith(_BESIDE_GROUPS)
-        elif not text or plain in _CHAIN:  # a line of the exception's message, or between two of a chain
-            if self.group and not self.end:
-                self.end = len(self.lines)
-        elif self.group:
-            if not (plain[:1].isspace() and text.startswith(_BESIDE_GROUPS)):
-                self.end = self.end or len(self.lines)
+        elif plain.strip() and plain not in _CHAIN:  # else one of the exception's message, or between two of a chain
+            if self.end:
                 return False
-            if text.startswith(_GROUP_ENDS):
+            if not plain[:1].isspace():
                 self.end = len(self.lines) + 1
-        elif self.end:
-            return False
-        elif not plain[:1].isspace():
-            self.end = len(self.lines) + 1
         self.lines.append(line)
         self.size += len(line) + 1
         return True

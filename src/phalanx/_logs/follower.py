@@ -22,7 +22,7 @@ from phalanx._logs.rotated import (
 
 
 class Follower:
-    """Reads a file from its beginning, or from ``offset``, to where it ends now, again and again.
+    """Reads a file from its beginning to where it ends now, again and again.
 
     A file that is cut short (``: > file``) is read from its beginning again. A log that is rotated (see `rotated`) is
     read through its rotated files, the oldest first, into ``path`` itself. Removed files are skipped.
@@ -30,16 +30,15 @@ class Follower:
     Args:
         path: The file. It need not exist yet. `open` raises `UnfitError` for what is no regular file.
         rotates: Whether to look for rotated files.
-        offset: Where to begin, in bytes.
         links: Which symbolic links ``path`` may be, see `files`.
     """
 
     __slots__ = ("_at_least", "_file", "_gzip", "_links", "fd", "number", "offset", "path", "rotates")
 
-    def __init__(self, path: str, *, rotates: bool = False, offset: int = 0, links: int = OWN_LINKS) -> None:
+    def __init__(self, path: str, *, rotates: bool = False, links: int = OWN_LINKS) -> None:
         self.path = path
         self._links = links
-        self.offset = offset
+        self.offset = 0
         self.fd = -1
         self.rotates = rotates
         self.number = NEWEST
@@ -246,6 +245,12 @@ TAIL_LINES = 20
 """Lines that are shown of a failed rank."""
 
 _LAST_BYTES = 16 * 1024  # in which they are looked for
+
+
+def last_text(path: str, *, rotates: bool) -> str:
+    """Return what `last_lines` does as text, without the last line end."""
+    data = last_lines(path, rotates=rotates)
+    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])
 
 
 def last_lines(path: str, *, rotates: bool = False) -> bytes:

@@ -1,24 +1,33 @@
 """Formats the report on a group: plain text with headings that log scrapers know.
 
 Of a group that has failed, it has the root cause first, then the other failures, equal ones grouped, then the workers
-that were stopped. It knows no terminal, neither its width nor its colours: the argument ``style`` adds colours.
+that were stopped. Before that, the attempts before the last one: those in a row that have ended alike have one line.
+It knows no terminal, neither its width nor its colours: the argument ``style`` adds colours.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
+from phalanx._base.clock import format_duration
+from phalanx._base.frozen import Value
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import plain
-from phalanx._outcomes.failure import NOT_AVAILABLE, NOT_EXITED, WHILE_LEAVING, first_failure, stderr_name
+from phalanx._outcomes.failure import (
+    NOT_AVAILABLE,
+    NOT_EXITED,
+    WHILE_LEAVING,
+    Outcome,
+    ProcessFailure,
+    first_failure,
+    stderr_name,
+)
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx._outcomes.failure import Outcome, ProcessFailure
-
-    Style = Callable[[str, str], str]
+Style = Callable[[str, str], str]
+Lines = list[tuple[str, str]]
 
 RULE = 72  # columns: fits any terminal, and e-mail
 ROOT_LINES = 120  # lines of the root cause's traceback; the rest is in its error file
@@ -96,9 +105,6 @@ def format_report(
     if style is None:
         return _joined(lines)
     return "\n".join(style(kind, line) for kind, line in lines)
-
-
-Lines = list[tuple[str, str]]
 
 
 def format_summary(
@@ -280,3 +286,73 @@ def _cut(lines: list[str], limit: int, where: str) -> list[str]:
 def _shorten(line: str) -> str:
     over = len(line) - LINE
     return line if over <= 0 else f"{line[:LINE]} ... {how_many(over, 'character')} left out"
+
+
+# --- the attempts before the last one
+
+_EARLIER = 20  # lines; those in the middle are left out
+
+
+class Earlier(Value):
+    """An attempt that has ended.
+
+    Attributes:
+        number: Which, from 0 on.
+        text: Who ended it, and how, in one line.
+        masked: The same without the numbers by which equal ones differ, see `mask`.
+        how: What equal ones have in common beside that, as an exit code.
+        step: The highest step that was reported; None: none was.
+        uptime: For how many seconds it ran.
+        ended: When it ended, in Unix time; None: by another machine's clock, or not at all.
+    """
+
+    number: int
+    text: str
+    masked: str
+    how: object = None
+    step: int | None = None
+    uptime: float = 0.0
+    ended: float | None = None
+
+
+def describe_earlier(history: Sequence[Earlier]) -> list[str]:
+    r"""Return the lines on a history.
+
+    >>> def gone(number, pid, uptime):
+    ...     return Earlier(number, f"rank 3, pid {pid} is gone", "rank 3, pid … is gone", uptime=uptime)
+    >>> print(*describe_earlier([gone(0, 41, 60.0), gone(1, 42, 2.0), gone(2, 42, 7.0), gone(4, 43, 1.0)]), sep="\n")
+    attempts 0 to 2, after 2.0s to 1m00s: rank 3, pid … is gone
+    attempt 4, after 1.0s: rank 3, pid 43 is gone
+    """
+    lines = [_line([attempt for _, attempt in alike]) for _, alike in groupby(enumerate(history), key=_kind)]
+    if len(lines) > _EARLIER:
+        left = len(lines) - _EARLIER
+        lines = [*lines[: _EARLIER // 2], f"... {left} more ...", *lines[-_EARLIER // 2 :]]
+    return lines
+
+
+def _kind(indexed: tuple[int, Earlier]) -> object:
+    """What those have in common that have one line: their numbers follow each other, too."""
+    index, attempt = indexed
+    return attempt.number - index, attempt.how, attempt.masked
+
+
+def _line(alike: list[Earlier]) -> str:
+    first = alike[0]
+    which = f"attempt {first.number}" if len(alike) == 1 else f"attempts {first.number} to {alike[-1].number}"
+    steps = [*dict.fromkeys(str(attempt.step) for attempt in alike if attempt.step is not None)]
+    if len(steps) > _EARLIER:
+        steps = [*steps[: _EARLIER // 2], "…", *steps[-_EARLIER // 2 :]]
+    text = first.text if all(attempt.text == first.text for attempt in alike) else first.masked
+    said = f", step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
+    return f"{which}, {_when(alike)}: {text}{said}"
+
+
+def _when(alike: list[Earlier]) -> str:
+    uptimes = sorted(attempt.uptime for attempt in alike)
+    after = " to ".join(dict.fromkeys(format_duration(uptime) for uptime in (uptimes[0], uptimes[-1])))
+    ends = sorted(attempt.ended for attempt in alike if attempt.ended is not None)
+    if not ends:
+        return f"after {after}"
+    first, last = (time.strftime("%H:%M:%S", time.localtime(end)) for end in (ends[0], ends[-1]))
+    return f"{first} after {after}" if len(alike) == 1 else f"{first} to {last}"

@@ -522,7 +522,6 @@ def _tail(path: str, *, rotates: bool) -> str:
     """Return the last lines of a file as text; "" if there is none."""
     if not path:
         return ""
-    from phalanx._logs.follower import TAIL_LINES, last_lines
+    from phalanx._logs.follower import last_text
 
-    data = last_lines(path, rotates=rotates)
-    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])
+    return last_text(path, rotates=rotates)

@@ -12,7 +12,7 @@ from phalanx._base.host_names import is_loopback
 from phalanx._base.text import one_line
 from phalanx._base.tty import sanitise
 from phalanx._group.restart_policy import RestartPolicy, describe_restart
-from phalanx._outcomes.earlier import Earlier, describe
+from phalanx._outcomes.report import Earlier, describe_earlier
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.life import Finish
@@ -76,12 +76,12 @@ def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
 
     ``has_failed``: whether the report is about the last one that has ended.
     """
-    return describe([_earlier(end) for end in (job.ends[:-1] if has_failed else job.ends)])
+    return describe_earlier([_earlier(end) for end in (job.ends[:-1] if has_failed else job.ends)])
 
 
 def failed_attempts(job: Job) -> list[str]:
     """Return how the attempts have ended that have failed, likewise: of a job that was stopped."""
-    return describe([_earlier(end) for end in job.ends if end.failed])
+    return describe_earlier([_earlier(end) for end in job.ends if end.failed])
 
 
 def _earlier(end: End) -> Earlier:

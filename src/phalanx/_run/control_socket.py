@@ -178,9 +178,9 @@ class ControlSocket(LocalServer):
 
     def accepted(self, connection: socket.socket) -> None:
         """See `LocalServer`."""
-        from phalanx._base import unix_sockets  # which loads `socket`: no start is to wait for that
+        from phalanx._base import channels  # which loads `socket`: no start is to wait for that
 
-        if unix_sockets.peer(connection)[1] not in (os.geteuid(), files.ROOT):
+        if channels.peer(connection)[1] not in (os.geteuid(), files.ROOT):
             self.drop(connection)
             return
         with suppress(OSError):  # the other end has gone, which its request will show
@@ -192,7 +192,7 @@ class ControlSocket(LocalServer):
 
     def asked(self, connection: socket.socket, request: bytes) -> None:
         """See `LocalServer`."""
-        from phalanx._base import unix_sockets
+        from phalanx._base import channels
 
         line, end, _ = request.partition(b"\n")
         loop = self.loop
@@ -205,7 +205,7 @@ class ControlSocket(LocalServer):
             self.drop(connection)
             return
         try:
-            self._answer(_question(line, unix_sockets.peer(connection)), reply)
+            self._answer(_question(line, channels.peer(connection)), reply)
         except RefusedError as error:
             reply(refusal(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question is answered
@@ -251,7 +251,7 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
     import json
     import socket
 
-    from phalanx._base import unix_sockets
+    from phalanx._base import channels
 
     until = clock.now() + WAIT
     question = json.dumps({"version": VERSION, "ask": name, **arguments}).encode() + b"\n"
@@ -259,7 +259,7 @@ def ask(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> bytes
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SOON)
             _connect(connection, os.path.join(folder, NAME), run.started)
-            pid, uid = unix_sockets.peer(connection)
+            pid, uid = channels.peer(connection)
             if pid != run.pid or uid not in (owner, os.geteuid(), files.ROOT):
                 raise NotAnsweredError(f"another process than its launcher answers at {NAME}")
             data = connection.recv(1)
@@ -290,13 +290,13 @@ def _connect(connection: socket.socket, path: str, started: float) -> None:
     import select
     import time
 
-    from phalanx._base import unix_sockets
+    from phalanx._base import channels
 
     while 0 <= time.time() - started < _BEGINS_WITHIN:
         with suppress(FileNotFoundError, ConnectionRefusedError):  # it does not listen yet
-            return unix_sockets.by_folder(path, connection.connect)
+            return channels.by_folder(path, connection.connect)
         select.poll().poll(_BRIEF)
-    return unix_sockets.by_folder(path, connection.connect)
+    return channels.by_folder(path, connection.connect)
 
 
 def ask_for(folder: str, run: Run, owner: int, name: str, **arguments: Any) -> dict[str, Any]:

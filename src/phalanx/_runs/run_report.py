@@ -14,14 +14,12 @@ from typing import Any
 
 from phalanx._base import files
 from phalanx._base.text import name_ranks, one_line
-from phalanx._outcomes.earlier import Earlier, describe
-from phalanx._outcomes.failure import STATES, Outcome, ProcessFailure
-from phalanx._outcomes.report import format_report, format_summary, mask
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._runs.catalog import RunDir
-    from phalanx._runs.record import Run
+from phalanx._evidence.error_file import message_of, read_error_file
+from phalanx._logs.follower import last_text
+from phalanx._outcomes.failure import NOT_AVAILABLE, STATES, Outcome, ProcessFailure
+from phalanx._outcomes.report import Earlier, describe_earlier, format_report, format_summary, mask
+from phalanx._runs import record
+from phalanx._runs.catalog import RunDir
 
 Record = dict[str, Any]
 
@@ -54,7 +52,7 @@ def describe_run(
     *before, last = run["attempts"] or [None]
     if last is not None and last["cause"]:  # another was to follow
         before.append(last)
-    earlier = describe([_earlier(attempt) for attempt in before])  # equal ones in a row have one line
+    earlier = describe_earlier([_earlier(attempt) for attempt in before])  # equal ones in a row have one line
     if failures:
         outcomes = {rank: _outcome(facts) for rank, (_, facts) in ranks.items() if facts["state"] in STATES}
         return format_report(run["name"], failures, outcomes=outcomes, log_dir=folder, earlier=earlier)
@@ -96,9 +94,7 @@ def report_on(found: RunDir) -> str:
 
 def _written(folder: str) -> str:
     """Return the report in a run's folder; "": there is none that can be read."""
-    from phalanx._runs.record import REPORT
-
-    path = os.path.join(folder, REPORT)
+    path = os.path.join(folder, record.REPORT)
     try:
         data = files.read(path, _MOST + 1)
     except OSError:
@@ -107,12 +103,9 @@ def _written(folder: str) -> str:
     return text if len(data) <= _MOST else f"{text}\n... more in {path}"
 
 
-def _made(found: RunDir, run: Run) -> str:
+def _made(found: RunDir, run: record.Run) -> str:
     """Make the report of what there is beside it."""
-    from phalanx._evidence.error_file import message_of, read_error_file
-    from phalanx._runs.record import to_object
-
-    facts = to_object(run)
+    facts = record.to_object(run)
     ranks = latest_ranks(facts)
     if found.state in ("running", "lost"):  # the record of which may be older than the last exits
         _add_exits(found.path, ranks)
@@ -161,11 +154,8 @@ def _add_exits(folder: str, ranks: dict[int, tuple[int, Record]]) -> None:
                     facts["ended"] = ended if 0 <= ended < _LATEST else None
 
 
-def find_failures(folder: str, run: Run, ranks: dict[int, tuple[int, Record]]) -> dict[int, ProcessFailure]:
+def find_failures(folder: str, run: record.Run, ranks: dict[int, tuple[int, Record]]) -> dict[int, ProcessFailure]:
     """Return what the workers that have failed have left, by global rank. ``ranks``: as of `latest_ranks`."""
-    from phalanx._logs.follower import TAIL_LINES, last_lines
-    from phalanx._outcomes.failure import NOT_AVAILABLE
-
     failures = {}
     for rank, (attempt, facts) in ranks.items():
         if facts["state"] != "failed" or facts["exitcode"] is None:
@@ -173,11 +163,10 @@ def find_failures(folder: str, run: Run, ranks: dict[int, tuple[int, Record]]) -
         own = rank_folder(folder, attempt, facts)
         paths = {name: os.path.join(own, f"{name}.log") for name in ("stdout", "stderr")}
         there = {name: path if os.path.lexists(path) else "" for name, path in paths.items()}
-        tail = last_lines(there["stderr"], rotates=True) if there["stderr"] else b""
-        lines = tail.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:]
+        tail = last_text(there["stderr"], rotates=True) if there["stderr"] else ""
         failure = ProcessFailure(
             facts["local_rank"], facts["pid"], facts["exitcode"], os.path.join(own, "error.json"), rank=rank,
-            host=run.host, stderr_tail="\n".join(lines), stdout_file=there["stdout"], stderr_file=there["stderr"],
+            host=run.host, stderr_tail=tail, stdout_file=there["stdout"], stderr_file=there["stderr"],
         )  # fmt: skip
         known = failure.error_file != NOT_AVAILABLE or facts["ended"] is None
         failures[rank] = failure if known else failure.replace(timestamp=int(facts["ended"]))

@@ -46,9 +46,6 @@ class Frame(Value):
     line: int
     function: str
 
-    def __init__(self, path: str, line: int, function: str) -> None:
-        self._store(path=path, line=line, function=function)
-
     def __str__(self) -> str:
         """The function and its location, in short.
 
@@ -65,9 +62,6 @@ class Halted(Value):
     frame: Frame
     state: str
 
-    def __init__(self, frame: Frame, state: str) -> None:
-        self._store(frame=frame, state=state)
-
     def __str__(self) -> str:
         return f"{self.frame}, {self.state}"
 
@@ -77,9 +71,6 @@ class Ended(Value):
 
     how: str
 
-    def __init__(self, how: str) -> None:
-        self._store(how=how)
-
 
 class Thread(Value):
     """One thread: its `threading.get_ident` (0: not known), whether it took the signal, its frames, innermost first."""
@@ -87,9 +78,6 @@ class Thread(Value):
     ident: int
     current: bool
     frames: tuple[Frame, ...]
-
-    def __init__(self, ident: int, current: bool, frames: tuple[Frame, ...]) -> None:  # noqa: FBT001 - a field of the value
-        self._store(ident=ident, current=current, frames=frames)
 
 
 Location = Frame | Halted | Ended | str

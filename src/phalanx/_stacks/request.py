@@ -70,23 +70,10 @@ class Target(Value):
     key: int
     pid: int
     error_file: str
-    doomed: bool
-    native: bool
-    process: Process | None
-    send: Callable[[int], object] | None
-
-    def __init__(
-        self,
-        key: int,
-        pid: int,
-        error_file: str,
-        *,
-        doomed: bool = False,
-        native: bool = False,
-        process: Process | None = None,
-        send: Callable[[int], object] | None = None,
-    ) -> None:
-        self._store(key=key, pid=pid, error_file=error_file, doomed=doomed, native=native, process=process, send=send)
+    doomed: bool = False
+    native: bool = False
+    process: Process | None = None
+    send: Callable[[int], object] | None = None
 
 
 class NotAskedError(Exception):

@@ -15,9 +15,9 @@ import subprocess
 import click
 
 from phalanx._base import clock, files, procfs
+from phalanx._base.channels import peer
 from phalanx._base.process import Process
 from phalanx._base.tty import printable
-from phalanx._base.unix_sockets import peer
 from phalanx._engine import worker
 from phalanx._run.control_socket import user_name
 from phalanx._stacks.request import NotAskedError, StackRequest, Target, working_process

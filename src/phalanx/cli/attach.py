@@ -19,10 +19,10 @@ import time
 import click
 
 from phalanx._base import clock, files
+from phalanx._base.channels import by_folder, peer
 from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
-from phalanx._base.unix_sockets import by_folder, peer
 from phalanx._engine.keeper.terminal import SIZE, SOCKET, Frames, Modes, frame
 from phalanx._outcomes.failure import signal_name
 from phalanx.cli._commands import SETTINGS, Command

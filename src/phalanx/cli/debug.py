@@ -19,9 +19,9 @@ import time
 import click
 
 from phalanx._base import clock, files
+from phalanx._base.channels import by_folder, peer
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
-from phalanx._base.unix_sockets import by_folder, peer
 from phalanx._engine.worker.debug_socket import Lines, encode
 from phalanx._evidence import error_file, recording
 from phalanx.cli._commands import SETTINGS, Command

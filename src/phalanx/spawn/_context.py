@@ -12,8 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
-from phalanx._base.loaded_modules import loaded
 from phalanx._base.text import seconds
+from phalanx._base.unpatched import loaded
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import GRACE
 from phalanx._group.ending import EndFd

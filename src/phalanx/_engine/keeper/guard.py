@@ -205,7 +205,7 @@ def ignore_signals() -> None:
 def open_launcher(sock: _socket.socket) -> int:
     """Return a pidfd of the process that made the socket. Exits if that has died: its death was before this."""
     parent = os.getppid()
-    launcher = channels.peer(sock) or parent  # a wrapper may stand between
+    launcher = channels.peer(sock)[0] or parent  # a wrapper may stand between
     try:
         fd = os.pidfd_open(launcher)
     except ProcessLookupError:

@@ -27,8 +27,8 @@ import select
 import socket
 import struct
 
+from phalanx._base.channels import by_folder, peer
 from phalanx._base.loop import READ, WRITE
-from phalanx._base.unix_sockets import by_folder, peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

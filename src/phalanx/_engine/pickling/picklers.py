@@ -11,7 +11,7 @@ import sys
 import types
 from _frozen_importlib_external import PathFinder as _PathFinder  # without the time that `importlib.machinery` takes
 
-from phalanx._base.loaded_modules import loaded
+from phalanx._base.unpatched import loaded
 from phalanx._engine.main_module import NAMES
 
 TYPE_CHECKING = False

@@ -16,7 +16,7 @@ from _thread import get_ident
 from functools import partial
 
 from phalanx._base import linux
-from phalanx._base.loaded_modules import loaded
+from phalanx._base.unpatched import loaded
 from phalanx._engine import main_module
 from phalanx._engine.pickling.payload import FdHandle
 from phalanx._engine.pickling.picklers import Nowhere, Unpickler, plain, sharing_reducers

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 
-from phalanx._base.unix_sockets import by_folder, peer
+from phalanx._base.channels import by_folder, peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
