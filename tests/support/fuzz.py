@@ -277,6 +277,7 @@ class Fuzz:
         server = FileTimerServer(self._path + ".fifo", max_interval=1)
         try:
             server.register_timers(FifoRequestQueue("").parse(data))
+            assert not {0, 1, -1, os.getpid(), os.getppid()} & set(server._victims)
             allowed = {self._child.pid}
             if os.geteuid() == 0:  # else who runs as the same user may be named
                 assert set(server._victims) <= allowed, server._victims
