@@ -9,7 +9,8 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from phalanx.multiprocessing import start_processes
 from tests.support import payload_workers as does
 from tests.support.helpers import Gate, Ready
 from tests.support.payload_workers import Box, Pager
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 METHODS = ("spawn", "forkserver", "fork")
 SENT = ("spawn", "forkserver")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from phalanx.multiprocessing import SignalException
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
 from tests.support.told import Kept, KeptRecords, fail, unconfigured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from phalanx._base.handler_guard import MOST_REPORTED
 from tests.support.helpers import TIMEOUT
 from tests.support.told import Kept, KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,11 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._events import event_file
 from phalanx._events.event_file import EventFile, EventLog
 from phalanx._events.kinds import GroupStarting, GroupState
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def event(number: int) -> dict[str, Any]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._runs import record
 from tests.engine.test_lost_helpers import until
-from tests.support.helpers import TIMEOUT, wait_gone
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
+from tests.support.command import Place
+from tests.support.helpers import TIMEOUT, Gate, Ready, wait_gone
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "8"))
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,11 +19,8 @@ from phalanx.timer import TimerSpecs
 from tests.engine.test_lost_helpers import lose_both, until
 from tests.support import hang_workers
 from tests.support.forks import code_of_fork
-from tests.support.helpers import PYTHON, TIMEOUT, pass_gate
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, pass_gate
 from tests.support.insides import helpers_of
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

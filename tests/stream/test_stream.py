@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import pytest
 
@@ -16,9 +16,6 @@ from phalanx._events.kinds import Event, EventsDropped, GroupState
 from phalanx._events.stream import EventStream
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 def emit(stream: EventStream, number: int, attempt: int = 0) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from phalanx._group.restart_policy import AttemptEnd
 from phalanx._run.attempts import Attempts, Ending
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.runner import Runner, Team
-from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.agent import RestartPolicy
-    from phalanx.multiprocessing import PContext
+from phalanx.agent import RestartPolicy
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, SubprocessContext
 
 __all__ = ("AttemptEnd", "Ending", "GroupTeam", "LocalRunner", "Team", "Told", "shells")
 

@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -24,6 +26,7 @@ from phalanx import timer
 from phalanx._base import clock
 from phalanx._timers import layout
 from phalanx._timers.client import Seat
+from phalanx._timers.hang import Timer
 from phalanx._timers.layout import NEVER, SLOTS
 from phalanx._timers.table import TimerTable
 from phalanx.timer import (
@@ -38,12 +41,6 @@ from phalanx.timer import (
 )
 from tests.support.forks import code_of_fork
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from phalanx._timers.hang import Timer
 
 pytestmark = pytest.mark.each_python
 

@@ -7,16 +7,14 @@ import queue
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.timer import FileTimerRequest, FileTimerServer, TimerRequest
 from tests.support.helpers import TIMEOUT, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 HOUR = 3600.0
 

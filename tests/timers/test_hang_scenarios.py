@@ -6,22 +6,15 @@ import contextlib
 import os
 import re
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.command import Launcher
-from tests.support.helpers import Gate, wait_gone
+from tests.support.command import Launcher, Place
+from tests.support.disks import Disk
+from tests.support.helpers import Gate, Ready, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.workers import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.command import Place
-    from tests.support.disks import Disk
-    from tests.support.helpers import Ready
-
 
 # Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at: by
 # then they are there, however long each took to start.

@@ -7,18 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import hang_workers
+from tests.support.helpers import Gate, Ready
 from tests.timers.test_timer_group import Events, failure_of, result_of, start
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
-
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 

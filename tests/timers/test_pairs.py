@@ -12,7 +12,9 @@ import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -20,13 +22,7 @@ from phalanx._base import clock
 from phalanx._base.procfs import Stat
 from phalanx.timer import FileTimerClient, FileTimerServer, LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
-from tests.support.helpers import TIMEOUT, alive, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
 pytestmark = pytest.mark.each_python
 

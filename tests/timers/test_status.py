@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import pytest
 
 from phalanx.multiprocessing import RankStatus, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import hang_workers, workers
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,7 @@ from phalanx import timer
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import hang_workers, step_workers
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 

@@ -8,21 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._evidence.error_file import write_error_file
 from phalanx._timers import escalation
 from tests.support import hang_workers
+from tests.support.helpers import Gate, Ready
 from tests.support.stack_workers import fake_py_spy
 from tests.support.waits import wait_long_for_stacks
 from tests.timers.test_timer_group import HANG, Events, failure_of, result_of, start
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 

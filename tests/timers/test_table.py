@@ -10,9 +10,10 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import pytest
 from hypothesis import given, settings
@@ -36,9 +37,6 @@ from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, TEXT_SIZE, d
 from phalanx._timers.table import TimerTable
 from tests.support.helpers import TIMEOUT
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ALL = NEVER - 1
 """A moment at which every deadline is over."""

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -36,11 +38,6 @@ from phalanx.timer import (
 from phalanx.timer._processes import RefusedError, Victim
 from phalanx.timer._readers import Lines
 from tests.support.helpers import TIMEOUT, alive
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
 
 LONG = 3600.0
 _markers = itertools.count()

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
@@ -25,19 +26,13 @@ from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ProcessFailure, RunProcsResult, start_processes
 from phalanx.timer import TimerSpecs, expires
 from tests.support import hang_workers
 from tests.support.disks import until
-from tests.support.helpers import PYTHON, TIMEOUT, Gate, alive, pass_gate, rest, tell, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, pass_gate, rest, tell, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.waits import wait_long_for_stacks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from phalanx.multiprocessing import PContext, ProcessFailure, RunProcsResult
-    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
