@@ -247,18 +247,6 @@ def hang_when_stopped(address: str) -> None:
     rest()
 
 
-def step_the_clock_and_hang(hours: float, gate: str) -> None:
-    """A worker whose wall clock is wrong; rank 1 is in time all the same."""
-    from phalanx._base import clock
-
-    wall = clock.wall
-    clock.wall = lambda: wall() + 3600 * hours
-    if os.environ["RANK"] == "0":
-        hang(0.1)
-    with timer.expires(60):
-        pass_gate(gate)
-
-
 def run_on() -> None:
     """Hang, and never sleep."""
     with timer.expires(0.1, scope="load"):

@@ -55,27 +55,6 @@ main()
 
 FIRST = "    with timer.expires(after=0.8, scope='step'):\n"
 
-LOCK = f"""
-def take(lock):
-    lock.acquire()
-
-def hang():
-    lock = threading.Lock()
-    lock.acquire()
-{FIRST}        take(lock)
-"""
-
-SOCKET = f"""
-import socket
-
-def receive(end):
-    return end.recv(1)
-
-def hang():
-    ends = socket.socketpair()
-{FIRST}        receive(ends[0])
-"""
-
 WITH_GIL = f"""
 def count():
     return sum(range(10 ** 15))
@@ -258,8 +237,6 @@ def first_of(report: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "stuck, where",
     [
-        (LOCK, r"rank 3 is in take \(train\.py:\d+\)"),
-        (SOCKET, r"rank 3 is in receive \(train\.py:\d+\)"),
         (WITH_GIL, r"rank 3 is in count \(train\.py:\d+\)"),
         (WITHOUT_GIL, r"rank 3 is in digest \(train\.py:\d+\)"),
         (IMPORT, r"rank 3 is in load \(train\.py:\d+\)"),
@@ -269,7 +246,7 @@ def first_of(report: str) -> tuple[str, str]:
         (PAUSED, r"rank 3 is in compute \(train\.py:\d+\), stopped, by SIGSTOP or a debugger"),
         (THREADS, r"rank 3 is in take \(train\.py:\d+\)"),
     ],
-    ids=["lock", "socket", "gil", "no-gil", "import", "child", "loader", "thread", "paused", "130-threads"],
+    ids=["gil", "no-gil", "import", "child", "loader", "thread", "paused", "130-threads"],
 )
 def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: Gate, stuck: str, where: str) -> None:
     rank, text = told(place, ready, gate, stuck)

@@ -38,8 +38,10 @@ def _stacks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.each_python
 @pytest.mark.slow
-def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
-    result = result_of(start(hang_workers.end_well, (), events, on_expiry="terminate,kill:600"))
+def test_who_exits_with_0_by_sigterm_has_failed(events: Events, gate: Gate) -> None:
+    args = (gate.address, "done")
+    result = result_of(start(hang_workers.one_ends_well, args, events, 2, on_expiry="terminate,kill:600"))
+    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
     assert result.state == "failed"
     assert result.is_failed()
     assert result.return_values == {}
@@ -51,16 +53,6 @@ def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
     assert "over its deadline" in failure.detail
     assert "in hang\n" in failure.traceback  # and in what that calls, if it has come so far
     assert result.outcomes[0].describe() == "failed: exited with code 0"
-
-
-@pytest.mark.long
-def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
-    group = start(
-        hang_workers.one_ends_well, (gate.address, "done"), events, 2, on_expiry="terminate", start_method="fork"
-    )
-    result = result_of(group)
-    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
-    assert result.root_cause is result.failures[0]
 
 
 @pytest.mark.slow

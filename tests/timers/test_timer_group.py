@@ -358,16 +358,40 @@ def test_a_recorded_failure_needs_no_stacks(tmp_path: Path, recorded: bool) -> N
 
 
 @pytest.mark.slow
-def test_an_exception_that_was_handled_is_not_why_a_rank_hangs(events: Events) -> None:
-    failure = failure_of(start(hang_workers.handle_and_hang, (), events))
-    assert re.fullmatch(HANG, failure.message)
-    assert "\nit had recorded ValueError: bad sample before, and gone on" in failure.detail
-
-
-@pytest.mark.slow
-def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> None:
-    failure = failure_of(start(hang_workers.fail_and_hang, (), events))
-    assert failure.message == "ValueError: bad sample"
+@pytest.mark.parametrize(
+    "worker, on_expiry, exitcode, message, detail, traceback",
+    [
+        (
+            hang_workers.handle_and_hang,
+            "kill",
+            -9,
+            HANG,
+            "\nit had recorded ValueError: bad sample before, and gone on",
+            "",
+        ),
+        (hang_workers.fail_and_hang, "kill", -9, "ValueError: bad sample", "", ""),
+        (hang_workers.close_all_and_hang, "kill", -9, HANG, "", ""),
+        (hang_workers.stop_within_a_block, "terminate", -15, "Hang: 'stopped' .*", "", ""),
+        (hang_workers.survive_and_raise, "terminate", 1, "Hang: 'deaf' .*", "", "Afterwards:\nTraceback"),
+    ],
+)
+def test_a_failure_is_what_came_first_and_has_the_rest(
+    worker: Callable[..., Any],
+    on_expiry: str,
+    exitcode: int,
+    message: str,
+    detail: str,
+    traceback: str,
+    events: Events,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # in a keeper that forks: a survivor is to end first
+    failure = failure_of(start(worker, (), events, on_expiry=on_expiry, start_method="fork"))
+    assert failure.exitcode == exitcode
+    assert re.fullmatch(message, failure.message)
+    assert detail in failure.detail
+    assert traceback in failure.traceback
+    assert "ValueError: later" in failure.traceback or not traceback
 
 
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
@@ -638,27 +662,6 @@ def test_a_stranger_at_the_table_is_refused(
     assert f"process {pid} is not in the group: its timers are not watched" in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hours", [1, -1])
-def test_a_step_of_the_wall_clock_changes_nothing(
-    hours: int, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wall = clock.wall
-    group = start(hang_workers.step_the_clock_and_hang, (hours, gate.address), events, 2, start_method="fork")
-    monkeypatch.setattr(clock, "wall", lambda: wall() - 3600 * hours)
-    failure = failure_of(group)
-    assert re.fullmatch(HANG, failure.message)
-    assert events.names(1) in ([], ["timer.armed"])
-    assert 0 <= events.wait("timer.expired")["overdue"] < TIMEOUT
-
-
-@pytest.mark.slow
-def test_without_timers_nobody_watches() -> None:
-    group = start_processes("hang", hang_workers.hang, (0.1,), nprocs=1, start_method="fork")
-    failure = failure_of(group)
-    assert "NobodyWatchesError" in failure.message or "nobody watches timers" in failure.message
-
-
 @pytest.mark.parametrize("timers", ["kill", 5, {"on_expiry": "kill"}])
 def test_what_are_no_specs(timers: Any) -> None:
     with pytest.raises(TypeError, match="timers: expected a TimerSpecs, got "):
@@ -700,14 +703,6 @@ def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
 
 
 # --- what goes wrong meanwhile
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
-    group = start(hang_workers.stop_within_a_block, (), events, on_expiry="terminate", start_method="fork")
-    failure = failure_of(group)
-    assert failure.exitcode == -signal.SIGTERM
-    assert failure.message.startswith("Hang: 'stopped' ")
 
 
 @pytest.mark.slow
@@ -757,24 +752,6 @@ def test_who_cannot_be_looked_up_is_looked_up_again(
     assert result_of(group).is_failed()
     assert events.wait("worker.reaped")["pid"] == child
     assert "request.refused" not in events.names()
-
-
-@pytest.mark.slow
-def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> None:
-    failure = failure_of(start(hang_workers.close_all_and_hang, (), events))
-    assert failure.exitcode == -signal.SIGKILL
-    assert re.fullmatch(HANG, failure.message)
-
-
-@pytest.mark.slow
-def test_what_a_survivor_raises_is_kept_with_its_hang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # as above: it is to end first, however slowly
-    group = start(hang_workers.survive_and_raise, (), events, on_expiry="terminate", start_method="fork")
-    failure = failure_of(group)
-    assert failure.exitcode == 1
-    assert failure.message.startswith("Hang: 'deaf' ")
-    assert "Afterwards:\nTraceback" in failure.traceback
-    assert "ValueError: later" in failure.traceback
 
 
 @pytest.mark.slow
