@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import math
-import multiprocessing
 import os
 import pickle
 import queue
@@ -214,9 +213,6 @@ def test_a_time_that_is_none(after: float, table: TimerTable) -> None:
 def test_a_time_of_the_wrong_type(after: Any) -> None:
     with pytest.raises(TypeError, match=r"after: expected seconds, got "):
         expires(after)
-
-
-def test_a_scope_of_the_wrong_type() -> None:
     with pytest.raises(TypeError, match="scope: expected a string, got 5"):
         expires(1, scope=5)  # type: ignore[arg-type]  # that is the point
 
@@ -424,62 +420,10 @@ def test_a_release_that_fails() -> None:
     assert [moment for _, moment in client.calls].count(-1) == 1
 
 
-@pytest.fixture(params=["LocalTimerClient", "FileTimerClient"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    """A client's class, and what it is made of: where its server is."""
-    kind = getattr(timer, request.param)
-    if request.param == "FileTimerClient":
-        with timer.FileTimerServer(str(tmp_path / "timers")):
-            yield kind, str(tmp_path / "timers")
-    else:
-        mp_queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
-        with timer.LocalTimerServer(mp_queue):
-            yield kind, mp_queue
-        mp_queue._reader.close()
-        mp_queue._writer.close()
-
-
-Said = list[tuple[str, str, float]]
-
-
-def telling(kind: Any, said: Said, *names: str) -> Any:
-    """A subclass of a client that notes when these methods are called, and does what they do."""
-
-    def method(name: str) -> Any:
-        def note(self: Any, scope: str, *moment: float) -> None:
-            said.append((name, scope, *(moment or (0,))))
-            getattr(super(told, self), name)(scope, *moment)
-
-        return note
-
-    told = type("Telling", (kind,), {name: method(name) for name in names})
-    return told
-
-
-@pytest.mark.parametrize("names", [("acquire",), ("release",), ("acquire", "release")])
-@pytest.mark.parametrize("configured", [False, True])
-def test_who_overrides_a_method_of_a_client_is_asked(
-    pair: tuple[Any, Any], names: tuple[str, ...], configured: bool
-) -> None:
-    kind, where = pair
-    said: Said = []
-    client = telling(kind, said, *names)(where)
-    if configured:
-        configure(client)
-    for _ in range(2):
-        with expires(60, "outer", None if configured else client), expires(50, "inner", None if configured else client):
-            pass
-    calls = [("acquire", "outer"), ("acquire", "inner"), ("release", "inner"), ("release", "outer")]
-    assert [(name, scope) for name, scope, _ in said] == [call for call in calls if call[0] in names] * 2
-    for name, scope, moment in said:
-        after = {"outer": 60, "inner": 50}[scope]
-        assert name == "release" or after - 5 < moment - clock.wall() <= after
-
-
 class Noting:
     """What a subclass of a client has beside, in a class that can be pickled."""
 
-    said: ClassVar[Said] = []
+    said: ClassVar[list[tuple[str, str, float]]] = []
 
     def __init__(self, *args: Any, name: str) -> None:
         super().__init__(*args)
@@ -509,16 +453,6 @@ def test_an_overridden_method_is_called_in_a_pickled_client(client: Any) -> None
         ((name, scope, _),) = Noting.said
     assert (name, scope) == ("mine", "load")
     Noting.said.clear()
-
-
-def test_a_method_that_is_set_on_a_client_is_asked(pair: tuple[Any, Any]) -> None:
-    kind, where = pair
-    client, said = kind(where), list[str]()
-    client.acquire = lambda scope, _moment: said.append(scope)
-    client.release = lambda scope: said.append(f"no {scope}")
-    with expires(60, "load", client):
-        assert said == ["load"]
-    assert said == ["load", "no load"]
 
 
 def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:

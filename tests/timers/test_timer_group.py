@@ -510,24 +510,6 @@ def test_a_block_left_before_the_evidence_is_reported_once(
 
 
 @pytest.mark.slow
-def test_a_listener_that_raises_gets_every_event(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[tuple[str, str]] = []
-
-    def listener(event: dict[str, Any]) -> None:
-        heard.append((event["name"], threading.current_thread().name))
-        raise KeyboardInterrupt(event["name"])
-
-    with caplog.at_level(logging.WARNING, "phalanx.timer"):
-        group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
-        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
-    assert heard == [(name, "phalanx-observer") for name in ("timer.armed", "timer.expired", "worker.reaped")]
-    (record,) = (record for record in caplog.records if "on_event" in record.getMessage())
-    assert record.getMessage() == "on_event raised at timer.armed"
-    assert record.exc_info is not None
-    assert record.exc_info[0] is KeyboardInterrupt
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", ["terminate", "terminate,kill:600"])
 def test_a_survivor_is_not_blamed_for_a_later_failure(
     steps: str, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
