@@ -1,7 +1,7 @@
 """Training scripts, written as the tutorials of their libraries would have them, under `phalanx run`.
 
-Each runs to its end, and fails in one rank; plain torch hangs in one, too. Where accelerate is not installed, its script
-is left out: nothing else here needs it.
+Each runs to its end, and fails in one rank; plain torch hangs in one, too. Where accelerate is not installed, its
+script is left out: nothing else here needs it.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def test_an_on_event_that_raises_gets_every_event(caplog: pytest.LogCaptureFixtu
 
     def raises(event: dict[str, Any]) -> None:
         names.append(event["name"])
-        raise ValueError(event["name"])
+        raise KeyboardInterrupt(event["name"])
 
     with start_processes("g", "true", nprocs=2, on_event=raises) as group:
         result = group.wait()

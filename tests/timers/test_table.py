@@ -444,6 +444,22 @@ def test_a_watcher_that_is_late_is_rung(table: TimerTable) -> None:
             assert rung(table) == late
 
 
+@pytest.mark.parametrize("way", ["beat", "rest", "arm"])
+def test_a_heartbeat_is_missing_until_its_rank_is_heard_of(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look before a kill asks that, once more; another process of the rank will do, but for its rest."""
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    monkeypatch.setattr("fcntl.lockf", lambda *_args: None)  # the kernel knows locks by process, and this is one
+    with contextlib.closing(TimerTable(2, hang=1e-6)) as table, seat_at(table) as seat:
+        seat.beat(1)
+        (late,) = due(table, 2000)
+        assert table.is_still_set(late)
+        moment = 2500
+        with contextlib.nullcontext(seat) if way == "rest" else seat_at(table) as other:
+            {"beat": lambda: other.beat(1), "rest": other.rest, "arm": lambda: other.arm(9000, 6500, TEXT)}[way]()
+            assert not table.is_still_set(late)
+
+
 @pytest.mark.parametrize("hang", [1e10, float(sys.maxsize), 1e308])
 def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
     table = TimerTable(1, hang)
