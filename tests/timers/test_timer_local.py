@@ -258,4 +258,4 @@ def test_the_worker_pays_for_the_client_alone() -> None:
         "print(*sorted(name for name in sys.modules if name.startswith(('logging', 'phalanx.timer.'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["phalanx.timer._local_client", "phalanx.timer._requests"]
+    assert done.stdout.split() == ["phalanx.timer._requests"]
