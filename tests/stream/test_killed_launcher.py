@@ -15,7 +15,7 @@ from tests.engine.test_lost_helpers import until
 from tests.support.command import Place
 from tests.support.helpers import TIMEOUT, Gate, Ready, wait_gone
 
-ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "4"))
 
 FAILS_AND_HANGS = """
 import phalanx.timer, sys, os

@@ -63,16 +63,6 @@ def hang():
 {FIRST}        count()
 """
 
-WITHOUT_GIL = f"""
-import hashlib
-
-def digest():
-    return hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31 - 1)
-
-def hang():
-{FIRST}        digest()
-"""
-
 IMPORT = f"""
 def load():
     import never
@@ -238,7 +228,6 @@ def first_of(report: str) -> tuple[str, str]:
     "stuck, where",
     [
         (WITH_GIL, r"rank 3 is in count \(train\.py:\d+\)"),
-        (WITHOUT_GIL, r"rank 3 is in digest \(train\.py:\d+\)"),
         (IMPORT, r"rank 3 is in load \(train\.py:\d+\)"),
         (CHILD, r"rank 3 is in fetch \(<string>:4\)"),
         (LOADER, r"rank 3 is in next_batch \(train\.py:\d+\)"),
@@ -246,7 +235,7 @@ def first_of(report: str) -> tuple[str, str]:
         (PAUSED, r"rank 3 is in compute \(train\.py:\d+\), stopped, by SIGSTOP or a debugger"),
         (THREADS, r"rank 3 is in take \(train\.py:\d+\)"),
     ],
-    ids=["gil", "no-gil", "import", "child", "loader", "thread", "paused", "130-threads"],
+    ids=["gil", "import", "child", "loader", "thread", "paused", "130-threads"],
 )
 def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: Gate, stuck: str, where: str) -> None:
     rank, text = told(place, ready, gate, stuck)

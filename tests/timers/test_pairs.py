@@ -373,7 +373,7 @@ def hosted(kind: str, folder: Path, ready: Ready, gate: Gate) -> Iterator[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "file", "named"])
+@pytest.mark.parametrize("kind", ["file", "named"])
 def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
     with hosted(kind, tmp_path, ready, gate) as (pid, (prompt, late), put):
@@ -399,11 +399,10 @@ def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "file"])
-def test_a_timer_set_just_before_a_stop_has_its_time(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
+def test_a_timer_set_just_before_a_stop_has_its_time(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """The server waits without end, so its wait has not overrun, and the timer is over when it hears of it."""
-    with channel(kind, tmp_path) as where:
-        host = SPAWN.Process(target=timer_workers.serve_itself, args=(kind, where, ready.address, gate.address))
+    with channel("file", tmp_path) as where:
+        host = SPAWN.Process(target=timer_workers.serve_itself, args=(where, ready.address, gate.address))
         host.start()
         child, up = ready.wait(2)
         assert up == "up"
