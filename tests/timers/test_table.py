@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any, NoReturn, Self
 
 import pytest
@@ -35,6 +34,7 @@ from phalanx._timers.escalation import AT_ONCE, Escalation, TimerScheduler
 from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, TEXT_SIZE, decode, encode
 from phalanx._timers.table import TimerTable
+from tests.support import hammer
 from tests.support.helpers import TIMEOUT
 from tests.support.workers import run_script
 
@@ -108,12 +108,6 @@ class Child:
         self.say()
         self.wait()
 
-    def told(self, seconds: float = TIMEOUT) -> bool:
-        """Whether it says something within a time."""
-        if not select.select([self._out[0]], [], [], seconds)[0]:
-            return False
-        return bool(os.read(self._out[0], 1))
-
     def go_on(self) -> None:
         os.write(self._in[1], b".")
 
@@ -126,7 +120,8 @@ class Child:
             os.close(self._out[0])
 
     def __enter__(self) -> Self:
-        assert self.told()
+        assert select.select([self._out[0]], [], [], TIMEOUT)[0]
+        assert os.read(self._out[0], 1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -371,40 +366,13 @@ def test_a_client_that_rings_in_vain_is_told_and_lives(copied: bool, table: Time
     assert not signal.sigpending()
 
 
-# --- a client dies
+# --- clients die
 
 
 @pytest.mark.long
-def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
-    """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
-    table = TimerTable(1)
-    chance = Random(5)  # noqa: S311 - for moments, and the same ones in each run
-
-    def work(child: Child) -> None:
-        seat = seat_at(table)
-        texts = [encode(f"scope {number}", f"x.py:{number}") for number in range(40)]
-        child.say()
-        while True:
-            slots = [seat.arm(number + 1, 1, text) for number, text in enumerate(texts)]
-            seat.beat(4)
-            for slot in slots:
-                seat.disarm(slot)
-
-    with contextlib.closing(table):
-        for _ in range(25):
-            with Child(work) as child:
-                child.told(chance.uniform(0, 0.003))  # it says no more: a wait
-                assert table.holder(0) == child.pid
-                child.end()
-            for timer in due(table):
-                assert table.holder(timer.seat) == 0
-            news(table)
-        with seat_at(table) as seat:
-            assert table.look(ALL) == ([], NEVER)
-            slot = seat.arm(7, 1, TEXT)
-            assert armed(table) == [("load", 7)]
-            seat.disarm(slot)
-            assert table.look(ALL) == ([], NEVER)
+def test_a_table_that_is_hammered_kills_and_misses_nobody() -> None:
+    """Forks, kills at any instruction, stops, and programs that are executed, beside some that hang."""
+    assert set(hammer.hammer(40_000, 4, 1000)) == set(hammer.NAMES)
 
 
 # --- the bell
