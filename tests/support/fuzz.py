@@ -262,6 +262,9 @@ class Fuzz:
             for _ in range(3):
                 self._loop.call(lambda: None)
                 self._loop.once()
+            for signs in self._table.signs().values():
+                figures = (signs.steps and signs.steps.summary()) or {}
+                assert all(0 <= figure < 1 << 62 for figure in figures.values())
         finally:
             scheduler.close()
             self._loop._deadlines = type(self._loop._deadlines)()

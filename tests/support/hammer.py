@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 from phalanx import timer
 from phalanx._base import clock
@@ -29,6 +28,7 @@ from phalanx._timers.escalation import TimerScheduler
 from phalanx._timers.hang import Timer
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable
+from tests.support.forks import start_fork
 
 LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not
 WATCHED = 60.0  # seconds in which one that hangs has to be killed, on however busy a machine
@@ -49,19 +49,6 @@ def nest(blocks: int, chance: random.Random) -> None:
         blocks -= depth
 
 
-def in_a_fork(work: Any) -> int:
-    """Run something in a child, which ends with 0 if it comes to its end. Returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
 def expect(pid: int, code: int) -> None:
     found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if found != code:
@@ -69,7 +56,7 @@ def expect(pid: int, code: int) -> None:
 
 
 def child_that_leaves(chance: random.Random) -> None:
-    expect(in_a_fork(lambda: nest(chance.randint(1, 200), chance)), 0)
+    expect(start_fork(lambda: nest(chance.randint(1, 200), chance)), 0)
 
 
 def child_that_is_killed(chance: random.Random) -> None:
@@ -83,7 +70,7 @@ def child_that_is_killed(chance: random.Random) -> None:
                 timer.beat()
                 nest(10, random.Random(0))  # noqa: S311 - as above
 
-    pid = in_a_fork(work)
+    pid = start_fork(work)
     os.close(writer)
     os.read(reader, 1)
     time.sleep(chance.uniform(0, 0.003))
@@ -98,7 +85,7 @@ def child_that_hangs(_chance: random.Random) -> None:
         with timer.expires(LONG), timer.expires(HANG):
             time.sleep(1000)
 
-    pid = in_a_fork(work)
+    pid = start_fork(work)
     pidfd = os.pidfd_open(pid)
     if not select.select([pidfd], [], [], WATCHED)[0]:
         os.kill(pid, signal.SIGKILL)
@@ -109,7 +96,7 @@ def child_that_hangs(_chance: random.Random) -> None:
 
 def child_that_is_stopped(chance: random.Random) -> None:
     """For less than its blocks may take."""
-    pid = in_a_fork(lambda: nest(2000, chance))
+    pid = start_fork(lambda: nest(2000, chance))
     for _ in range(5):
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)

@@ -15,6 +15,7 @@ from typing import Any
 from phalanx import timer
 from phalanx.timer import LocalTimerClient, TimerRequest
 from phalanx.timer._readers import MultiprocessingRequestQueue
+from tests.support.forks import start_fork
 from tests.support.helpers import pass_gate, tell
 
 
@@ -167,16 +168,15 @@ def serve(kind: str, where: Any, address: str, gate: str) -> None:
 
 def serve_itself(where: str, address: str, gate: str) -> None:
     """Run a server of a fork, which takes a timer when the gate opens, and hangs; until it is killed."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            client = timer.FileTimerClient(where)
-            pass_gate(gate)
-            client.acquire("s", time.time() + 1)
-            tell(address, "taken")
-            signal.pause()
-        finally:
-            os._exit(70)
+
+    def take_a_timer_and_hang() -> None:
+        client = timer.FileTimerClient(where)
+        pass_gate(gate)
+        client.acquire("s", time.time() + 1)
+        tell(address, "taken")
+        signal.pause()
+
+    pid = start_fork(take_a_timer_and_hang)
     with timer.FileTimerServer(where):
         tell(address, str(pid))
         tell(address, "up")

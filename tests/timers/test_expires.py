@@ -44,6 +44,7 @@ from tests.support.workers import run_script
 pytestmark = pytest.mark.each_python
 
 ALL = NEVER - 1
+MS = 1_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -597,6 +598,101 @@ def test_a_rest_in_no_group_does_nothing() -> None:
     with timer.rest():
         timer.rest()
     assert _beats.seat is None
+
+
+# --- how long steps take
+
+
+class Index:
+    """A number that is no int, as that of an array library."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    "script, expected",
+    [
+        ("p1 +100 p2", [100]),
+        ("p10 +100 p14", [25, 25, 25, 25]),
+        ("p1 beat +50 p1 block +50 p2", [100]),  # other beats, also of the same step, end no step
+        ("p1 wait +100 left p2", [0]),
+        ("p1 wait +50 wait +50 left +50 left +7 p2", [7]),
+        ("p1 wait +100 p2 +100 left +7 p3", [0, 7]),  # the wait of another thread: each step has its part
+        ("p1 rest +100 leave p2", [0]),
+        ("p1 rest +50 wait +50 left leave +7 p2", [7]),
+        ("p1 rests +100 p2", None),  # nobody knows when it began
+        ("p9 +100 p1", None),
+        ("wait +100 left p1000000", None),
+        ("p1 +100 p2 +100 p3 +100 p4 " + " ".join(f"+1 p{step}" for step in range(5, 70)), [1] * 32),
+        ("p1 +100 child p2", [100]),
+        ("p1 wait +100 child p2", [0]),
+        ("leave", None),
+    ],
+)
+def test_a_step_takes_the_time_that_counts(
+    script: str, expected: list[int] | None, table: TimerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Milliseconds of a clock of its own. A child leaves the wait of its parent, and reports longer steps."""
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    waits: list[timer.waiting] = []
+    rests = contextlib.ExitStack()
+
+    def child() -> None:
+        nonlocal now
+        for each in waits:
+            each.__exit__()
+        for step in range(7, 9):
+            now += 5000 * MS
+            timer.progress(step)
+
+    does: dict[str, Any] = {
+        "beat": timer.beat,
+        "block": lambda: expires(60).__enter__().__exit__(),
+        "wait": lambda: waits.append(timer.waiting().__enter__()),
+        "left": lambda: waits.pop().__exit__(),
+        "rest": lambda: rests.enter_context(timer.rest()),
+        "rests": timer.rest,
+        "leave": rests.close,
+        "child": lambda: code_of_fork(child),
+    }
+    for word in script.split():
+        if word[0] == "+":
+            now += int(word[1:]) * MS
+        elif word[1:].isdecimal():
+            timer.progress(int(word[1:]))
+        else:
+            does[word]()
+    signs = table.signs().get(0)
+    steps = None if signs is None else signs.steps
+    assert (None if steps is None or not steps.times else [time // MS for time in steps.times]) == expected
+    assert steps is None or steps.count == (68 if "p69" in script else len(expected or ()))
+
+
+def test_any_number_can_be_a_step(table: TimerTable) -> None:
+    """At the ends of 64 bits, below 0, and of another type; a beat leaves the last one."""
+    steps: list[Any] = [Index(3), Index(4), (1 << 63) - 1, -(1 << 63), -5, -4, (1 << 63) - 1, 0, 1]
+    for step in steps:
+        timer.progress(step)
+        found = table.signs()[0].steps
+        assert found is not None
+        assert all(math.isfinite(figure) and figure >= 0 for figure in (found.summary() or {}).values())
+    timer.progress(41)
+    timer.beat()
+    assert table.signs()[0].step == 41
+
+
+def test_outside_of_a_group_to_wait_does_nothing() -> None:
+    block = timer.waiting()
+    with block, block:
+        pass
+    block.__exit__()  # left once more than it was entered
+    with pytest.raises(ZeroDivisionError), timer.waiting():
+        raise ZeroDivisionError
 
 
 # --- forks

@@ -22,6 +22,7 @@ from phalanx._base import clock
 from phalanx._base.procfs import Stat
 from phalanx.timer import FileTimerClient, FileTimerServer, LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
+from tests.support.forks import start_fork
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
 pytestmark = pytest.mark.each_python
@@ -137,16 +138,13 @@ class Sleeper:
 def client_process(work: Callable[[], None]) -> Iterator[int]:
     """A fork that works with the client, and exits when the block is left."""
     gate, latch = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(latch)
-            work()
-            os.read(gate, 1)
-            code = 0
-        finally:
-            os._exit(code)
+
+    def wait_after_work() -> None:
+        os.close(latch)
+        work()
+        os.read(gate, 1)
+
+    pid = start_fork(wait_after_work)
     os.close(gate)
     try:
         yield pid
