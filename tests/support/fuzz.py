@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from phalanx._base import linux
+from phalanx._base import clock, linux
 from phalanx._base.channels import _PACKET as PACKET
 from phalanx._base.loop import Loop
 from phalanx._base.process import Exit
@@ -263,6 +263,7 @@ class Fuzz:
                 self._loop.call(lambda: None)
                 self._loop.once()
             for signs in self._table.signs().values():
+                assert signs.steps is None or 0 < signs.steps.at <= clock.now_ns()
                 figures = (signs.steps and signs.steps.summary()) or {}
                 assert all(0 <= figure < 1 << 62 for figure in figures.values())
         finally:

@@ -457,29 +457,9 @@ def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate
 
 
 @pytest.mark.slow
-def test_who_leaves_the_block_between_two_steps_is_let_go(
-    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    second, out = tmp_path / "second", tmp_path / "out"
-    os.mkfifo(second)
-    wait_before_the_second_step(monkeypatch, lambda _hang: out.exists())
-    args = (0.05, gate.address, str(second), ready.address)
-    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
-    events.wait("timer.expired")
-    gate.open()
-    ready.wait()
-    out.touch()
-    left = events.wait("timer.left")
-    assert left["scope"] == "slow"
-    with open(second, "wb", 0) as stream:
-        stream.write(b".")
-    assert result_of(group).return_values == {0: "done"}
-    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
-
-
-@pytest.mark.slow
-def test_a_block_left_before_the_evidence_is_reported_once(
-    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_block_left_between_two_steps_is_reported_once(
+    is_late: bool, events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
     second, out, steps = tmp_path / "second", tmp_path / "out", [tmp_path / "step 0", tmp_path / "step 1"]
@@ -487,11 +467,14 @@ def test_a_block_left_before_the_evidence_is_reported_once(
     take, testified = escalation.Escalation._take_step, escalation.Escalation.evidence_taken
 
     def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
+        if step:
+            until(out.exists)
         take(self, step, hangs)
         steps[step].touch()
 
     def testify_late(self: escalation.Escalation, serial: int) -> None:
-        until(out.exists)
+        if is_late:
+            until(out.exists)
         testified(self, serial)
 
     monkeypatch.setattr(escalation.Escalation, "_take_step", take_and_say)
@@ -507,6 +490,7 @@ def test_a_block_left_before_the_evidence_is_reported_once(
         stream.write(b".")
     assert result_of(group).return_values == {0: "done"}
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
+    assert events.wait("timer.left")["scope"] == "slow"
 
 
 @pytest.mark.slow
@@ -935,8 +919,9 @@ def one_stands(rank: int, address: str, gate: str, second: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_left", [True, False])
 def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
-    events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
+    is_left: bool, events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
     with (
@@ -946,25 +931,20 @@ def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
         ready.wait(2)
         assert group.wait(1.5) is None
         assert [one.breakpoint for one in group.status().values()] == ["train.py:7", None]
-        second_gate.open()
-        gate.open()
-        assert result_of(group).succeeded
-        assert [one.breakpoint for one in group.status().values()] == [None, None]
-    assert "timer.expired" not in events.names()
+        assert "timer.expired" not in events.names()
+        if is_left:
+            second_gate.open()
+            gate.open()
+            assert result_of(group).succeeded
+            assert [one.breakpoint for one in group.status().values()] == [None, None]
+            assert "timer.expired" not in events.names()
+        else:  # the block is not left, and its timer goes on after that
+            gate.open()
+            failure = failure_of(group)
+            assert failure.local_rank == 1
+            assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.5 s", str(failure.message))
     assert "stopped at" not in caplog.text  # in a group that is no run, the worker itself writes where it is reached
     assert events.wait("timer.breakpoint")["place"] == "train.py:7"
-
-
-@pytest.mark.slow
-def test_timers_go_on_after_a_breakpoint(events: Events, ready: Ready, gate: Gate, second_gate: Gate) -> None:
-    args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
-    with start(one_stands, args, events, nprocs=2, start_method="fork") as group:
-        ready.wait(2)
-        assert group.wait(0.6) is None
-        gate.open()
-        failure = failure_of(group)
-    assert failure.local_rank == 1
-    assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.5 s", str(failure.message))
 
 
 @pytest.mark.slow
