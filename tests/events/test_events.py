@@ -302,9 +302,6 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules.pop("phalanx_told")
 
 
-# --- handlers that fail
-
-
 # --- rendezvous
 
 

@@ -233,37 +233,23 @@ def test_a_handler_that_raises_changes_no_function() -> None:
     ]  # fmt: skip
 
 
-def test_logging_that_raises_is_no_matter() -> None:
-    class Raises(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it raises
-            raise OSError("logging")
+def test_logging_that_emits_metrics_or_raises_ends() -> None:
+    """A failure is logged, the logging emits a metric, which fails, and raises."""
 
-    handler = Raises()
-    logging.getLogger("phalanx.metrics").addHandler(handler)
-    try:
-        metrics.configure(Kept(fail))
-        metrics.put_metric("a", 1)
-    finally:
-        logging.getLogger("phalanx.metrics").removeHandler(handler)
+    def emit_and_raise(_record: object) -> None:
+        metrics.put_metric("logged", 1)
+        raise OSError("logging")
 
-
-def test_logging_that_emits_metrics_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure is logged, the logging emits a metric, which fails."""
-
-    class Counts(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it counts
-            metrics.put_metric("logged", 1)
-
-    counts = Counts()
+    logged = KeptRecords(emit_and_raise)
     kept = Kept(fail)
     metrics.configure(kept)
-    logging.getLogger("phalanx.metrics").addHandler(counts)
+    logging.getLogger("phalanx.metrics").addHandler(logged)
     try:
         metrics.put_metric("a", 1)
     finally:
-        logging.getLogger("phalanx.metrics").removeHandler(counts)
+        logging.getLogger("phalanx.metrics").removeHandler(logged)
     assert kept.names == ["a", "logged"]
-    assert len(reports(caplog)) == 1
+    assert len(logged.got) == 1
 
 
 def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +259,7 @@ def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert len(reports(caplog)) == MOST_REPORTED
 
 
-def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class Stream(io.StringIO):
         def write(self, text: str) -> int:
             written.append(text)
@@ -283,6 +269,10 @@ def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Stream())
     metrics.ConsoleMetricHandler().emit(metrics.MetricData(1.5, "g", "n", 3))
     assert written == ["[1.5][g]: n=3\n"]
+    metrics.configure(metrics.ConsoleMetricHandler())
+    monkeypatch.setattr(sys, "stdout", None)
+    metrics.put_metric("a", 1)
+    assert len(reports(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -294,16 +284,6 @@ def test_values_of_all_kinds(value: Any, kept: Kept, caplog: pytest.LogCaptureFi
     metrics.configure(metrics.ConsoleMetricHandler())
     metrics.put_metric("a", value)
     assert len(reports(caplog)) == (isinstance(value, int))  # Python refuses to write so many digits
-
-
-def test_without_a_console(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    metrics.configure(metrics.ConsoleMetricHandler())
-    monkeypatch.setattr(sys, "stdout", None)
-    metrics.put_metric("a", 1)
-    assert len(reports(caplog)) == 1
-
-
-# --- handlers that emit
 
 
 # --- threads, forks, signals

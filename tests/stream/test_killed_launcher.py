@@ -13,6 +13,7 @@ import pytest
 from phalanx._runs import record
 from tests.engine.test_lost_helpers import until
 from tests.support.command import Place
+from tests.support.disks import fill
 from tests.support.helpers import TIMEOUT, Gate, Ready, wait_gone
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "4"))
@@ -103,14 +104,7 @@ def test_a_disk_that_is_full_for_a_while_harms_nobody(small_disk: Path, place: P
     with place.start("--log-dir", logs, "-t", "0", "-r", "0", script) as launcher:
         ready.wait()
         until(lambda: count(logs, '"agent.state"') == 2)
-        ballast = small_disk / "ballast"
-        with ballast.open("wb", 0) as file:
-            for size in (4096, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    pass
+        fill(small_disk)
         gate.open()
         done = launcher.end()
     assert done.status == 0

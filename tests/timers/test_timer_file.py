@@ -37,7 +37,7 @@ from phalanx.timer import (
 )
 from phalanx.timer._processes import RefusedError, Victim
 from phalanx.timer._readers import Lines
-from tests.support.helpers import TIMEOUT, alive
+from tests.support.helpers import TIMEOUT, alive, wait_gone
 
 LONG = 3600.0
 _markers = itertools.count()
@@ -826,3 +826,107 @@ def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     whole = b"".join(chunks).split(b"\n")
     assert got == [line for line in whole[:-1] if len(line) < _file_client.LINE_LIMIT]
     assert lines.oversized == sum(len(line) >= _file_client.LINE_LIMIT for line in whole)
+
+
+# Timers that a subclass, or its ``log_event``, changes or sets: they expire when it says so.
+
+Change = Any  # of a list of requests, to another one
+
+
+class Hooked(FileTimerServer):
+    """Takes over what ``change`` makes of the requests that come."""
+
+    def __init__(self, path: str, change: Change) -> None:
+        super().__init__(path, "run")
+        self._change = change
+        self.came: queue.Queue[list[FileTimerRequest]] = queue.Queue()
+
+    def register_timers(self, timer_requests: Any) -> None:
+        """Remember what came."""
+        super().register_timers(self._change(timer_requests))
+        if timer_requests:
+            self.came.put(list(timer_requests))
+
+
+@pytest.fixture
+def worker() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def renamed(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    return [
+        FileTimerRequest(one.worker_pid, f"job/{one.scope_id}", one.expiration_time, one.signal) for one in requests
+    ]
+
+
+def test_a_hook_gets_unix_times_and_may_rename_scopes(path: str, worker: int) -> None:
+    sent = FileTimerRequest(worker, "x", time.time() + LONG, signal.SIGKILL)
+    with Hooked(path, renamed) as server:
+        write(path, sent.to_json().encode())
+        assert server.came.get(timeout=TIMEOUT) == [sent]
+        assert server.get_expired_timers(time.monotonic() + LONG / 2) == {}
+        held = server.get_expired_timers(time.monotonic() + 2 * LONG)
+        assert [one.scope_id for one in held[worker]] == ["job/x"]
+
+
+def test_requests_that_come_at_once_count_in_their_order(path: str, worker: int) -> None:
+    now = time.time()
+    moments = [("a", now + LONG), ("b", -1), ("a", -1), ("b", now + LONG), ("c", now + LONG), ("c", now + 2 * LONG)]
+    with FileTimerServer(path, "run") as server:
+        server.register_timers([FileTimerRequest(worker, scope, moment, signal.SIGKILL) for scope, moment in moments])
+        held = server.get_expired_timers(time.monotonic() + 3 * LONG)[worker]
+        assert [(one.scope_id, one.expiration_time) for one in held] == [("b", now + LONG), ("c", now + 2 * LONG)]
+
+
+def at_once(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    return [FileTimerRequest(one.worker_pid, "own", time.time(), signal.SIGKILL) for one in requests]
+
+
+def moved(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    for one in requests:
+        one.expiration_time = time.time()
+    return requests
+
+
+@pytest.mark.parametrize("change", [at_once, moved])
+def test_a_timer_expires_at_the_time_of_the_hook(path: str, worker: int, change: Callable[..., Any]) -> None:
+    with Hooked(path, change):
+        write(path, FileTimerRequest(worker, "x", time.time() + LONG, signal.SIGKILL).to_json().encode())
+        assert not wait_gone([worker])
+
+
+def test_log_event_may_set_a_timer(path: str, worker: int) -> None:
+    def kill_next(name: str, _request: FileTimerRequest | None) -> None:
+        if name == "timer.expired":
+            server.register_timers([FileTimerRequest(worker, "last", time.time(), signal.SIGKILL)])
+
+    with FileTimerServer(path, "run", log_event=kill_next) as server:
+        write(path, FileTimerRequest(worker, "warning", time.time(), 0).to_json().encode())
+        assert not wait_gone([worker])
+
+
+def test_a_timer_of_another_thread_wakes_the_server(path: str, worker: int) -> None:
+    with FileTimerServer(path, "run") as server:
+        server.register_timers([FileTimerRequest(worker, "x", time.time(), signal.SIGKILL)])
+        assert not wait_gone([worker])
+
+
+def test_timers_that_are_cleared_count_no_more(path: str, worker: int) -> None:
+    with FileTimerServer(path, "run") as server:
+        for _ in range(2):
+            many = [FileTimerRequest(worker, str(number), time.time() + LONG) for number in range(10_001)]
+            server.register_timers(many)
+            assert len(server.get_expired_timers(time.monotonic() + 2 * LONG)[worker]) == 10_000
+            server.clear_timers({worker})
+            assert server.get_expired_timers(time.monotonic() + 2 * LONG) == {}
+
+
+def test_what_is_no_request_is_skipped(path: str, worker: int, caplog: pytest.LogCaptureFixture) -> None:
+    with FileTimerServer(path, "run") as server:
+        for foreign in (None, (worker, "x", 0.0), TimerRequest(worker, "x", time.time())):
+            server.register_timers([foreign, FileTimerRequest(worker, "good", time.time() + LONG)])  # type: ignore[list-item] # that is tested
+        held = server.get_expired_timers(time.monotonic() + 2 * LONG)
+    assert [one.scope_id for one in held[worker]] == ["good"]
+    assert caplog.text.count("not a timer request, skipped") == 3
