@@ -57,9 +57,9 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 455,
-    "private attributes": 422,
-    "private names patched": 210,
+    "private modules imported": 454,
+    "private attributes": 398,
+    "private names patched": 206,
     "long names": 0,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
