@@ -9,7 +9,6 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from phalanx import metrics
 from phalanx._base import clock
 from phalanx._base.handler_guard import MOST_REPORTED
 from tests.support.helpers import TIMEOUT
-from tests.support.told import Kept, KeptRecords, fail, unconfigured
+from tests.support.told import Gated, Kept, KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
 
 
@@ -290,45 +289,30 @@ def test_values_of_all_kinds(value: Any, kept: Kept, caplog: pytest.LogCaptureFi
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Kept, threading.Event, threading.Event]]:
-    """A handler that has begun, and goes on when it may."""
-    begun, may = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        begun.set()
-        may.wait()
-
-    yield Kept(block), begun, may
-    may.set()
-
-
-Gated = tuple[Kept, threading.Event, threading.Event]
+def gated() -> Iterator[Gated]:
+    it = Gated()
+    yield it
+    it.may.set()
 
 
 def test_what_is_too_much_for_the_background_is_dropped(gated: Gated) -> None:
     """It is reported, once, and who emits does not wait for logging, either."""
-    reported, may_report = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        reported.set()
-        may_report.wait()
-
-    told = KeptRecords(block)
+    report = Gated()
+    told, kept = KeptRecords(report), Kept(gated)
     logging.getLogger("phalanx.metrics").addHandler(told)
-    kept, begun, may = gated
     handler = metrics.BackgroundMetricHandler(kept)
     handler._delivery._most = 3
     metrics.configure(handler)
     metrics.put_metric("first", 0)
-    begun.wait()
+    gated.begun.wait()
     for count in range(5):
         metrics.put_metric(str(count), count)
-    may.set()
+    gated.may.set()
     assert handler.flush(TIMEOUT)
     assert kept.names == ["first", "0", "1", "2"]
     assert handler._delivery.dropped == 2
-    reported.wait()
-    may_report.set()
+    report.begun.wait()
+    report.may.set()
     logging.getLogger("phalanx.metrics").removeHandler(told)
     assert [record.getMessage() for record in told.got] == [
         "the handler tests.support.told.Kept is too slow, or has no thread: what finds no room in its queue is dropped"
@@ -346,15 +330,15 @@ def test_a_handler_that_flushes_itself_does_not_wait() -> None:
 
 def test_a_signal_handler_may_emit_at_any_moment(gated: Gated) -> None:
     """In the midst of a submission, too: the thread holds its lock."""
-    kept, begun, may = gated
+    kept = Kept(gated)
     handler = metrics.BackgroundMetricHandler(kept)
     metrics.configure(handler)
     metrics.put_metric("first", 0)
-    begun.wait()
+    gated.begun.wait()
     executor = handler._delivery._executor()
     with executor._lock:
         metrics.put_metric("second", 0)
-    may.set()
+    gated.may.set()
     assert handler.flush(TIMEOUT)
     assert kept.names == ["first", "second"]
 
