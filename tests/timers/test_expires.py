@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
@@ -537,66 +537,94 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
 # --- rest
 
 
-def test_a_rest_ends_with_the_next_heartbeat(table: TimerTable) -> None:
-    timer.progress(3)
-    timer.rest()
-    assert due(table) == []
-    with expires(60):
-        assert scopes(table) == [""]
-    assert due(table) == []
-    timer.progress(4)
-    assert [timer.step for timer in due(table)] == [4]
+class Player:
+    """Plays scripts: `p3` reports step 3, `+5` lets 5 ms pass on a clock of its own, and other words do what they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000 * clock.NS
+        monkeypatch.setattr(clock, "now_ns", lambda: self.now)
+        self.waits: list[timer.waiting] = []
+        self.rests: list[timer.rest] = []
+        self.does: dict[str, Callable[[], object]] = {
+            "beat": timer.beat,
+            "block": lambda: expires(60).__enter__().__exit__(),
+            "wait": lambda: self.waits.append(timer.waiting().__enter__()),
+            "left": lambda: self.waits.pop().__exit__(),
+            "child": lambda: code_of_fork(self.be_a_child),
+            "rests": timer.rest,
+            "rest": lambda: self.rests.append(timer.rest().__enter__()),
+            "again": lambda: self.rests.append(self.rests.pop().__enter__()),
+            "leave": lambda: self.rests[-1].__exit__(None),
+            "leave-first": lambda: self.rests.pop(0).__exit__(),
+        }
+
+    def be_a_child(self) -> None:
+        """Leave all that the parent is in, and report long steps."""
+        for each in (*self.waits, *self.rests):
+            each.__exit__()
+        for step in range(7, 9):
+            self.now += 5000 * MS
+            timer.progress(step)
+
+    def play(self, script: str) -> None:
+        for word in script.split():
+            if word[0] == "+":
+                self.now += int(word[1:]) * MS
+            elif word[1:].isdecimal():
+                timer.progress(int(word[1:]))
+            else:
+                self.does[word]()
 
 
-def test_leaving_a_rest_beats_if_there_were_beats(table: TimerTable) -> None:
-    with timer.rest():
-        pass
-    assert due(table) == []
+@pytest.fixture
+def player(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Player:  # noqa: ARG001 - of the group's process
+    return Player(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "script, step",
+    [
+        ("p3 rests", None),
+        ("p3 rests block", None),  # its end is a beat, and ends no rest
+        ("p3 rests p4", 4),
+        ("rest leave", None),  # there were no beats
+        ("p3 rest", None),
+        ("p3 rest leave", 3),
+        ("p3 rest rest", None),
+        ("p3 rest rest leave", None),
+        ("p3 rest rest leave leave-first", 3),  # whichever is left last: two threads leave theirs when they like
+        ("p3 rest rest leave-first leave", 3),
+        ("p3 rest leave again", None),
+        ("p3 rest leave again leave", 3),
+        ("p3 rest child", None),
+        ("p3 rest child leave", 3),
+    ],
+)
+def test_a_rest_lasts_until_it_is_left(script: str, step: int | None, player: Player, table: TimerTable) -> None:
+    """And the heartbeat is expected again then, with the last step, if there were any."""
+    player.play(script)
+    assert [it.step for it in due(table) if it.seat == 0] == ([] if step is None else [step])
+    assert table.resting() == ({os.getpid()} if step is None else set())
+    for each in player.rests:
+        each.__exit__()
+
+
+def test_a_rest_of_a_block_that_raises_ends(table: TimerTable) -> None:
     timer.progress(3)
-    before = due(table)[0].deadline
-    with timer.rest(), timer.rest():
-        assert due(table) == []
-    (again,) = due(table)
-    assert again.step == 3
-    assert again.deadline > before
     with pytest.raises(KeyError), timer.rest():
         raise KeyError
     assert len(due(table)) == 1
 
 
-def test_a_rest_that_is_entered_again_rests_again(table: TimerTable) -> None:
-    timer.progress(3)
-    again = timer.rest()
-    timer.beat()
-    for _ in range(2):
-        with again:
-            assert table.resting() == {os.getpid()}
-        assert table.resting() == set()
-
-
-def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: TimerTable) -> None:
-    """Whichever it is: two threads leave theirs when they like."""
-    timer.beat()
-    first = timer.rest().__enter__()
-    second = timer.rest().__enter__()
-    first.__exit__()
-    assert due(table) == []
-    second.__exit__()
-    assert len(due(table)) == 1
-
-
-def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None:
-    timer.beat()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(timer.rest())
-        assert code_of_fork(stack.close) == 0
-        assert due(table) == []
-    assert [timer.seat for timer in due(table)] == [0]
-
-
-def test_a_rest_in_no_group_does_nothing() -> None:
+def test_outside_of_a_group_to_rest_or_wait_does_nothing() -> None:
     with timer.rest():
         timer.rest()
+    block = timer.waiting()
+    with block, block:
+        pass
+    block.__exit__()  # left once more than it was entered
+    with pytest.raises(ZeroDivisionError), timer.waiting():
+        raise ZeroDivisionError
     assert _beats.seat is None
 
 
@@ -629,46 +657,16 @@ class Index:
         ("wait +100 left p1000000", None),
         ("p1 +100 p2 +100 p3 +100 p4 " + " ".join(f"+1 p{step}" for step in range(5, 70)), [1] * 32),
         ("p1 +100 child p2", [100]),
-        ("p1 wait +100 child p2", [0]),
-        ("leave", None),
+        ("p1 wait +100 child p2 left", [0]),
+        ("beat", None),
     ],
 )
 def test_a_step_takes_the_time_that_counts(
-    script: str, expected: list[int] | None, table: TimerTable, monkeypatch: pytest.MonkeyPatch
+    script: str, expected: list[int] | None, player: Player, table: TimerTable
 ) -> None:
-    """Milliseconds of a clock of its own. A child leaves the wait of its parent, and reports longer steps."""
-    now = 1000 * clock.NS
-    monkeypatch.setattr(clock, "now_ns", lambda: now)
-    waits: list[timer.waiting] = []
-    rests = contextlib.ExitStack()
-
-    def child() -> None:
-        nonlocal now
-        for each in waits:
-            each.__exit__()
-        for step in range(7, 9):
-            now += 5000 * MS
-            timer.progress(step)
-
-    does: dict[str, Any] = {
-        "beat": timer.beat,
-        "block": lambda: expires(60).__enter__().__exit__(),
-        "wait": lambda: waits.append(timer.waiting().__enter__()),
-        "left": lambda: waits.pop().__exit__(),
-        "rest": lambda: rests.enter_context(timer.rest()),
-        "rests": timer.rest,
-        "leave": rests.close,
-        "child": lambda: code_of_fork(child),
-    }
-    for word in script.split():
-        if word[0] == "+":
-            now += int(word[1:]) * MS
-        elif word[1:].isdecimal():
-            timer.progress(int(word[1:]))
-        else:
-            does[word]()
-    signs = table.signs().get(0)
-    steps = None if signs is None else signs.steps
+    """In milliseconds; a child, which leaves the wait of its parent and reports longer steps, counts no more."""
+    player.play(script)
+    steps = table.signs()[0].steps
     assert (None if steps is None or not steps.times else [time // MS for time in steps.times]) == expected
     assert steps is None or steps.count == (68 if "p69" in script else len(expected or ()))
 
@@ -684,15 +682,6 @@ def test_any_number_can_be_a_step(table: TimerTable) -> None:
     timer.progress(41)
     timer.beat()
     assert table.signs()[0].step == 41
-
-
-def test_outside_of_a_group_to_wait_does_nothing() -> None:
-    block = timer.waiting()
-    with block, block:
-        pass
-    block.__exit__()  # left once more than it was entered
-    with pytest.raises(ZeroDivisionError), timer.waiting():
-        raise ZeroDivisionError
 
 
 # --- forks
