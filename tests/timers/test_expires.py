@@ -538,19 +538,20 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
 
 
 class Player:
-    """Plays scripts: `p3` reports step 3, `+5` lets 5 ms pass on a clock of its own, and other words do what they say."""
+    """Plays scripts: `p3` reports step 3, `+5` lets 5 ms pass on a clock of its own; other words do what they say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000 * clock.NS
         monkeypatch.setattr(clock, "now_ns", lambda: self.now)
         self.waits: list[timer.waiting] = []
         self.rests: list[timer.rest] = []
+        self.codes: list[int] = []
         self.does: dict[str, Callable[[], object]] = {
             "beat": timer.beat,
             "block": lambda: expires(60).__enter__().__exit__(),
             "wait": lambda: self.waits.append(timer.waiting().__enter__()),
             "left": lambda: self.waits.pop().__exit__(),
-            "child": lambda: code_of_fork(self.be_a_child),
+            "child": lambda: self.codes.append(code_of_fork(self.be_a_child)),
             "rests": timer.rest,
             "rest": lambda: self.rests.append(timer.rest().__enter__()),
             "again": lambda: self.rests.append(self.rests.pop().__enter__()),
@@ -560,8 +561,10 @@ class Player:
 
     def be_a_child(self) -> None:
         """Leave all that the parent is in, and report long steps."""
-        for each in (*self.waits, *self.rests):
-            each.__exit__()
+        for block in self.waits:
+            block.__exit__()
+        for rest in self.rests:
+            rest.__exit__()
         for step in range(7, 9):
             self.now += 5000 * MS
             timer.progress(step)
@@ -574,6 +577,7 @@ class Player:
                 timer.progress(int(word[1:]))
             else:
                 self.does[word]()
+        assert not any(self.codes)
 
 
 @pytest.fixture
@@ -592,6 +596,7 @@ def player(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Player:  # noq
         ("p3 rest leave", 3),
         ("p3 rest rest", None),
         ("p3 rest rest leave", None),
+        ("p3 rest rest leave-first", None),
         ("p3 rest rest leave leave-first", 3),  # whichever is left last: two threads leave theirs when they like
         ("p3 rest rest leave-first leave", 3),
         ("p3 rest leave again", None),

@@ -424,7 +424,12 @@ def test_a_heartbeat_is_missing_until_its_rank_is_heard_of(way: str, monkeypatch
         assert table.is_still_set(late)
         moment = 2500
         with contextlib.nullcontext(seat) if way == "rest" else seat_at(table) as other:
-            {"beat": lambda: other.beat(1), "rest": other.rest, "arm": lambda: other.arm(9000, 6500, TEXT)}[way]()
+            ways: dict[str, Callable[[], object]] = {
+                "beat": lambda: other.beat(1),
+                "rest": other.rest,
+                "arm": lambda: other.arm(9000, 6500, TEXT),
+            }
+            ways[way]()
             assert not table.is_still_set(late)
 
 

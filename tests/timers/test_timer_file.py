@@ -875,9 +875,9 @@ def test_a_timer_expires_at_the_time_of_the_hook(path: str, worker: int, change:
 def test_log_event_may_set_a_timer(path: str, worker: int) -> None:
     def kill_next(name: str, _request: FileTimerRequest | None) -> None:
         if name == "timer.expired":
-            server.register_timers([FileTimerRequest(worker, "last", time.time(), signal.SIGKILL)])
+            it.register_timers([FileTimerRequest(worker, "last", time.time(), signal.SIGKILL)])
 
-    with FileTimerServer(path, "run", log_event=kill_next) as server:
+    with FileTimerServer(path, "run", log_event=kill_next) as it:
         write(path, FileTimerRequest(worker, "warning", time.time(), 0).to_json().encode())
         assert not wait_gone([worker])
 
