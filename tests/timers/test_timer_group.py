@@ -254,8 +254,9 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outside", [True, False], ids=["py-spy", "signal"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method, outside", [("fork", True), ("spawn", True), ("forkserver", True), ("fork", False), ("spawn", False)]
+)
 def test_each_process_below_the_worker_shows_stacks_of_its_own(
     method: str, outside: bool, events: Events, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
