@@ -58,7 +58,7 @@ MOST_LINES = 600
 
 MAY_ONLY_FALL = {
     "private modules imported": 454,
-    "private attributes": 398,
+    "private attributes": 396,
     "private names patched": 206,
     "long names": 0,
 }
