@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.support.by_value_there import passes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.each_python, pytest.mark.slow]
 
@@ -68,35 +65,6 @@ PROGRAMS = {
         assert isinstance(own, Node) and own.f() == (helper, type(own))
         assert red is Color.RED is Color(1) is box.v and point.x == 1 and count(5) == 5
         assert type(k).known == {"k": type(k)}
-        """,
-    "the parts of a payload share what was sent": """
-        import io, pickle
-        from phalanx._engine.pickling import by_value, picklers
-        from tests.support.by_value_there import never
-        class Shared: pass
-        class Zero: pass
-        class One: pass
-        def function(): return Shared
-        file, sent, parts = io.BytesIO(), [], []
-        pickler = by_value.make(file, {}, importable=never, sent=sent)
-        for value in (function, (Zero(), Shared()), (One(), Shared(), function)):
-            file.seek(0); file.truncate()
-            if parts: pickler.memo = memo
-            pickler.dump(value)
-            if not parts: memo = pickler.memo.copy()
-            parts.append(file.getvalue())
-        assert len(set(map(id, sent))) == len(sent)
-        unpickler = pickle.Unpickler(io.BytesIO(parts[0] + parts[2]))
-        there, (one, shared, again) = unpickler.load(), unpickler.load()
-        assert again is there and sent[picklers.received.index(type(one))] is One
-        assert sent[picklers.received.index(there)] is function and picklers.received.index(Zero) is None
-        back = io.BytesIO()
-        picklers.plain(back, {}, importable=never).dump([one, there])
-        back.seek(0)
-        mine, itself = picklers.Unpickler(back, sent).load()
-        assert type(mine) is One and itself is function
-        picklers.received.clear()
-        assert not picklers.received and picklers.received.index(there) is None
         """,
     "a reference means nothing to another unpickler": """
         import io, pickle

@@ -9,7 +9,8 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from phalanx.multiprocessing import start_processes
 from tests.support import payload_workers as does
 from tests.support.helpers import Gate, Ready
 from tests.support.payload_workers import Box, Pager
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 METHODS = ("spawn", "forkserver", "fork")
 SENT = ("spawn", "forkserver")
@@ -187,21 +185,17 @@ def in_a_box(array: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start_method", SENT)
-def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> None:
+def test_arrays_inside_of_other_things_are_shared_as_well() -> None:
     array = some()
     nested = [[1, {"a": [array]}], in_a_box(some(3 * MIB))]
-    [places, _other] = run(start_method, does.places, nested)
+    [places, _other] = run("forkserver", does.places, nested)
     assert len(places) == 2
     assert "" not in places
-    assert run(start_method, does.describe, nested)[0] == [
-        (*facts[:4], False, facts[5]) for facts in does.describe(nested)
-    ]
+    assert run("spawn", does.describe, nested)[0] == [(*facts[:4], False, facts[5]) for facts in does.describe(nested)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start_method", SENT)
-def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str) -> None:
+def test_arrays_that_belong_to_the_function_are_shared_as_well() -> None:
     array = some()
 
     def closure() -> list[str]:
@@ -210,7 +204,7 @@ def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str
     default = lambda it=array: does.places(it)  # noqa: E731 - one of the ways in which people write it
     partial = functools.partial(does.places, array)
     for function in (closure, default, partial, does.Pages(array)):
-        one, two = run(start_method, function)
+        one, two = run("spawn", function)
         assert one == two != [""]
         assert one[0]
 

@@ -10,8 +10,9 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,6 @@ from phalanx.events import Event, EventSource, NodeState, RdzvEvent
 from tests.support.helpers import TIMEOUT
 from tests.support.told import KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)
@@ -302,9 +300,6 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError, match="'class', 'console', 'dynamic_rendezvous', 'made', 'nothing', 'null', 'object'"):
         events.get_logging_handler("other")
     sys.modules.pop("phalanx_told")
-
-
-# --- handlers that fail
 
 
 # --- rendezvous

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,7 @@ from phalanx.events import Event, EventSource
 from phalanx.multiprocessing import SignalException
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
-from tests.support.told import Kept, KeptRecords, fail, unconfigured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from tests.support.told import Gated, Kept, KeptRecords, fail, unconfigured
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +75,6 @@ def way(request: pytest.FixtureRequest) -> Way:
 @pytest.fixture(params=BACKGROUND)
 def behind(request: pytest.FixtureRequest) -> Way:
     return Way(request.param)
-
-
-class Gated:
-    """What a handler does that has begun, and goes on when it may."""
-
-    def __init__(self) -> None:
-        self.begun, self.may = threading.Event(), threading.Event()
-
-    def __call__(self, _: object) -> None:
-        self.begun.set()
-        self.may.wait()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import multiprocessing
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -392,17 +391,3 @@ def test_what_multiprocessing_exports_is_the_same_object() -> None:
     names = [name for name in multiprocessing.__all__ if name in there.__all__]
     assert [name for name in names if getattr(here, name) is not getattr(there, name)] == []
     assert set(names) <= set(here.__all__)
-
-
-def test_figures() -> None:
-    """Prints them, for ``pytest -rP``."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for section, key, fact in each(SAME, DIFFERS, NOT_THERE):
-        counts[fact.kind, verdict(section, key)] += 1
-    kinds, verdicts = ("name", "parameter", "option", "variable"), (SAME, DIFFERS, NOT_THERE)
-    lines = [f"{'':12}{'all':>8}" + "".join(f"{column:>12}" for column in verdicts)]
-    for row in (*kinds, ""):
-        numbers = [sum(counts[kind, column] for kind in kinds if row in ("", kind)) for column in verdicts]
-        lines.append(f"{row + 's' if row else 'together':12}{sum(numbers):8}" + "".join(f"{n:12}" for n in numbers))
-    print(*lines, sep="\n")  # noqa: T201 - shown with -rP
-    assert counts.total() == sum(map(len, torch_names.everything().values()))

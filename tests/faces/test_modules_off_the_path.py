@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,41 +122,3 @@ def test_a_module_that_a_worker_cannot_import_is_named(tmp_path: Path) -> None:
     text = " ".join(done.stderr.split())
     assert "need the module 'tail', which this worker does not find on its path, the launcher's sys.path." in text
     assert "(PYTHONPATH), or send the module by value: cloudpickle.register_pickle_by_value(module)." in text
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("marimo") is None, reason="marimo is not installed: no notebook of its own"
-)
-@pytest.mark.parametrize("how", ["program", "notebook"])
-def test_cells_of_marimo(tmp_path: Path, how: str) -> None:
-    notebook = _write(
-        tmp_path / "notebook.py",
-        """
-        import marimo
-        app = marimo.App()
-
-        @app.cell
-        def _():
-            from phalanx.multiprocessing import start_processes
-            FACTOR = 3
-            def scaled(number):
-                return FACTOR * number
-            return FACTOR, scaled, start_processes
-
-        @app.cell
-        def _(scaled, start_processes):
-            with start_processes("g", scaled, {0: (1,), 1: (2,)}, {0: {}, 1: {}}) as group:
-                print(f"came back: {group.wait(60).return_values}")
-            return
-
-        if __name__ == "__main__":
-            app.run()
-        """,
-    )
-    if how == "program":
-        shown = _run(tmp_path, sys.executable, notebook).stdout
-    else:
-        done = _run(tmp_path, sys.executable, "-m", "marimo", "export", "html", notebook, "-o", "notebook.html")
-        assert done.returncode == 0, done
-        shown = (tmp_path / "notebook.html").read_text(encoding="utf-8")
-    assert re.search(r"came back: \{0: 3, 1: 6\}", shown)

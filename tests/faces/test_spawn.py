@@ -63,21 +63,6 @@ def test_the_function_gets_its_index_and_the_arguments(method: str) -> None:
     queue.close()
 
 
-@pytest.mark.slow
-@each_method
-def test_lambdas_and_closures(method: str, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-
-    def touch(index: int, text: str) -> None:
-        with open(f"{folder}/{index}", "w") as stream:
-            stream.write(text)
-
-    mp.start_processes(touch, ("closure",), 2, start_method=method)
-    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["closure", "closure"]
-    mp.start_processes(lambda i: touch(i + 2, "lambda"), nprocs=2, start_method=method)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
-
-
 def test_the_historical_order_of_the_arguments() -> None:
     context = mp.start_processes(spawned.nothing, (1, 2), 2, False, True, "forkserver")
     assert type(context) is mp.ProcessContext
@@ -137,9 +122,7 @@ def test_an_exception(method: str) -> None:
     assert notes_of(error) == []
 
 
-@pytest.mark.slow
-@each_method
-@pytest.mark.parametrize("code,expected", [(3, 3), ("text", 1)])
+@pytest.mark.parametrize("method,code,expected", [("spawn", 3, 3), ("forkserver", "text", 1), ("fork", 3, 3)])
 def test_an_exit_code(method: str, code: object, expected: int) -> None:
     with pytest.raises(mp.ProcessExitedException) as caught:
         mp.spawn(spawned.leave, (code,), 2, start_method=method)
@@ -159,15 +142,20 @@ def test_an_exit_while_an_exception_is_handled_is_an_exit() -> None:
 
 
 @pytest.mark.slow
-@each_method
-@pytest.mark.parametrize("code", [None, 0])
+@pytest.mark.parametrize("method,code", [("spawn", None), ("forkserver", 0), ("fork", None)])
 def test_exit_code_0_is_no_failure(method: str, code: object) -> None:
     mp.spawn(lambda _i: sys.exit(code), nprocs=2, start_method=method)  # type: ignore[arg-type]  # what sys.exit takes
 
 
 @pytest.mark.slow
-@each_method
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGINT, signal.SIGRTMIN + 1])
+@pytest.mark.parametrize(
+    "method,number",
+    [
+        *((method, number) for method in METHODS for number in (signal.SIGSEGV, signal.SIGINT)),
+        ("spawn", signal.SIGKILL),
+        ("fork", signal.SIGRTMIN + 1),
+    ],
+)
 def test_a_signal_that_ends_a_process_is_named(method: str, number: int) -> None:
     with pytest.raises(mp.ProcessExitedException) as caught:
         mp.spawn(spawned.die, (number,), 2, start_method=method)
@@ -246,17 +234,6 @@ def test_a_process_stopped_in_its_teardown_has_raised_before() -> None:
     # On a busy machine, process 1 is stopped before it has failed.
     text = str(caught.value).replace("-- Process 1 raised ValueError: because of rank 0\n", "")
     assert text.startswith("\n\n-- Process 0 terminated with the following error:\n")
-
-
-@pytest.mark.slow
-def test_the_rest_are_killed_when_they_do_not_go(ready: Ready) -> None:
-    context = mp.spawn(spawned.wait_for_ever, (ready.address, (signal.SIGTERM,)), 2, join=False, grace=0.1)
-    ready.wait(2)
-    context.processes[1].kill()
-    with pytest.raises(mp.ProcessExitedException, match="process 1 terminated with signal SIGKILL") as caught:
-        context.join()
-    assert caught.value.error_index == 1
-    assert [process.exitcode for process in context.processes] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.slow
@@ -579,8 +556,9 @@ def test_ctrl_c_once_more_kills(tmp_path: Path, ready: Ready) -> None:
 
 
 @pytest.mark.slow
-@each_method
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "method,number", [("spawn", signal.SIGTERM), ("forkserver", signal.SIGKILL), ("fork", signal.SIGKILL)]
+)
 def test_a_host_that_is_killed_takes_the_group_with_it(
     method: str, number: signal.Signals, tmp_path: Path, ready: Ready
 ) -> None:
@@ -623,7 +601,10 @@ if __name__ == "__main__":
         mp.spawn(spawned.host, tuple(arguments), start_method=method)
 """
 
-each_child = pytest.mark.parametrize("how", ["program", "multiprocessing", "phalanx"])
+each_child = pytest.mark.parametrize(
+    "how,method",
+    [("program", "spawn"), *((how, method) for how in ("multiprocessing", "phalanx") for method in METHODS)],
+)
 
 
 @pytest.fixture
@@ -635,7 +616,6 @@ def host_gate(tmp_path: Path) -> Iterator[Gate]:
 
 @pytest.mark.slow
 @each_child
-@each_method
 def test_the_end_waits_for_processes_that_are_no_daemons(
     how: str, method: str, tmp_path: Path, ready: Ready, gate: Gate, host_gate: Gate
 ) -> None:
@@ -653,7 +633,6 @@ def test_the_end_waits_for_processes_that_are_no_daemons(
 
 @pytest.mark.slow
 @each_child
-@each_method
 def test_daemons_end_with_the_program_or_child(
     how: str, method: str, tmp_path: Path, ready: Ready, gate: Gate, host_gate: Gate
 ) -> None:
@@ -668,7 +647,6 @@ def test_daemons_end_with_the_program_or_child(
 
 @pytest.mark.slow
 @each_child
-@each_method
 def test_a_failure_that_nobody_joins_is_told_at_the_end(how: str, method: str, tmp_path: Path) -> None:
     program = host(tmp_path, NESTED, how, method, "", "", "failing", "")
     out, err = program.communicate(timeout=20)
@@ -707,36 +685,3 @@ def test_a_dropped_context_lets_go_of_processes_that_end(ready: Ready, gate: Gat
 
 
 # --- beside torch
-
-
-@pytest.mark.torch
-def test_torch_raises_the_same(tmp_path: Path) -> None:
-    text = """
-import signal
-from tests.support import spawned
-
-def what(mp, fn, args):
-    try:
-        mp.spawn(fn, args, 2)
-    except Exception as error:
-        frames = [line for line in str(error).splitlines() if not line.startswith("  ")]
-        rest = {name: getattr(error, name, None) for name in ("error_index", "exit_code", "signal_name")}
-        assert error.error_pid > 0
-        assert error.msg == str(error) and error.args == (error.msg,)
-        return type(error).__name__, [base.__name__ for base in type(error).__mro__], frames, rest
-
-if __name__ == "__main__":
-    import phalanx.spawn as ours
-    import torch.multiprocessing as theirs  # here, so that no worker of ours takes the seconds of importing it
-
-    for fn, args in ((spawned.fail, (1, "the same")), (spawned.die, (signal.SIGUSR1,))):
-        mine, torchs = what(ours, fn, args), what(theirs, fn, args)
-        assert mine == torchs, (mine, torchs)
-        print(mine[0], mine[2][-1])
-"""
-    done = run_script(tmp_path, text, timeout=110, env={"TMPDIR": str(tmp_path)})  # torch leaves files there
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "ProcessRaisedException ValueError: the same",
-        "ProcessExitedException process 1 terminated with signal SIGUSR1",
-    ]

@@ -9,9 +9,9 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,11 +19,8 @@ from phalanx import metrics
 from phalanx._base import clock
 from phalanx._base.handler_guard import MOST_REPORTED
 from tests.support.helpers import TIMEOUT
-from tests.support.told import Kept, KeptRecords, fail, unconfigured
+from tests.support.told import Gated, Kept, KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)
@@ -235,37 +232,23 @@ def test_a_handler_that_raises_changes_no_function() -> None:
     ]  # fmt: skip
 
 
-def test_logging_that_raises_is_no_matter() -> None:
-    class Raises(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it raises
-            raise OSError("logging")
+def test_logging_that_emits_metrics_or_raises_ends() -> None:
+    """A failure is logged, the logging emits a metric, which fails, and raises."""
 
-    handler = Raises()
-    logging.getLogger("phalanx.metrics").addHandler(handler)
-    try:
-        metrics.configure(Kept(fail))
-        metrics.put_metric("a", 1)
-    finally:
-        logging.getLogger("phalanx.metrics").removeHandler(handler)
+    def emit_and_raise(_record: object) -> None:
+        metrics.put_metric("logged", 1)
+        raise OSError("logging")
 
-
-def test_logging_that_emits_metrics_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure is logged, the logging emits a metric, which fails."""
-
-    class Counts(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it counts
-            metrics.put_metric("logged", 1)
-
-    counts = Counts()
+    logged = KeptRecords(emit_and_raise)
     kept = Kept(fail)
     metrics.configure(kept)
-    logging.getLogger("phalanx.metrics").addHandler(counts)
+    logging.getLogger("phalanx.metrics").addHandler(logged)
     try:
         metrics.put_metric("a", 1)
     finally:
-        logging.getLogger("phalanx.metrics").removeHandler(counts)
+        logging.getLogger("phalanx.metrics").removeHandler(logged)
     assert kept.names == ["a", "logged"]
-    assert len(reports(caplog)) == 1
+    assert len(logged.got) == 1
 
 
 def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,7 +258,7 @@ def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert len(reports(caplog)) == MOST_REPORTED
 
 
-def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class Stream(io.StringIO):
         def write(self, text: str) -> int:
             written.append(text)
@@ -285,6 +268,10 @@ def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Stream())
     metrics.ConsoleMetricHandler().emit(metrics.MetricData(1.5, "g", "n", 3))
     assert written == ["[1.5][g]: n=3\n"]
+    metrics.configure(metrics.ConsoleMetricHandler())
+    monkeypatch.setattr(sys, "stdout", None)
+    metrics.put_metric("a", 1)
+    assert len(reports(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -298,59 +285,34 @@ def test_values_of_all_kinds(value: Any, kept: Kept, caplog: pytest.LogCaptureFi
     assert len(reports(caplog)) == (isinstance(value, int))  # Python refuses to write so many digits
 
 
-def test_without_a_console(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    metrics.configure(metrics.ConsoleMetricHandler())
-    monkeypatch.setattr(sys, "stdout", None)
-    metrics.put_metric("a", 1)
-    assert len(reports(caplog)) == 1
-
-
-# --- handlers that emit
-
-
 # --- threads, forks, signals
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Kept, threading.Event, threading.Event]]:
-    """A handler that has begun, and goes on when it may."""
-    begun, may = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        begun.set()
-        may.wait()
-
-    yield Kept(block), begun, may
-    may.set()
-
-
-Gated = tuple[Kept, threading.Event, threading.Event]
+def gated() -> Iterator[Gated]:
+    it = Gated()
+    yield it
+    it.may.set()
 
 
 def test_what_is_too_much_for_the_background_is_dropped(gated: Gated) -> None:
     """It is reported, once, and who emits does not wait for logging, either."""
-    reported, may_report = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        reported.set()
-        may_report.wait()
-
-    told = KeptRecords(block)
+    report = Gated()
+    told, kept = KeptRecords(report), Kept(gated)
     logging.getLogger("phalanx.metrics").addHandler(told)
-    kept, begun, may = gated
     handler = metrics.BackgroundMetricHandler(kept)
     handler._delivery._most = 3
     metrics.configure(handler)
     metrics.put_metric("first", 0)
-    begun.wait()
+    gated.begun.wait()
     for count in range(5):
         metrics.put_metric(str(count), count)
-    may.set()
+    gated.may.set()
     assert handler.flush(TIMEOUT)
     assert kept.names == ["first", "0", "1", "2"]
     assert handler._delivery.dropped == 2
-    reported.wait()
-    may_report.set()
+    report.begun.wait()
+    report.may.set()
     logging.getLogger("phalanx.metrics").removeHandler(told)
     assert [record.getMessage() for record in told.got] == [
         "the handler tests.support.told.Kept is too slow, or has no thread: what finds no room in its queue is dropped"
@@ -368,15 +330,15 @@ def test_a_handler_that_flushes_itself_does_not_wait() -> None:
 
 def test_a_signal_handler_may_emit_at_any_moment(gated: Gated) -> None:
     """In the midst of a submission, too: the thread holds its lock."""
-    kept, begun, may = gated
+    kept = Kept(gated)
     handler = metrics.BackgroundMetricHandler(kept)
     metrics.configure(handler)
     metrics.put_metric("first", 0)
-    begun.wait()
+    gated.begun.wait()
     executor = handler._delivery._executor()
     with executor._lock:
         metrics.put_metric("second", 0)
-    may.set()
+    gated.may.set()
     assert handler.flush(TIMEOUT)
     assert kept.names == ["first", "second"]
 

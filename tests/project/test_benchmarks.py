@@ -59,12 +59,6 @@ def test_list_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in heads] == list(NAMES)
 
 
-def test_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["no_such_case"])
-    assert "no such case: no_such_case (there are launch" in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
@@ -83,11 +77,6 @@ def test_one_case_one_round_without_peer(tmp_path: Path) -> None:
         assert set(figures) == {"launcher", "helper", "helpers"}
         assert figures["launcher"][0][0] > 0
     assert all(verdict["met"] in {True, False} for verdict in memory["targets"])
-
-
-def test_contender_that_fails_is_said_to() -> None:
-    with pytest.raises(RunError, match=r"exit code 1: KeyError: 'nobody'"):
-        run_contender(load("memory"), "nobody", sys.executable)
 
 
 def test_a_failure_is_shown_with_what_its_launcher_printed(tmp_path: Path) -> None:
@@ -121,6 +110,7 @@ def test_a_count_that_is_not_delivered_fails_the_smoke_alone() -> None:
 @pytest.mark.parametrize(
     "words,error",
     [
+        (["no_such_case"], "no such case: no_such_case (there are launch"),
         (["failure", "--sizes", "7"], "argument --sizes: failure has 8, 64, 256"),
         (["launch", "watched", "--sizes", "1"], "argument --sizes: watched has 8, 64"),
         (["--sizes", "8,9"], "argument --sizes: no case that is asked for has 9"),

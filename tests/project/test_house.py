@@ -11,13 +11,11 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -59,8 +57,8 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 452,
-    "private attributes": 421,
+    "private modules imported": 444,
+    "private attributes": 388,
     "private names patched": 206,
     "long names": 0,
 }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._events import event_file
 from phalanx._events.event_file import EventFile, EventLog
 from phalanx._events.kinds import GroupStarting, GroupState
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.disks import fill
 
 
 def event(number: int) -> dict[str, Any]:
@@ -55,15 +53,6 @@ def test_a_folder_that_has_gone_is_no_trouble(tmp_path: Path) -> None:
     EventFile(str(tmp_path / "none" / "events.jsonl")).write([event(0)])
 
 
-def fill(path: Path) -> None:
-    """Leave no room on the disk."""
-    with path.open("wb", 0) as file:
-        for size in (4096, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-
-
 @pytest.mark.parametrize("most", [10_000, 20])
 def test_what_a_full_disk_does_not_take_is_written_later(
     most: int, small_disk: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,13 +63,13 @@ def test_what_a_full_disk_does_not_take_is_written_later(
     path = small_disk / "events.jsonl"
     file = EventFile(str(path), said.append)
     file.write([event(number) for number in range(10)])
-    fill(small_disk / "ballast")
+    fill(small_disk)
     for number in range(10, 110):
         file.write([event(number)])
         assert path.read_text().endswith("\n")
     assert len(said) == 1
     assert said[0].startswith("events.jsonl cannot be written: ")
-    (small_disk / "ballast").unlink()
+    (small_disk / "filler").unlink()
     file.write([event(110)])
     found = read(path)
     removed = [each for each in found if each["name"] == "events.removed"]

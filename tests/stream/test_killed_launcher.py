@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._runs import record
-from tests.support.helpers import TIMEOUT, until, wait_gone
+from tests.support.command import Place
+from tests.support.disks import fill
+from tests.support.helpers import TIMEOUT, Gate, Ready, until, wait_gone
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.command import Place
-    from tests.support.helpers import Gate, Ready
-
-ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "4"))
 
 FAILS_AND_HANGS = """
 import phalanx.timer, sys, os
@@ -106,14 +103,7 @@ def test_a_disk_that_is_full_for_a_while_harms_nobody(small_disk: Path, place: P
     with place.start("--log-dir", logs, "-t", "0", "-r", "0", script) as launcher:
         ready.wait()
         until(lambda: count(logs, '"agent.state"') == 2)
-        ballast = small_disk / "ballast"
-        with ballast.open("wb", 0) as file:
-            for size in (4096, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    pass
+        fill(small_disk)
         gate.open()
         done = launcher.end()
     assert done.status == 0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from phalanx._events import agent_kinds, kinds  # noqa: F401 - those of agents are found below `Event`
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOGS = Path(__file__).parents[2] / "docs" / "logs.md"
 

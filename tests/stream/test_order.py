@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,11 +19,8 @@ from phalanx.timer import TimerSpecs
 from tests.engine.test_lost_helpers import lose_both
 from tests.support import hang_workers
 from tests.support.forks import code_of_fork
-from tests.support.helpers import PYTHON, TIMEOUT, pass_gate, until
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, pass_gate, until
 from tests.support.insides import helpers_of
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -194,7 +191,7 @@ def test_an_on_event_that_raises_gets_every_event(caplog: pytest.LogCaptureFixtu
 
     def raises(event: dict[str, Any]) -> None:
         names.append(event["name"])
-        raise ValueError(event["name"])
+        raise KeyboardInterrupt(event["name"])
 
     with start_processes("g", "true", nprocs=2, on_event=raises) as group:
         result = group.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import pytest
 
@@ -16,9 +16,6 @@ from phalanx._events.kinds import Event, EventsDropped, GroupState
 from phalanx._events.stream import EventStream
 from tests.support.forks import code_of_fork
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 def emit(stream: EventStream, number: int, attempt: int = 0) -> None:
@@ -140,7 +137,7 @@ def test_a_signal_between_two_lines_loses_nothing() -> None:
     before = signal.signal(signal.SIGVTALRM, raises)
     try:
         gc.disable()  # an exception that is raised in a callback of it is lost
-        for _ in range(50):
+        for _ in range(20):
             try:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0002)
                 for _ in range(20_000):
@@ -160,7 +157,7 @@ def test_a_signal_between_two_lines_loses_nothing() -> None:
     assert stream.close(TIMEOUT) == []
     assert kept.numbers == sorted(set(kept.numbers))
     assert emitted <= set(kept.numbers)
-    assert sum(raised) > 25
+    assert sum(raised) > 10
 
 
 def test_a_fork_of_the_process_has_no_observers() -> None:

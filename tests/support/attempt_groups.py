@@ -6,7 +6,9 @@ import linecache
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Self
 
 import pytest
 
@@ -15,14 +17,8 @@ from phalanx._group.restart_policy import AttemptEnd
 from phalanx._run.attempts import Attempts, Ending
 from phalanx._run.group_team import GroupTeam
 from phalanx._run.runner import Runner, Team
-from phalanx.multiprocessing import DefaultLogsSpecs, SubprocessContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import FrameType
-
-    from phalanx.agent import RestartPolicy
-    from phalanx.multiprocessing import PContext
+from phalanx.agent import RestartPolicy
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, SubprocessContext
 
 __all__ = ("AttemptEnd", "Ending", "GroupTeam", "LocalRunner", "Team", "Told", "shells")
 

@@ -7,17 +7,15 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.support.command import LIMIT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WIDE = (1280, 900)
 PHONE = (390, 844)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 
-def code_of_fork(work: Callable[[], object]) -> int:
-    """Have a fork do something, which may return False for a failure, and return its exit code: 0 if it went well."""
+def start_fork(work: Callable[[], object]) -> int:
+    """Have a fork do something and exit: with 0 if that went well, and did not return False. Return its pid."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -18,4 +15,9 @@ def code_of_fork(work: Callable[[], object]) -> int:
             code = int(work() is False)
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
+
+
+def code_of_fork(work: Callable[[], object]) -> int:
+    """Do as `start_fork`, and return the exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(start_fork(work), 0)[1])

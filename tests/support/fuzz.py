@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from phalanx._base import linux
+from phalanx._base import clock, linux
 from phalanx._base.channels import _PACKET as PACKET
 from phalanx._base.loop import Loop
 from phalanx._base.process import Exit
@@ -262,6 +262,10 @@ class Fuzz:
             for _ in range(3):
                 self._loop.call(lambda: None)
                 self._loop.once()
+            for signs in self._table.signs().values():
+                assert signs.steps is None or 0 < signs.steps.at <= clock.now_ns()
+                figures = (signs.steps and signs.steps.summary()) or {}
+                assert all(0 <= figure < 1 << 62 for figure in figures.values())
         finally:
             scheduler.close()
             self._loop._deadlines = type(self._loop._deadlines)()
@@ -277,6 +281,7 @@ class Fuzz:
         server = FileTimerServer(self._path + ".fifo", max_interval=1)
         try:
             server.register_timers(FifoRequestQueue("").parse(data))
+            assert not {0, 1, -1, os.getpid(), os.getppid()} & set(server._victims)
             allowed = {self._child.pid}
             if os.geteuid() == 0:  # else who runs as the same user may be named
                 assert set(server._victims) <= allowed, server._victims

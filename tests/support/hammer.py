@@ -1,7 +1,6 @@
 """Hammers a table of timers: many processes that nest blocks, fork, exec, are killed and stopped; and some that hang.
 
-``python -m tests.support.hammer --blocks 10000000 --processes 64`` prints what was done, and fails if a process was
-killed that did not hang, one that did was not killed, or anything is left in the table.
+`hammer` raises if a process was killed that did not hang, one that did was not killed, or anything is left behind.
 
 Each process enters and leaves its share of blocks, nested to a random depth, and at random: forks a child that does the
 same for a while; forks one that is killed within a block, by its parent; forks one that hangs in a block, and waits for
@@ -10,10 +9,10 @@ it to be killed by the server; loads the module of `expires` anew; replaces itse
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 from phalanx import timer
 from phalanx._base import clock
@@ -30,6 +28,7 @@ from phalanx._timers.escalation import TimerScheduler
 from phalanx._timers.hang import Timer
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable
+from tests.support.forks import start_fork
 
 LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not
 WATCHED = 60.0  # seconds in which one that hangs has to be killed, on however busy a machine
@@ -50,19 +49,6 @@ def nest(blocks: int, chance: random.Random) -> None:
         blocks -= depth
 
 
-def in_a_fork(work: Any) -> int:
-    """Run something in a child, which ends with 0 if it comes to its end. Returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
 def expect(pid: int, code: int) -> None:
     found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if found != code:
@@ -70,20 +56,24 @@ def expect(pid: int, code: int) -> None:
 
 
 def child_that_leaves(chance: random.Random) -> None:
-    expect(in_a_fork(lambda: nest(chance.randint(1, 200), chance)), 0)
+    expect(start_fork(lambda: nest(chance.randint(1, 200), chance)), 0)
 
 
 def child_that_is_killed(chance: random.Random) -> None:
+    """At any instruction: its seat is as it was at that moment, and the next one finds it clean."""
     reader, writer = os.pipe()
 
     def work() -> None:
-        with timer.expires(HANG), timer.expires(LONG):
+        with timer.expires(LONG):
             os.write(writer, b".")
-            time.sleep(1000)
+            while True:
+                timer.beat()
+                nest(10, random.Random(0))  # noqa: S311 - as above
 
-    pid = in_a_fork(work)
+    pid = start_fork(work)
     os.close(writer)
-    os.read(reader, 1)  # the end, should it hang for so long already: then the server has killed it
+    os.read(reader, 1)
+    time.sleep(chance.uniform(0, 0.003))
     os.kill(pid, signal.SIGKILL)
     expect(pid, -signal.SIGKILL)
     os.close(reader)
@@ -95,10 +85,8 @@ def child_that_hangs(_chance: random.Random) -> None:
         with timer.expires(LONG), timer.expires(HANG):
             time.sleep(1000)
 
-    pid = in_a_fork(work)
+    pid = start_fork(work)
     pidfd = os.pidfd_open(pid)
-    import select
-
     if not select.select([pidfd], [], [], WATCHED)[0]:
         os.kill(pid, signal.SIGKILL)
         raise Failed(f"a process that hangs was not killed within {WATCHED:g} s")
@@ -108,7 +96,7 @@ def child_that_hangs(_chance: random.Random) -> None:
 
 def child_that_is_stopped(chance: random.Random) -> None:
     """For less than its blocks may take."""
-    pid = in_a_fork(lambda: nest(2000, chance))
+    pid = start_fork(lambda: nest(2000, chance))
     for _ in range(5):
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)
@@ -143,7 +131,6 @@ def work(address: str, left: int, seed: int, done: dict[str, int], one_in: int) 
                 sys.executable,
                 "-m",
                 "tests.support.hammer",
-                "--work",
                 address,
                 str(left),
                 str(seed + 1),
@@ -181,13 +168,13 @@ def watched_table(seats: int) -> Iterator[TimerTable]:
         table.close()
 
 
-def hammer(blocks: int, processes: int, seed: int = 0, one_in: int = 20000) -> dict[str, int]:
-    """Run it all. Returns how often each thing was done. Raises Failed."""
+def hammer(blocks: int, processes: int, one_in: int) -> dict[str, int]:
+    """Run it all: ``one_in`` blocks are between two other things, on average. Returns how often each thing was done."""
     total: dict[str, int] = {}
     with watched_table(4 * processes) as table:
-        argv = [sys.executable, "-m", "tests.support.hammer", "--work", table.address, str(blocks // processes)]
+        argv = [sys.executable, "-m", "tests.support.hammer", table.address, str(blocks // processes)]
         workers = [
-            subprocess.Popen([*argv, str(seed * 10**6 + 1000 * number), str(one_in)], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([*argv, str(1000 * number), str(one_in)], stdout=subprocess.PIPE, text=True)
             for number in range(processes)
         ]
         ends = [(worker.communicate()[0], worker.returncode) for worker in workers]
@@ -204,23 +191,7 @@ def hammer(blocks: int, processes: int, seed: int = 0, one_in: int = 20000) -> d
     return total
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--work"]:
-        address, left, seed, one_in, *words = sys.argv[2:]
-        done = {name: int(count) for name, _, count in (word.partition("=") for word in words)}
-        work(address, int(left), int(seed), done, int(one_in))
-        return
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--blocks", type=int, default=10_000_000)
-    parser.add_argument("--processes", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--one-in", type=int, default=20_000, help="blocks between two other things, on average")
-    given = parser.parse_args()
-    before = time.monotonic()
-    total = hammer(given.blocks, given.processes, given.seed, given.one_in)
-    took = time.monotonic() - before
-    sys.stdout.write(f"{given.blocks} blocks in {given.processes} processes, {took:.0f} s: {total}\n")
-
-
 if __name__ == "__main__":
-    main()
+    address, left, seed, one_in, *words = sys.argv[1:]
+    done = {name: int(count) for name, _, count in (word.partition("=") for word in words)}
+    work(address, int(left), int(seed), done, int(one_in))

@@ -6,15 +6,15 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import struct
 import sys
 import threading
-from random import Random
+from functools import partial
 from typing import Any, NoReturn
 
 from phalanx import timer
 from phalanx._timers import layout
 from phalanx.errors import record
+from tests.support.forks import start_fork
 from tests.support.helpers import pass_gate, rest, tell
 
 
@@ -126,15 +126,14 @@ def beat_with_a_silent_child() -> int:
     """A child beats once, and lives on in silence; we go on. Returns its pid."""
     reader, writer = os.pipe()
     said, saying = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(writer)
-            timer.beat()
-            os.write(saying, b".")
-            os.read(reader, 1)
-        finally:
-            os._exit(0)
+
+    def beat_once() -> None:
+        os.close(writer)
+        timer.beat()
+        os.write(saying, b".")
+        os.read(reader, 1)
+
+    pid = start_fork(beat_once)
     os.read(said, 1)
     for step in range(30):
         timer.progress(step)
@@ -202,17 +201,16 @@ def fail_and_hang() -> None:
 
 def fork_a_child_that_hangs(address: str, way: str) -> None:
     """A child of ours hangs, or a grandchild that nobody is the parent of; we would wait for ever."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if way == "orphan":
-                os.setsid()
-                if os.fork() != 0:
-                    os._exit(0)
-            tell(address, str(os.getpid()))
-            hang(0.1, "below")
-        finally:
-            os._exit(1)
+
+    def work() -> None:
+        if way == "orphan":
+            os.setsid()
+            if os.fork() != 0:
+                return
+        tell(address, str(os.getpid()))
+        hang(0.1, "below")
+
+    pid = start_fork(work)
     if way == "orphan":
         os.waitpid(pid, 0)
     stuck()
@@ -220,12 +218,7 @@ def fork_a_child_that_hangs(address: str, way: str) -> None:
 
 def fork_a_child_that_dies(address: str) -> None:
     """A child takes a timer, and is killed within it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            hang(0.05, "below")
-        finally:
-            os._exit(1)
+    pid = start_fork(lambda: hang(0.05, "below"))
     tell(address, str(pid))
     os.waitpid(pid, 0)
     stuck()
@@ -245,18 +238,6 @@ def hang_when_stopped(address: str) -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
     tell(address, "")
     rest()
-
-
-def step_the_clock_and_hang(hours: float, gate: str) -> None:
-    """A worker whose wall clock is wrong; rank 1 is in time all the same."""
-    from phalanx._base import clock
-
-    wall = clock.wall
-    clock.wall = lambda: wall() + 3600 * hours
-    if os.environ["RANK"] == "0":
-        hang(0.1)
-    with timer.expires(60):
-        pass_gate(gate)
 
 
 def run_on() -> None:
@@ -290,26 +271,21 @@ def survive_and_return(gate: str) -> str:
 def end_well_below() -> None:
     """A child hangs; it and its parent both exit with code 0 by SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    if os.fork() == 0:
-        try:
-            hang(0.1, "below")
-        finally:
-            os._exit(1)
+    start_fork(lambda: hang(0.1, "below"))
     rest()
 
 
 def share_a_scope(address: str, gate: str) -> str:
     """A child beats once; its parent is in a block that may take long. Then both are in time."""
     said, saying = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.read(said, 1)  # the parent is in its block
-            timer.progress(3)
-            tell(address, "beaten")
-            pass_gate(gate)
-        finally:
-            os._exit(0)
+
+    def work() -> None:
+        os.read(said, 1)  # the parent is in its block
+        timer.progress(3)
+        tell(address, "beaten")
+        pass_gate(gate)
+
+    pid = start_fork(work)
     with timer.expires(60, "long"):
         os.write(saying, b".")
         os.waitpid(pid, 0)
@@ -330,21 +306,15 @@ def leave_a_scope_behind() -> None:
 def beat_with_many_below(address: str, gate: str, count: int) -> str:
     """Have children, each with a heartbeat and a block of its own, that live at once."""
     reader, writer = os.pipe()
-    children = []
-    for number in range(count):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(writer)
-                timer.progress(number)
-                with timer.expires(3600, "loader"):
-                    tell(address, "up")
-                    os.read(reader, 1)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
+
+    def work(number: int) -> None:
+        os.close(writer)
+        timer.progress(number)
+        with timer.expires(3600, "loader"):
+            tell(address, "up")
+            os.read(reader, 1)
+
+    children = [start_fork(partial(work, number)) for number in range(count)]
     os.close(reader)
     timer.beat()
     tell(address, "up")
@@ -360,15 +330,14 @@ def beat_and_rest(address: str, gate: str, way: str) -> str:
     if way == "child":
         said, saying = os.pipe()
         kept, ours = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.close(ours)
-                timer.beat()
-                os.write(saying, b".")
-                os.read(kept, 1)
-            finally:
-                os._exit(0)
+
+        def work() -> None:
+            os.close(ours)
+            timer.beat()
+            os.write(saying, b".")
+            os.read(kept, 1)
+
+        pid = start_fork(work)
         os.read(said, 1)
     else:
         timer.progress(4)
@@ -393,15 +362,15 @@ def beat_and_rest(address: str, gate: str, way: str) -> str:
 def rest_below(address: str, gate: str) -> None:
     """A child rests, and is not the one that hangs."""
     said, saying = os.pipe()
-    if os.fork() == 0:
-        try:
-            timer.beat()
-            timer.rest()
-            tell(address, "rests")
-            os.write(saying, b".")
-            pass_gate(gate)
-        finally:
-            os._exit(0)
+
+    def work() -> None:
+        timer.beat()
+        timer.rest()
+        tell(address, "rests")
+        os.write(saying, b".")
+        pass_gate(gate)
+
+    start_fork(work)
     os.read(said, 1)
     timer.progress(6)
     stuck()
@@ -434,27 +403,3 @@ def beat_and_announce(step: int, address: str, gate: str) -> None:
         timer.progress(step)
     tell(address, f"{step} up")
     pass_gate(gate)
-
-
-def overwrite(ready: str, gate: str) -> None:
-    """Write what nobody expects over the own seat, again and again, until the gate is open."""
-    timer.progress(1)
-    pid, memory, *_ = os.environ[layout.TIMERS_ENV].split(":")
-    chance = Random(7)  # noqa: S311 - what it writes is to be the same each time
-    over = threading.Event()
-
-    def write() -> None:
-        with open(f"/proc/{pid}/fd/{memory}", "r+b", buffering=0) as file:
-            seats = int.from_bytes(os.pread(file.fileno(), 8, layout.HEAD_SEATS * 8), sys.byteorder)
-            while not over.is_set():
-                words = [chance.choice((-1, 0, 40, 1 << 62, chance.getrandbits(63))) for _ in range(layout.FIRST)]
-                words[layout.SEAT_RANK] = 0
-                data = struct.pack(f"{layout.FIRST}q", *words)
-                os.pwrite(file.fileno(), data, layout.head_size(seats))
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    tell(ready, "writes")
-    pass_gate(gate)
-    over.set()
-    thread.join()

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from phalanx._engine.supervisor import Supervisor
+from phalanx.multiprocessing import PContext
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx._engine.supervisor import Supervisor
-    from phalanx.multiprocessing import PContext
 
 
 def supervisor_of(group: PContext) -> Supervisor:

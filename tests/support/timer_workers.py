@@ -15,6 +15,7 @@ from typing import Any
 from phalanx import timer
 from phalanx.timer import LocalTimerClient, TimerRequest
 from phalanx.timer._readers import MultiprocessingRequestQueue
+from tests.support.forks import start_fork
 from tests.support.helpers import pass_gate, tell
 
 
@@ -131,24 +132,16 @@ class Named(timer.TimerServer):
         return True
 
 
-class Telling:
-    """Says which requests it has taken: mixed into a server."""
+class Telling(timer.FileTimerServer):
+    """Says which requests it has taken."""
 
     address = ""
 
     def register_timers(self, timer_requests: Iterable[TimerRequest]) -> None:
         requests = list(timer_requests)
-        super().register_timers(requests)  # type: ignore[misc]  # of the server that this is mixed into
+        super().register_timers(requests)
         for request in requests:
             tell(self.address, f"{request.worker_id} {request.expiration_time >= 0}")
-
-
-class TellingLocal(Telling, timer.LocalTimerServer):
-    pass
-
-
-class TellingFile(Telling, timer.FileTimerServer):
-    pass
 
 
 def serve(kind: str, where: Any, address: str, gate: str) -> None:
@@ -159,7 +152,7 @@ def serve(kind: str, where: Any, address: str, gate: str) -> None:
             server = Named(where, address)
             workers: list[Any] = ["prompt", "late"]
         else:
-            server = TellingLocal(where) if kind == "local" else TellingFile(where)
+            server = Telling(where)
             server.address = address
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
             processes = [stack.enter_context(subprocess.Popen(["cat"], **pipes)) for _ in range(2)]  # type: ignore[call-overload]  # as it takes them
@@ -173,19 +166,18 @@ def serve(kind: str, where: Any, address: str, gate: str) -> None:
         pass_gate(gate)
 
 
-def serve_itself(kind: str, where: Any, address: str, gate: str) -> None:
+def serve_itself(where: str, address: str, gate: str) -> None:
     """Run a server of a fork, which takes a timer when the gate opens, and hangs; until it is killed."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            client = LocalTimerClient(where) if kind == "local" else timer.FileTimerClient(where)
-            pass_gate(gate)
-            client.acquire("s", time.time() + 1)
-            tell(address, "taken")
-            signal.pause()
-        finally:
-            os._exit(70)
-    with timer.LocalTimerServer(where) if kind == "local" else timer.FileTimerServer(where):
+
+    def take_a_timer_and_hang() -> None:
+        client = timer.FileTimerClient(where)
+        pass_gate(gate)
+        client.acquire("s", time.time() + 1)
+        tell(address, "taken")
+        signal.pause()
+
+    pid = start_fork(take_a_timer_and_hang)
+    with timer.FileTimerServer(where):
         tell(address, str(pid))
         tell(address, "up")
         os.waitpid(pid, 0)

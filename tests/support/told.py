@@ -51,6 +51,17 @@ class KeptRecords(logging.Handler):
         return [record.msg for record in self.got]
 
 
+class Gated:
+    """What a handler does that has begun, and goes on when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may = threading.Event(), threading.Event()
+
+    def __call__(self, _: object) -> None:
+        self.begun.set()
+        self.may.wait()
+
+
 def fail(_: object) -> None:
     raise OSError("no such host")
 

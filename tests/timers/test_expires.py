@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import math
-import multiprocessing
 import os
 import pickle
 import queue
@@ -15,8 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -24,6 +25,7 @@ from phalanx import timer
 from phalanx._base import clock
 from phalanx._timers import layout
 from phalanx._timers.client import Seat
+from phalanx._timers.hang import Timer
 from phalanx._timers.layout import NEVER, SLOTS
 from phalanx._timers.table import TimerTable
 from phalanx.timer import (
@@ -39,15 +41,10 @@ from phalanx.timer import (
 from tests.support.forks import code_of_fork
 from tests.support.workers import run_script
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from phalanx._timers.hang import Timer
-
 pytestmark = pytest.mark.each_python
 
 ALL = NEVER - 1
+MS = 1_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -217,9 +214,6 @@ def test_a_time_that_is_none(after: float, table: TimerTable) -> None:
 def test_a_time_of_the_wrong_type(after: Any) -> None:
     with pytest.raises(TypeError, match=r"after: expected seconds, got "):
         expires(after)
-
-
-def test_a_scope_of_the_wrong_type() -> None:
     with pytest.raises(TypeError, match="scope: expected a string, got 5"):
         expires(1, scope=5)  # type: ignore[arg-type]  # that is the point
 
@@ -427,62 +421,10 @@ def test_a_release_that_fails() -> None:
     assert [moment for _, moment in client.calls].count(-1) == 1
 
 
-@pytest.fixture(params=["LocalTimerClient", "FileTimerClient"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    """A client's class, and what it is made of: where its server is."""
-    kind = getattr(timer, request.param)
-    if request.param == "FileTimerClient":
-        with timer.FileTimerServer(str(tmp_path / "timers")):
-            yield kind, str(tmp_path / "timers")
-    else:
-        mp_queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
-        with timer.LocalTimerServer(mp_queue):
-            yield kind, mp_queue
-        mp_queue._reader.close()
-        mp_queue._writer.close()
-
-
-Said = list[tuple[str, str, float]]
-
-
-def telling(kind: Any, said: Said, *names: str) -> Any:
-    """A subclass of a client that notes when these methods are called, and does what they do."""
-
-    def method(name: str) -> Any:
-        def note(self: Any, scope: str, *moment: float) -> None:
-            said.append((name, scope, *(moment or (0,))))
-            getattr(super(told, self), name)(scope, *moment)
-
-        return note
-
-    told = type("Telling", (kind,), {name: method(name) for name in names})
-    return told
-
-
-@pytest.mark.parametrize("names", [("acquire",), ("release",), ("acquire", "release")])
-@pytest.mark.parametrize("configured", [False, True])
-def test_who_overrides_a_method_of_a_client_is_asked(
-    pair: tuple[Any, Any], names: tuple[str, ...], configured: bool
-) -> None:
-    kind, where = pair
-    said: Said = []
-    client = telling(kind, said, *names)(where)
-    if configured:
-        configure(client)
-    for _ in range(2):
-        with expires(60, "outer", None if configured else client), expires(50, "inner", None if configured else client):
-            pass
-    calls = [("acquire", "outer"), ("acquire", "inner"), ("release", "inner"), ("release", "outer")]
-    assert [(name, scope) for name, scope, _ in said] == [call for call in calls if call[0] in names] * 2
-    for name, scope, moment in said:
-        after = {"outer": 60, "inner": 50}[scope]
-        assert name == "release" or after - 5 < moment - clock.wall() <= after
-
-
 class Noting:
     """What a subclass of a client has beside, in a class that can be pickled."""
 
-    said: ClassVar[Said] = []
+    said: ClassVar[list[tuple[str, str, float]]] = []
 
     def __init__(self, *args: Any, name: str) -> None:
         super().__init__(*args)
@@ -512,16 +454,6 @@ def test_an_overridden_method_is_called_in_a_pickled_client(client: Any) -> None
         ((name, scope, _),) = Noting.said
     assert (name, scope) == ("mine", "load")
     Noting.said.clear()
-
-
-def test_a_method_that_is_set_on_a_client_is_asked(pair: tuple[Any, Any]) -> None:
-    kind, where = pair
-    client, said = kind(where), list[str]()
-    client.acquire = lambda scope, _moment: said.append(scope)
-    client.release = lambda scope: said.append(f"no {scope}")
-    with expires(60, "load", client):
-        assert said == ["load"]
-    assert said == ["load", "no load"]
 
 
 def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
@@ -605,67 +537,156 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
 # --- rest
 
 
-def test_a_rest_ends_with_the_next_heartbeat(table: TimerTable) -> None:
-    timer.progress(3)
-    timer.rest()
-    assert due(table) == []
-    with expires(60):
-        assert scopes(table) == [""]
-    assert due(table) == []
-    timer.progress(4)
-    assert [timer.step for timer in due(table)] == [4]
+class Player:
+    """Plays scripts: `p3` reports step 3, `+5` lets 5 ms pass on a clock of its own; other words do what they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000 * clock.NS
+        monkeypatch.setattr(clock, "now_ns", lambda: self.now)
+        self.waits: list[timer.waiting] = []
+        self.rests: list[timer.rest] = []
+        self.codes: list[int] = []
+        self.does: dict[str, Callable[[], object]] = {
+            "beat": timer.beat,
+            "block": lambda: expires(60).__enter__().__exit__(),
+            "wait": lambda: self.waits.append(timer.waiting().__enter__()),
+            "left": lambda: self.waits.pop().__exit__(),
+            "child": lambda: self.codes.append(code_of_fork(self.be_a_child)),
+            "rests": timer.rest,
+            "rest": lambda: self.rests.append(timer.rest().__enter__()),
+            "again": lambda: self.rests.append(self.rests.pop().__enter__()),
+            "leave": lambda: self.rests[-1].__exit__(None),
+            "leave-first": lambda: self.rests.pop(0).__exit__(),
+        }
+
+    def be_a_child(self) -> None:
+        """Leave all that the parent is in, and report long steps."""
+        for block in self.waits:
+            block.__exit__()
+        for rest in self.rests:
+            rest.__exit__()
+        for step in range(7, 9):
+            self.now += 5000 * MS
+            timer.progress(step)
+
+    def play(self, script: str) -> None:
+        for word in script.split():
+            if word[0] == "+":
+                self.now += int(word[1:]) * MS
+            elif word[1:].isdecimal():
+                timer.progress(int(word[1:]))
+            else:
+                self.does[word]()
+        assert not any(self.codes)
 
 
-def test_leaving_a_rest_beats_if_there_were_beats(table: TimerTable) -> None:
-    with timer.rest():
-        pass
-    assert due(table) == []
+@pytest.fixture
+def player(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Player:  # noqa: ARG001 - of the group's process
+    return Player(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "script, step",
+    [
+        ("p3 rests", None),
+        ("p3 rests block", None),  # its end is a beat, and ends no rest
+        ("p3 rests p4", 4),
+        ("rest leave", None),  # there were no beats
+        ("p3 rest", None),
+        ("p3 rest leave", 3),
+        ("p3 rest rest", None),
+        ("p3 rest rest leave", None),
+        ("p3 rest rest leave-first", None),
+        ("p3 rest rest leave leave-first", 3),  # whichever is left last: two threads leave theirs when they like
+        ("p3 rest rest leave-first leave", 3),
+        ("p3 rest leave again", None),
+        ("p3 rest leave again leave", 3),
+        ("p3 rest child", None),
+        ("p3 rest child leave", 3),
+    ],
+)
+def test_a_rest_lasts_until_it_is_left(script: str, step: int | None, player: Player, table: TimerTable) -> None:
+    """And the heartbeat is expected again then, with the last step, if there were any."""
+    player.play(script)
+    assert [it.step for it in due(table) if it.seat == 0] == ([] if step is None else [step])
+    assert table.resting() == ({os.getpid()} if step is None else set())
+    for each in player.rests:
+        each.__exit__()
+
+
+def test_a_rest_of_a_block_that_raises_ends(table: TimerTable) -> None:
     timer.progress(3)
-    before = due(table)[0].deadline
-    with timer.rest(), timer.rest():
-        assert due(table) == []
-    (again,) = due(table)
-    assert again.step == 3
-    assert again.deadline > before
     with pytest.raises(KeyError), timer.rest():
         raise KeyError
     assert len(due(table)) == 1
 
 
-def test_a_rest_that_is_entered_again_rests_again(table: TimerTable) -> None:
-    timer.progress(3)
-    again = timer.rest()
-    timer.beat()
-    for _ in range(2):
-        with again:
-            assert table.resting() == {os.getpid()}
-        assert table.resting() == set()
-
-
-def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: TimerTable) -> None:
-    """Whichever it is: two threads leave theirs when they like."""
-    timer.beat()
-    first = timer.rest().__enter__()
-    second = timer.rest().__enter__()
-    first.__exit__()
-    assert due(table) == []
-    second.__exit__()
-    assert len(due(table)) == 1
-
-
-def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None:
-    timer.beat()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(timer.rest())
-        assert code_of_fork(stack.close) == 0
-        assert due(table) == []
-    assert [timer.seat for timer in due(table)] == [0]
-
-
-def test_a_rest_in_no_group_does_nothing() -> None:
+def test_outside_of_a_group_to_rest_or_wait_does_nothing() -> None:
     with timer.rest():
         timer.rest()
+    block = timer.waiting()
+    with block, block:
+        pass
+    block.__exit__()  # left once more than it was entered
+    with pytest.raises(ZeroDivisionError), timer.waiting():
+        raise ZeroDivisionError
     assert _beats.seat is None
+
+
+# --- how long steps take
+
+
+class Index:
+    """A number that is no int, as that of an array library."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    "script, expected",
+    [
+        ("p1 +100 p2", [100]),
+        ("p10 +100 p14", [25, 25, 25, 25]),
+        ("p1 beat +50 p1 block +50 p2", [100]),  # other beats, also of the same step, end no step
+        ("p1 wait +100 left p2", [0]),
+        ("p1 wait +50 wait +50 left +50 left +7 p2", [7]),
+        ("p1 wait +100 p2 +100 left +7 p3", [0, 7]),  # the wait of another thread: each step has its part
+        ("p1 rest +100 leave p2", [0]),
+        ("p1 rest +50 wait +50 left leave +7 p2", [7]),
+        ("p1 rests +100 p2", None),  # nobody knows when it began
+        ("p9 +100 p1", None),
+        ("wait +100 left p1000000", None),
+        ("p1 +100 p2 +100 p3 +100 p4 " + " ".join(f"+1 p{step}" for step in range(5, 70)), [1] * 32),
+        ("p1 +100 child p2", [100]),
+        ("p1 wait +100 child p2 left", [0]),
+        ("beat", None),
+    ],
+)
+def test_a_step_takes_the_time_that_counts(
+    script: str, expected: list[int] | None, player: Player, table: TimerTable
+) -> None:
+    """In milliseconds; a child, which leaves the wait of its parent and reports longer steps, counts no more."""
+    player.play(script)
+    steps = table.signs()[0].steps
+    assert (None if steps is None or not steps.times else [time // MS for time in steps.times]) == expected
+    assert steps is None or steps.count == (68 if "p69" in script else len(expected or ()))
+
+
+def test_any_number_can_be_a_step(table: TimerTable) -> None:
+    """At the ends of 64 bits, below 0, and of another type; a beat leaves the last one."""
+    steps: list[Any] = [Index(3), Index(4), (1 << 63) - 1, -(1 << 63), -5, -4, (1 << 63) - 1, 0, 1]
+    for step in steps:
+        timer.progress(step)
+        found = table.signs()[0].steps
+        assert found is not None
+        assert all(math.isfinite(figure) and figure >= 0 for figure in (found.summary() or {}).values())
+    timer.progress(41)
+    timer.beat()
+    assert table.signs()[0].step == 41
 
 
 # --- forks

@@ -7,18 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import hang_workers
+from tests.support.helpers import Gate, Ready
 from tests.timers.test_timer_group import Events, failure_of, result_of, start
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
-
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
@@ -78,28 +74,19 @@ def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["plain", "child"])
-def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gate: Gate) -> None:
-    """And so may the processes below it."""
+@pytest.mark.parametrize("way, step", [("plain", 0), ("child", 0), ("beat", 5), ("block", 4)])
+def test_who_rests_may_take_any_time(way: str, step: int, events: Events, ready: Ready, gate: Gate) -> None:
+    """And so may the processes below it; then heartbeats are expected again."""
     with begin(hang_workers.beat_and_rest, (ready.address, gate.address, way), events, seconds=IN_TIME) as group:
         ready.wait()
         assert group.wait(LONG) is None
         gate.open()
-        assert result_of(group).return_values == {0: "done"}
-    assert "timer.expired" not in events.names()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way, step", [("beat", 5), ("block", 4)])
-def test_after_a_rest_heartbeats_are_expected_again(
-    way: str, step: int, events: Events, ready: Ready, gate: Gate
-) -> None:
-    with begin(hang_workers.beat_and_rest, (ready.address, gate.address, way), events, seconds=IN_TIME) as group:
-        ready.wait()
-        assert group.wait(LONG) is None
-        gate.open()
-        failure = failure_of(group)
-    assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
+        result = result_of(group)
+    if step:
+        assert result.failures[0].message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
+    else:
+        assert result.return_values == {0: "done"}
+        assert "timer.expired" not in events.names()
 
 
 @pytest.mark.slow
@@ -114,8 +101,14 @@ def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-@pytest.mark.parametrize("way", ["handler", "thread", "handler, exits"])
+@pytest.mark.parametrize(
+    "method, way",
+    [
+        ("spawn", "handler"),
+        ("forkserver", "thread"),
+        *(("fork", way) for way in ("handler", "thread", "handler, exits")),
+    ],
+)
 def test_what_outlasts_a_function_may_take_any_time(
     method: str, way: str, events: Events, ready: Ready, gate: Gate
 ) -> None:

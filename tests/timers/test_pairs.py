@@ -12,7 +12,9 @@ import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -20,13 +22,8 @@ from phalanx._base import clock
 from phalanx._base.procfs import Stat
 from phalanx.timer import FileTimerClient, FileTimerServer, LocalTimerClient, LocalTimerServer, TimerRequest
 from tests.support import timer_workers
-from tests.support.helpers import TIMEOUT, alive, wait_gone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
+from tests.support.forks import start_fork
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
 pytestmark = pytest.mark.each_python
 
@@ -141,16 +138,13 @@ class Sleeper:
 def client_process(work: Callable[[], None]) -> Iterator[int]:
     """A fork that works with the client, and exits when the block is left."""
     gate, latch = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(latch)
-            work()
-            os.read(gate, 1)
-            code = 0
-        finally:
-            os._exit(code)
+
+    def wait_after_work() -> None:
+        os.close(latch)
+        work()
+        os.read(gate, 1)
+
+    pid = start_fork(wait_after_work)
     os.close(gate)
     try:
         yield pid
@@ -377,7 +371,7 @@ def hosted(kind: str, folder: Path, ready: Ready, gate: Gate) -> Iterator[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "file", "named"])
+@pytest.mark.parametrize("kind", ["file", "named"])
 def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
     with hosted(kind, tmp_path, ready, gate) as (pid, (prompt, late), put):
@@ -403,11 +397,10 @@ def test_a_stopped_server_ends_only_the_late_worker(kind: str, tmp_path: Path, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "file"])
-def test_a_timer_set_just_before_a_stop_has_its_time(kind: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
+def test_a_timer_set_just_before_a_stop_has_its_time(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """The server waits without end, so its wait has not overrun, and the timer is over when it hears of it."""
-    with channel(kind, tmp_path) as where:
-        host = SPAWN.Process(target=timer_workers.serve_itself, args=(kind, where, ready.address, gate.address))
+    with channel("file", tmp_path) as where:
+        host = SPAWN.Process(target=timer_workers.serve_itself, args=(where, ready.address, gate.address))
         host.start()
         child, up = ready.wait(2)
         assert up == "up"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import pytest
 
+from phalanx import timer
 from phalanx.multiprocessing import RankStatus, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import hang_workers, workers
-
-if TYPE_CHECKING:
-    from tests.support.helpers import Gate, Ready
+from tests.support.helpers import Gate, Ready, pass_gate, tell
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
@@ -37,6 +35,26 @@ def test_the_status_has_each_rank_and_its_signs_of_life(ready: Ready, gate: Gate
             ("succeeded", 0, None),
         ]
     assert [one.state for one in group.status().values()] == ["succeeded", "succeeded"]
+
+
+def steps(address: str, gate: str) -> None:
+    timer.progress(1)
+    timer.progress(3)
+    tell(address, "")
+    pass_gate(gate)
+
+
+def test_the_status_has_how_long_steps_took(ready: Ready, gate: Gate) -> None:
+    with start_processes("s", steps, (ready.address, gate.address), nprocs=1, timers=TimerSpecs()) as group:
+        ready.wait()
+        status = group.status()[0]
+        assert status.step_age is not None
+        assert 0 <= status.step_age < 60
+        assert status.step_time is not None
+        assert status.step_time["count"] == 2
+        assert 0 < status.step_time["min"] <= status.step_time["median"] <= status.step_time["max"] < 60
+        gate.open()
+        assert group.wait().succeeded
 
 
 def test_the_status_says_who_failed_and_who_was_stopped(ready: Ready, gate: Gate) -> None:

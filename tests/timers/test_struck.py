@@ -8,21 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx._evidence.error_file import write_error_file
 from phalanx._timers import escalation
 from tests.support import hang_workers
+from tests.support.helpers import Gate, Ready
 from tests.support.stack_workers import fake_py_spy
 from tests.support.waits import wait_long_for_stacks
 from tests.timers.test_timer_group import HANG, Events, failure_of, result_of, start
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
@@ -41,8 +38,10 @@ def _stacks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.each_python
 @pytest.mark.slow
-def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
-    result = result_of(start(hang_workers.end_well, (), events, on_expiry="terminate,kill:600"))
+def test_who_exits_with_0_by_sigterm_has_failed(events: Events, gate: Gate) -> None:
+    args = (gate.address, "done")
+    result = result_of(start(hang_workers.one_ends_well, args, events, 2, on_expiry="terminate,kill:600"))
+    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
     assert result.state == "failed"
     assert result.is_failed()
     assert result.return_values == {}
@@ -54,16 +53,6 @@ def test_who_exits_with_0_by_sigterm_has_failed(events: Events) -> None:
     assert "over its deadline" in failure.detail
     assert "in hang\n" in failure.traceback  # and in what that calls, if it has come so far
     assert result.outcomes[0].describe() == "failed: exited with code 0"
-
-
-@pytest.mark.long
-def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
-    group = start(
-        hang_workers.one_ends_well, (gate.address, "done"), events, 2, on_expiry="terminate", start_method="fork"
-    )
-    result = result_of(group)
-    assert [result.outcomes[rank].state for rank in range(2)] == ["failed", "stopped"]
-    assert result.root_cause is result.failures[0]
 
 
 @pytest.mark.slow

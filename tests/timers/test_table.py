@@ -10,10 +10,9 @@ import select
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import pytest
 from hypothesis import given, settings
@@ -35,11 +34,9 @@ from phalanx._timers.escalation import AT_ONCE, Escalation, TimerScheduler
 from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, TEXT_SIZE, decode, encode
 from phalanx._timers.table import TimerTable
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support import hammer
+from tests.support.helpers import TIMEOUT
 from tests.support.workers import run_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ALL = NEVER - 1
 """A moment at which every deadline is over."""
@@ -111,12 +108,6 @@ class Child:
         self.say()
         self.wait()
 
-    def told(self, seconds: float = TIMEOUT) -> bool:
-        """Whether it says something within a time."""
-        if not select.select([self._out[0]], [], [], seconds)[0]:
-            return False
-        return bool(os.read(self._out[0], 1))
-
     def go_on(self) -> None:
         os.write(self._in[1], b".")
 
@@ -129,7 +120,8 @@ class Child:
             os.close(self._out[0])
 
     def __enter__(self) -> Self:
-        assert self.told()
+        assert select.select([self._out[0]], [], [], TIMEOUT)[0]
+        assert os.read(self._out[0], 1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -323,94 +315,7 @@ def test_timers_of_a_seat_are_not_its_next_holders(table: TimerTable, monkeypatc
 
 # --- the watcher's process forks, and ends
 
-SERVER = """
-import ctypes, os, signal, sys
-from phalanx._timers.table import TimerTable
-table = TimerTable(8)
-said = os.pipe()
-child = os.fork() if sys.argv[1] == "python" else ctypes.PyDLL(None).fork()
-if child == 0:
-    os.write(said[1], b".")  # it has let go of what it lets go of
-    while True:
-        signal.pause()
-os.read(said[0], 1)
-print(child, table.address, flush=True)
-try:
-    sys.stdin.readline()
-    table.close()
-    print("stopped", flush=True)
-    sys.stdin.readline()
-finally:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-"""
-
-CLIENT = """
-import os, signal, sys
-os.environ["PHALANX_TIMERS"] = sys.argv[1] + ":0"
-from phalanx.timer import expires
-expires(60).__enter__()
-if sys.argv[2] == "default":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-else:
-    signal.signal(signal.SIGPIPE, lambda *_: sys.exit("a handler of the program's"))
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    expires(30).__enter__()  # earlier than what anybody knows of, so it rings
-except RuntimeError as error:
-    print(error, flush=True)
-assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-"""
-
 GONE = "nobody watches timers any more: their server has stopped"
-
-
-@contextlib.contextmanager
-def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that is spoken with line by line."""
-    command = [sys.executable, "-W", "ignore", "-c", text, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def hear(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go on\n")
-    process.stdin.flush()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["stop", "SIGKILL"])
-@pytest.mark.parametrize("disposition", ["default", "handler"])
-def test_who_rings_at_a_server_that_is_gone_is_told_and_lives(end: str, disposition: str) -> None:
-    """A fork of the server's lives on: one that Python knows of, which holds nothing, or another, which does."""
-    with program(SERVER, "python" if end == "SIGKILL" else "c") as server:
-        fork, address = hear(server).split()
-        try:
-            with program(CLIENT, address, disposition) as client:
-                assert hear(client) == "ready"
-                if end == "stop":
-                    tell(server)
-                    assert hear(server) == "stopped"
-                else:
-                    server.kill()
-                    server.wait()
-                assert alive(int(fork))
-                tell(client)
-                assert hear(client) == GONE
-                assert client.wait(TIMEOUT) == 0
-        finally:
-            os.kill(int(fork), signal.SIGKILL)
-            assert not wait_gone([int(fork)])
 
 
 def test_a_fork_of_the_tables_maker_holds_none_of_it(table: TimerTable) -> None:
@@ -432,52 +337,42 @@ def test_a_fork_of_the_tables_maker_holds_none_of_it(table: TimerTable) -> None:
         assert rung(table)
 
 
-def test_a_table_another_process_made_stays_open_for_it(table: TimerTable) -> None:
-    """A keeper that ends leaves the workers their time of grace."""
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_client_that_rings_in_vain_is_told_and_lives(copied: bool, table: TimerTable) -> None:
+    """The watcher was killed; or it has stopped, and a fork that C code has made, or another process, has its bell.
+
+    A keeper that ends leaves the workers their time of grace.
+    """
     other = TimerTable.from_descriptors((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size)
-    with seat_at(table) as seat:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, _frame: handled.append(number))
+    try:
+        with seat_at(table) as seat:
+            if copied:
+                table.close()
+            else:
+                other.close()
+                seat.wake_watcher()
+                table.let_go()  # as the kernel does
+            for disposition in (signal.getsignal(signal.SIGPIPE), signal.SIG_DFL):
+                signal.signal(signal.SIGPIPE, disposition)
+                with pytest.raises(RuntimeError, match=GONE):
+                    seat.arm(5, 1, TEXT)
+            assert len(seat.free) == SLOTS
+    finally:
+        signal.signal(signal.SIGPIPE, before)
         other.close()
-        seat.wake_watcher()
-        table.close()
-        with pytest.raises(RuntimeError, match=GONE):
-            seat.arm(5, 1, TEXT)
-        assert len(seat.free) == SLOTS
+    assert not handled
+    assert not signal.sigpending()
 
 
-# --- a client dies
+# --- clients die
 
 
 @pytest.mark.long
-def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
-    """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
-    table = TimerTable(1)
-    chance = Random(5)  # noqa: S311 - for moments, and the same ones in each run
-
-    def work(child: Child) -> None:
-        seat = seat_at(table)
-        texts = [encode(f"scope {number}", f"x.py:{number}") for number in range(40)]
-        child.say()
-        while True:
-            slots = [seat.arm(number + 1, 1, text) for number, text in enumerate(texts)]
-            seat.beat(4)
-            for slot in slots:
-                seat.disarm(slot)
-
-    with contextlib.closing(table):
-        for _ in range(25):
-            with Child(work) as child:
-                child.told(chance.uniform(0, 0.003))  # it says no more: a wait
-                assert table.holder(0) == child.pid
-                child.end()
-            for timer in due(table):
-                assert table.holder(timer.seat) == 0
-            news(table)
-        with seat_at(table) as seat:
-            assert table.look(ALL) == ([], NEVER)
-            slot = seat.arm(7, 1, TEXT)
-            assert armed(table) == [("load", 7)]
-            seat.disarm(slot)
-            assert table.look(ALL) == ([], NEVER)
+def test_a_table_that_is_hammered_kills_and_misses_nobody() -> None:
+    """Forks, kills at any instruction, stops, and programs that are executed, beside some that hang."""
+    assert set(hammer.hammer(40_000, 4, 1000)) == set(hammer.NAMES)
 
 
 # --- the bell
@@ -517,25 +412,25 @@ def test_a_watcher_that_is_late_is_rung(table: TimerTable) -> None:
             assert rung(table) == late
 
 
-def test_a_scope_extends_the_heartbeat_and_its_end_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["beat", "rest", "arm"])
+def test_a_heartbeat_is_missing_until_its_rank_is_heard_of(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look before a kill asks that, once more; another process of the rank will do, but for its rest."""
     moment = 1000
     monkeypatch.setattr(clock, "now_ns", lambda: moment)
-    table = TimerTable(1, hang=1e-6)
-    with contextlib.closing(table), seat_at(table) as seat:
+    monkeypatch.setattr("fcntl.lockf", lambda *_args: None)  # the kernel knows locks by process, and this is one
+    with contextlib.closing(TimerTable(2, hang=1e-6)) as table, seat_at(table) as seat:
         seat.beat(1)
-        slot = seat.arm(50_000, 49_000, TEXT)
-        assert table.look(2000) == ([], 50_000)
-        table.publish(50_000)
-        table.clear_bell()
-        moment = 5000
-        seat.disarm(slot)
-        assert rung(table), "it hangs from 6000 on, and nobody would look before 50000"
-        assert table.look(5999) == ([], 6000)
-        (late,) = due(table, 6000)
-        assert late.slot == 0
-        moment = 7000  # it enters a scope without a beat: that may take longer, too
-        seat.arm(90_000, 83_000, TEXT)
-        assert not table.is_still_set(late)
+        (late,) = due(table, 2000)
+        assert table.is_still_set(late)
+        moment = 2500
+        with contextlib.nullcontext(seat) if way == "rest" else seat_at(table) as other:
+            ways: dict[str, Callable[[], object]] = {
+                "beat": lambda: other.beat(1),
+                "rest": other.rest,
+                "arm": lambda: other.arm(9000, 6500, TEXT),
+            }
+            ways[way]()
+            assert not table.is_still_set(late)
 
 
 @pytest.mark.parametrize("hang", [1e10, float(sys.maxsize), 1e308])
@@ -546,76 +441,6 @@ def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
         over, then = table.look(clock.now_ns())
         assert over == []
         assert then <= NEVER
-
-
-def of_ranks(hang: float = 1e-6) -> TimerTable:
-    """One whose heartbeats are those of ranks."""
-    return TimerTable(8, hang)
-
-
-def at_the_table(table: TimerTable, rank: int, work: Callable[[Seat], object]) -> Child:
-    """A process that has a seat, and does something with it."""
-
-    def sit(child: Child) -> None:
-        work(seat_at(table, rank))
-        child.say()
-        child.wait()
-
-    return Child(sit)
-
-
-def test_a_heartbeat_is_its_ranks_and_so_is_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look that finds what is due, and the one before the kill, ask the same."""
-    moment = 1000
-    monkeypatch.setattr(clock, "now_ns", lambda: moment)
-    table = of_ranks()
-    with contextlib.closing(table), seat_at(table, 0) as seat:
-        seat.beat(1)
-        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "")
-        assert table.look(2000)[0] == [(0, 0, 2000)]
-        assert table.is_still_set(timer)
-        moment = 1500
-        with at_the_table(table, 0, lambda other: other.beat(1)), at_the_table(table, 1, lambda other: other.beat(9)):
-            assert table.look(2000)[0] == []
-            assert not table.is_still_set(timer), "its rank has beaten, by another process"
-            # It is due, and looked at again: the end of a block of another process may renew it, and wakes nobody.
-            assert table.look(2500) == ([(0, 0, 2500), (1, 0, 2500), (2, 0, 2500)], 3500)
-        with at_the_table(table, 0, lambda other: other.arm(90_000, 80_000, TEXT)) as parent:
-            assert table.look(5000)[1] == 6000, "it may die, so somebody looks again"
-            assert [key for key in table.look(60_000)[0] if key[0] == 0] == []
-            assert not table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
-            parent.end()
-            (key,) = [key for key in table.look(60_000)[0] if key[0] == 0]
-            assert key == (0, 0, 2500), "a scope of the dead puts nothing off"
-            assert table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
-
-
-def test_who_rests_is_not_expected_until_its_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    moment = 1000
-    monkeypatch.setattr(clock, "now_ns", lambda: moment)
-    table = of_ranks()
-    with contextlib.closing(table), seat_at(table, 0) as seat:
-        assert not seat.rest()
-        assert table.look(ALL) == ([], NEVER)
-        seat.beat(7)
-        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "", 7)
-        assert table.is_still_set(timer)
-        assert seat.rest()
-        assert not seat.rest()
-        assert table.look(ALL) == ([], NEVER)
-        assert not table.is_still_set(timer)
-        assert table.resting() == {os.getpid()}
-        table.publish(NEVER)
-        table.clear_bell()
-        slot = seat.arm(50_000, 49_000, TEXT)
-        seat.disarm(slot)  # whose end is a beat to those who send any, and ends no rest
-        assert table.look(ALL) == ([], NEVER)
-        table.publish(NEVER)
-        table.clear_bell()
-        seat.beat(8)
-        assert rung(table), "nobody would look"
-        assert table.look(2000)[0] == [(0, 0, 2000)]
-        assert table.resting() == set()
 
 
 # --- how far the table is in use
@@ -665,29 +490,6 @@ def test_a_timer_set_in_the_midst_of_a_write_hides_none() -> None:
             assert at > 10, "no instruction was ever seen"
             return
     pytest.fail("it has no end")
-
-
-def test_many_threads_set_timers_and_each_is_seen(table: TimerTable) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(5):
-            with seat_at(table) as seat:
-                barrier = threading.Barrier(8)
-
-                def work() -> None:
-                    barrier.wait()  # noqa: B023 - joined below
-                    for number in range(100):
-                        seat.arm(1, 1, encode(f"{number}", ""))
-
-                threads = [threading.Thread(target=work) for _ in range(8)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                assert len(table.look(1)[0]) == 800
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("seats", [1, 16, 17, 16384, 20000])
@@ -754,41 +556,6 @@ def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> 
 @given(st.binary())
 def test_any_bytes_can_be_read(data: bytes) -> None:
     assert all(isinstance(part, str) for part in decode(data))
-
-
-# --- garbage
-
-
-@pytest.mark.long
-@given(data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
-    table = TimerTable(3, hang=1.0)
-    with contextlib.closing(table):
-        head, memory = (8 + 3) * 8, table.descriptors[0]
-        with seat_at(table, 0) as one, seat_at(table, 1):
-            for number in range(3):
-                one.arm(number, 1, TEXT)
-            marks = st.one_of(st.integers(0, 7).map(lambda flag: 1 << 8 * flag), st.integers(-(1 << 63), NEVER))
-            for seat in range(3):
-                table._words[8 + seat] = data.draw(marks)
-            for _ in range(data.draw(st.integers(1, 6))):
-                what = data.draw(st.binary(min_size=1, max_size=64))
-                end = os.fstat(memory).st_size - len(what)
-                at = data.draw(st.integers(16, head) | st.integers(table._head_size, end))
-                os.pwrite(memory, what, at)
-            then = 0
-            for now in (0, 1 << 40, ALL):
-                over, then = table.look(now)
-                assert then > now
-                for timer in filter(None, map(table.read, over)):
-                    table.is_still_set(timer)
-                    table.holder(timer.seat)
-                    table.rank(timer.seat)
-                    repr(timer)
-            table.publish(then)
-            news(table)
-            table.clear_bell()
 
 
 # --- the scheduler, against a model
@@ -1045,6 +812,7 @@ class Watched:
         monkeypatch.setattr(clock, "now_ns", lambda: self.now)
         self.loop = FakeLoop()
         self.seen: list[int] = []
+        self.keys: list[tuple[int, int]] = []
         self.scheduler = TimerScheduler(
             table,
             self.loop,  # type: ignore[arg-type]  # as above
@@ -1056,6 +824,7 @@ class Watched:
 
     def on_expired(self, timers: list[Timer]) -> None:
         self.seen += [timer.slot for timer in timers]
+        self.keys += [(timer.seat, timer.slot) for timer in timers]
 
     def pass_until(self, second: float) -> None:
         """Time passes, with waits that end in time, until so many seconds after the beginning."""
@@ -1154,42 +923,60 @@ def test_a_pause_in_a_block_puts_its_heartbeat_off(paused: bool, monkeypatch: py
 
 # --- what is held
 
-
-def test_nothing_expires_in_a_pause(table: TimerTable, watched: Watched) -> None:
-    with seat_at(table) as seat:
-        slot = watched.take(seat, 10)
-        watched.pass_until(3)
-        watched.scheduler.pause(True)
-        watched.scheduler.pause(True)  # which changes nothing
-        watched.pass_until(8)
-        later = watched.take(seat, 10)  # as the keeper's own client might, late
-        watched.pass_until(53)
-        watched.scheduler.pause(False)
-        watched.scheduler.pause(False)
-        watched.pass_until(59.9)
-        assert watched.seen == []
-        watched.pass_until(60)
-        assert watched.seen == [slot]
-        watched.pass_until(62.9)
-        assert watched.seen == [slot]
-        watched.pass_until(63)
-        assert watched.seen == [slot, later]
+Script = list[tuple[float, str, float]]
 
 
-def test_a_breakpoint_alone_expires_while_a_process_stands_there(table: TimerTable, watched: Watched) -> None:
-    with seat_at(table) as seat:
-        slot = watched.take(seat, 10)
-        watched.pass_until(3)
-        stands = seat.stand("train.py:7", 20)
-        watched.pass_until(22.9)
-        assert watched.seen == []
-        watched.pass_until(30)
-        assert watched.seen == [stands]
-        seat.go_on(stands)
-        watched.pass_until(36.9)
-        assert watched.seen == [stands]
-        watched.pass_until(37)
-        assert watched.seen == [stands, slot]
+@pytest.mark.parametrize(
+    "script, expiries",
+    [
+        # A pause, which is said twice; a timer may be set within it.
+        (
+            [(0, "take", 10), (3, "pause", 1), (3, "pause", 1), (8, "take", 10), (53, "pause", 0), (53, "pause", 0)],
+            [(60, "take"), (63, "take")],
+        ),
+        # While a process stands at a breakpoint, that alone expires.
+        ([(0, "take", 10), (3, "stand", 20), (30, "go on", 0)], [(23, "stand"), (37, "take")]),
+        ([(0, "beat", 0), (0, "stand", 3600), (3000, "go on", 0)], [(3010, "beat")]),
+        # In a pause, that does not either, nor while somebody is attached.
+        ([(0, "stand", 10), (5, "pause", 1), (50, "pause", 0)], [(55, "stand")]),
+        ([(0, "stand", 10), (5, "attach", 0), (5000, "detach", 10)], [(5010, "stand")]),
+        # What is held twice is put off once.
+        *(
+            ([(0, "take", 10), (a, "pause", 1), (b, "pause", 0), (c, "stand", 3600), (d, "go on", 0)], [(27, "take")])
+            for a, b, c, d in ((5, 15, 3, 20), (3, 20, 5, 15), (3, 12, 8, 20), (8, 20, 3, 12))
+        ),
+    ],
+)
+def test_what_is_held_expires_later(
+    script: Script, expiries: list[tuple[float, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At which second what happens, and for how long; and which timers expire when. Of two ranks, one stands."""
+    with contextlib.closing(TimerTable(2, hang=10)) as table, seat_at(table) as seat:
+        monkeypatch.setattr("fcntl.lockf", lambda *_args: None)  # the kernel knows locks by process, and this is one
+        with seat_at(table, 1) as other:
+            watched, expected = Watched(table, monkeypatch), list[str]()
+            does: dict[str, Callable[[float], object]] = {
+                "take": lambda seconds: watched.take(seat, seconds),
+                "pause": lambda is_paused: watched.scheduler.pause(bool(is_paused)),
+                "beat": lambda _: seat.beat(1),
+                "stand": lambda seconds: other.stand("train.py:7", seconds),
+                "attach": lambda _: other.attach(FIRST),
+                "detach": lambda seconds: other.attach(FIRST, attached=False, seconds=seconds),
+                "go on": lambda _: other.go_on(FIRST),
+                "expires": lambda _: None,
+            }
+            names = {(0, 0): "beat", (1, FIRST): "stand"}
+            steps = [(second, what, what, seconds) for second, what, seconds in script]
+            for second, which, what, seconds in sorted(
+                [*steps, *((second, which, "expires", 0.0) for second, which in expiries)], key=lambda step: step[0]
+            ):
+                watched.pass_until(second - 0.1)
+                assert [names.get(key, "take") for key in watched.keys] == expected
+                watched.pass_until(second)
+                does[what](seconds)
+                expected += [which] if what == "expires" else []
+                assert [names.get(key, "take") for key in watched.keys] == expected
+            watched.scheduler.close()
 
 
 def test_a_breakpoint_is_read_though_it_was_set_anew(table: TimerTable, watched: Watched) -> None:
@@ -1204,76 +991,6 @@ def test_a_breakpoint_is_read_though_it_was_set_anew(table: TimerTable, watched:
         assert timer.location == "train.py:7"
         seat.go_on(slot)
         assert table.read_now(*key[:2]) is None
-
-
-def test_a_heartbeat_rests_while_a_process_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = TimerTable(2, hang=10)
-    watched = Watched(table, monkeypatch)
-    with seat_at(table) as seat, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fcntl.lockf", lambda *_args: None)
-        with Seat(f"{table.address}:1") as other:  # of another rank
-            seat.beat(1)
-            stands = other.stand("train.py:7", 3600)
-            watched.pass_until(3000)
-            assert watched.seen == []
-            other.go_on(stands)
-            watched.pass_until(3009.9)
-            assert watched.seen == []
-            watched.pass_until(3010)
-            assert watched.seen == [0]
-    watched.scheduler.close()
-    table.close()
-
-
-@pytest.mark.parametrize(
-    "pause, stand", [((5, 15), (3, 20)), ((3, 20), (5, 15)), ((3, 12), (8, 20)), ((8, 20), (3, 12))]
-)
-def test_what_is_held_twice_is_put_off_once(
-    pause: tuple[int, int], stand: tuple[int, int], table: TimerTable, watched: Watched
-) -> None:
-    with seat_at(table) as seat:
-        slot, stands = watched.take(seat, 10), 0
-        for moment in sorted({*pause, *stand}):
-            watched.pass_until(moment)
-            if moment in pause:
-                watched.scheduler.pause(moment == pause[0])
-            elif moment == stand[0]:
-                stands = seat.stand("train.py:7", 3600)
-            else:
-                seat.go_on(stands)
-        watched.pass_until(26.9)
-        assert watched.seen == []
-        watched.pass_until(27)
-        assert watched.seen == [slot]
-
-
-def test_a_breakpoint_rests_in_a_pause(table: TimerTable, watched: Watched) -> None:
-    with seat_at(table) as seat:
-        stands = seat.stand("train.py:7", 10)
-        watched.pass_until(5)
-        watched.scheduler.pause(True)
-        watched.pass_until(50)
-        watched.scheduler.pause(False)
-        watched.pass_until(54.9)
-        assert watched.seen == []
-        watched.pass_until(55)
-        assert watched.seen == [stands]
-
-
-def test_a_breakpoint_with_somebody_attached_does_not_expire(table: TimerTable, watched: Watched) -> None:
-    with seat_at(table) as seat:
-        stands = seat.stand("train.py:7", 10)
-        watched.pass_until(5)
-        seat.attach(stands)
-        watched.pass_until(5000)
-        assert watched.seen == []
-        seat.attach(stands, attached=False, seconds=10)
-        watched.pass_until(5010)
-        assert watched.seen == [stands]
-        assert watched.scheduler.stands
-        seat.go_on(stands)
-        watched.pass_until(5011)
-        assert not watched.scheduler.stands
 
 
 def test_the_innermost_of_two_breakpoints_counts(table: TimerTable, watched: Watched) -> None:
@@ -1300,17 +1017,6 @@ def test_what_waits_for_a_release_is_called_then(table: TimerTable, watched: Wat
         seat.go_on(stands)
         watched.pass_until(8)
         assert called == [7]
-
-
-def test_a_scheduler_that_is_closed_is_quiet(table: TimerTable) -> None:
-    loop = FakeLoop()
-    seen: list[Timer] = []
-    scheduler = TimerScheduler(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
-    scheduler.open()
-    scheduler.close()
-    scheduler.close()
-    assert loop.watched == {}
-    assert loop.next() is None
 
 
 def test_new_slots_are_told_once(table: TimerTable) -> None:

@@ -17,10 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._base import clock
@@ -34,17 +36,10 @@ from phalanx.timer import (
     debug_info_logging,
 )
 from phalanx.timer._processes import RefusedError, Victim
-from phalanx.timer._readers import FifoRequestQueue, Lines
+from phalanx.timer._readers import Lines
 from tests.support.helpers import TIMEOUT, alive, wait_gone
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-
 LONG = 3600.0
-HOUR = 3600.0
-
 _markers = itertools.count()
 
 _CHILD = """
@@ -209,25 +204,14 @@ def request(pid: int, scope: str = "s", after: float = LONG, number: int = signa
 # Requests.
 
 
-def test_requests_are_equal_when_all_their_fields_are() -> None:
-    one = FileTimerRequest(1, "a", 2.0, 9)
-    assert one == FileTimerRequest(worker_pid=1, scope_id="a", expiration_time=2.0, signal=9)
-    assert one != FileTimerRequest(1, "a", 2.0, 15)
-    assert one != FileTimerRequest(1, "a", 2.0)
-    assert one != (1, "a", 2.0, 9)
+def test_a_request_is_a_value_and_a_line_of_json() -> None:
+    one = FileTimerRequest(worker_pid=1, scope_id="ä\n", expiration_time=2.5, signal=9)
+    assert one == FileTimerRequest(1, "ä\n", 2.5, 9) == pickle.loads(pickle.dumps(one))
+    assert {one} == {FileTimerRequest(1, "ä\n", 2.5, 9)}
+    assert one not in (FileTimerRequest(1, "ä\n", 2.5, 15), FileTimerRequest(1, "ä\n", 2.5), (1, "ä\n", 2.5, 9))
     assert (one.worker_pid, one.worker_id, one.version, FileTimerRequest(1, "a", 2.0).signal) == (1, 1, 1, 0)
-    assert len({one, FileTimerRequest(1, "a", 2.0, 9)}) == 1
-    assert pickle.loads(pickle.dumps(one)) == one
-
-
-def test_a_request_is_a_line_of_json_with_the_historical_keys() -> None:
-    assert json.loads(FileTimerRequest(7, "ä\n", 1.5, signal.SIGTERM).to_json()) == {
-        "version": 1,
-        "pid": 7,
-        "scope_id": "ä\n",
-        "expiration_time": 1.5,
-        "signal": 15,
-    }
+    fields = {"version": 1, "pid": 1, "scope_id": "ä\n", "expiration_time": 2.5, "signal": 9}  # torch's keys
+    assert json.loads(one.to_json()) == fields
 
 
 @pytest.mark.parametrize(
@@ -264,31 +248,18 @@ def test_a_damaged_request_is_refused_with_the_reason(line: Any, why: str) -> No
 # The pipe.
 
 
-def test_start_makes_the_pipe_and_stop_removes_it(path: str, client: FileTimerClient) -> None:
-    server = FileTimerServer(path, 60)
-    assert not os.path.exists(path)
-    for _ in range(2):
-        server.start()
-        mode = os.lstat(path).st_mode
-        assert (stat.S_ISFIFO(mode), stat.S_IMODE(mode)) == (True, 0o600)
-        client.acquire("scope", time.time() + LONG)
-        server.start()  # it runs already, and goes on
-        server.stop()
-        assert not os.path.exists(path)
-        server.stop()
-
-
-def test_the_historical_signatures(path: str) -> None:
-    torch = FileTimerServer(path, "run", 5.0, False, print)
-    assert (torch._run_id, torch._max_interval, torch._daemon, torch._log_event) == ("run", 5.0, False, print)
-    older = FileTimerServer(path, 5, False)
-    assert (older._run_id, older._max_interval, older._daemon) == ("", 5, False)
-    named = FileTimerServer(file_path=path, run_id="run", max_interval=1, daemon=True, log_event=None)
-    assert (named._max_interval, named._daemon) == (1, True)
-    assert FileTimerServer(path, "run")._max_interval == 10
-    for wrong in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="max_interval"):
-            FileTimerServer(path, "run", wrong)
+def test_both_historical_signatures_are_read(path: str) -> None:
+    known = [
+        (FileTimerServer(path, "run", 5.0, False, print), ("run", 5.0, False, print)),
+        (FileTimerServer(path, 5, False), ("", 5, False, None)),
+        (
+            FileTimerServer(file_path=path, run_id="run", max_interval=1, daemon=True, log_event=None),
+            ("run", 1, True, None),
+        ),
+        (FileTimerServer(path, "run"), ("run", 10, True, None)),
+    ]
+    for it, expected in known:
+        assert (it._run_id, it._max_interval, it._daemon, it._log_event) == expected
 
 
 def _symlink(path: str) -> None:
@@ -328,6 +299,8 @@ def test_another_users_pipe_is_refused(path: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_second_live_server_is_refused(server: FileTimerServer, path: str, child: Child) -> None:
+    mode = os.lstat(path).st_mode
+    assert (stat.S_ISFIFO(mode), stat.S_IMODE(mode)) == (True, 0o600)
     with pytest.raises(OSError, match="another timer server"):
         FileTimerServer(path, "run").start()
     child.do("client.acquire('s', time.time() + 3600)")
@@ -336,19 +309,6 @@ def test_a_second_live_server_is_refused(server: FileTimerServer, path: str, chi
 
 
 # Expiry.
-
-
-def test_a_late_worker_is_killed_promptly(events: Events, child: Child, caplog: pytest.LogCaptureFixture) -> None:
-    child.begin("client.acquire('train.py:41', time.time() + 0.02)")
-    assert child.exitcode() == -signal.SIGKILL
-    struck = events.wait("worker.reaped")
-    assert (struck.worker_pid, struck.scope_id, struck.signal) == (child.pid, "train.py:41", signal.SIGKILL)
-    assert events.names[:3] == ["watchdog started", "timer.expired", "worker.reaped"]
-    said = next(record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
-    assert f"pid {child.pid}: 'train.py:41' was not left in time; " in said
-    assert "SIGKILL" in said
-    assert struck._deadline is not None
-    assert clock.now() - struck._deadline < TIMEOUT  # nowhere near max_interval, on the slowest machine
 
 
 def test_what_the_server_knows_is_explained_with_the_run(
@@ -363,22 +323,6 @@ def test_what_the_server_knows_is_explained_with_the_run(
 
 
 @pytest.mark.usefixtures("server")
-def test_the_failure_names_the_scope(path: str, tmp_path: Path) -> None:
-    error_file = str(tmp_path / "error.json")
-    with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
-        child.begin("client.acquire('all_reduce', time.time() + 0.02)")
-        assert child.exitcode() == -signal.SIGKILL
-        data, why = read_error_file(error_file)
-        assert data is not None, why
-        assert written_by(data) == child.pid
-        assert data["message"]["extraInfo"]["observer"] == "timer"
-        assert "'all_reduce'" in data["message"]["message"]
-        info = data["message"]["extraInfo"]
-        assert info["scope"] == "all_reduce"
-        assert "over its deadline" in info["detail"]
-
-
-@pytest.mark.usefixtures("server")
 def test_a_file_of_the_users_is_no_error_file(path: str, tmp_path: Path) -> None:
     """The worker has a file open that is called as ours are; beside it lies another of the user's."""
     model, error_file = tmp_path / "model", tmp_path / "error.json"
@@ -388,7 +332,12 @@ def test_a_file_of_the_users_is_no_error_file(path: str, tmp_path: Path) -> None
         child.do(f"kept = open({str(model) + '.stacks'!r})")
         child.hang()
     assert model.read_bytes() == b"weights"
-    assert written_by(read_error_file(str(error_file))[0]) == child.pid
+    data, why = read_error_file(str(error_file))
+    assert data is not None, why
+    info = data["message"]["extraInfo"]
+    assert (written_by(data), info["observer"], info["scope"]) == (child.pid, "timer", "s")
+    assert "'s'" in data["message"]["message"]
+    assert "over its deadline" in info["detail"]
 
 
 @pytest.mark.usefixtures("server")
@@ -446,14 +395,14 @@ def test_several_scopes_of_one_worker_are_one_kill(
     ]
     write(path, *lines)
     assert child.exitcode() == -signal.SIGKILL
-    events.wait("worker.reaped")
+    struck = events.wait("worker.reaped")
+    assert (struck.worker_pid, struck.scope_id, struck.signal) == (child.pid, "b", signal.SIGKILL)
     server.run_once()
-    assert events.names.count("timer.expired") == 3
-    assert events.names.count("worker.reaped") == 1
+    assert events.names == ["watchdog started", *["timer.expired"] * 3, "worker.reaped"]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 1
     late = r"was not left in time; [\d.]+m?s over"
-    assert re.search(f"'a' {late}; 'b' {late}; 'c' {late}", said[0])
+    assert re.match(f"pid {child.pid}: 'a' {late}; 'b' {late}; 'c' {late}; .*SIGKILL", said[0])
 
 
 @pytest.mark.parametrize("number", [0, -1])
@@ -756,11 +705,6 @@ def test_bad_arguments_are_refused_by_the_client(path: str, client: FileTimerCli
         client._send_request(FileTimerRequest(1, "x" * 5000, 1.0))
 
 
-def test_a_client_can_be_pickled(path: str) -> None:
-    copy = pickle.loads(pickle.dumps(FileTimerClient(path, signal.SIGTERM)))
-    assert (copy._file_path, copy.signal) == (path, signal.SIGTERM)
-
-
 # Servers that die.
 
 _SERVER = """
@@ -768,10 +712,9 @@ import os, sys
 from phalanx.timer._servers import FileTimerServer
 server = FileTimerServer(sys.argv[1], "run", 60)
 server.start()
-if len(sys.argv) > 2 and os.fork() == 0:
-    os.write(1, b"%d\\n" % os.getpid())
+if os.fork() == 0:
     server.stop()  # the parent's: nothing happens
-    sys.stdin.read()
+    sys.stdin.read()  # and this process keeps nothing of it
     os._exit(0)
 os.write(1, b"up\\n")
 sys.stdin.read()
@@ -779,8 +722,9 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def other_server(path: str, *more: str, text: str = _SERVER) -> Iterator[subprocess.Popen[str]]:
-    arguments = [sys.executable, "-W", "ignore", "-c", text, path, *more]
+def other_server(path: str) -> Iterator[subprocess.Popen[str]]:
+    """A server with a fork of it, which outlives it."""
+    arguments = [sys.executable, "-W", "ignore", "-c", _SERVER, path]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -828,22 +772,6 @@ def test_a_server_killed_and_started_again_costs_no_worker(
         assert "damaged" not in caplog.text
 
 
-@pytest.mark.slow
-def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
-    with other_server(path, "fork") as first:
-        said = {line_of(first), line_of(first)}
-        fork = int(next(iter(said - {"up"})))
-        assert os.path.exists(path)
-        first.kill()
-        first.wait()
-        assert alive(fork)
-        with FileTimerServer(path, "run"), Child(path) as child:
-            child.hang()
-        assert first.stdin is not None
-        first.stdin.close()
-        assert not wait_gone([fork])
-
-
 # The parser.
 
 
@@ -875,75 +803,105 @@ def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     assert lines.oversized == sum(len(line) >= _file_client.LINE_LIMIT for line in whole)
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[list[int]]:
-    """Three real children, whose pids the fuzzer knows."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE)).pid for _ in range(3)]
+# Timers that a subclass, or its ``log_event``, changes or sets: they expire when it says so.
+
+Change = Any  # of a list of requests, to another one
 
 
-def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
-    for where, what in cuts:
-        at = where % (len(line) + 1)
-        line = line[:at] + what + line[at + len(what) :]
-    return line
+class Hooked(FileTimerServer):
+    """Takes over what ``change`` makes of the requests that come."""
+
+    def __init__(self, path: str, change: Change) -> None:
+        super().__init__(path, "run")
+        self._change = change
+        self.came: queue.Queue[list[FileTimerRequest]] = queue.Queue()
+
+    def register_timers(self, timer_requests: Any) -> None:
+        """Remember what came."""
+        super().register_timers(self._change(timer_requests))
+        if timer_requests:
+            self.came.put(list(timer_requests))
 
 
-@pytest.mark.long
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
-    data: st.DataObject, group: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal itself is caught: a mutated pid may be anybody's, and this test runs as somebody."""
-    struck: list[int] = []
-    outsiders = {0, 1, -1, os.getpid(), os.getppid()}
-    values = st.one_of(
-        st.sampled_from([*group, *outsiders]),
-        st.integers(),
-        st.floats(),
-        st.none(),
-        st.text(max_size=20),
-        st.lists(st.integers(), max_size=2),
-    )
-    valid = st.builds(
-        request,
-        st.sampled_from([*group, *outsiders]),
-        st.text(max_size=20),
-        st.floats(-100, 100),
-        st.sampled_from([0, -1, 9, 15]),
-    )
-    odd = st.dictionaries(
-        st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal", "monotonic", "born"]), values
-    )
-    line = st.one_of(
-        st.binary(max_size=200),
-        valid.map(json.dumps).map(str.encode),
-        odd.map(json.dumps).map(str.encode),
-        st.builds(lambda fields, more: json.dumps({**fields, **more}).encode(), st.builds(dict, valid), odd),
-        st.builds(
-            _mutated,
-            valid.map(json.dumps).map(str.encode),
-            st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=3)), max_size=3),
-        ),
-    )
-    stream = b"\n".join(data.draw(st.lists(line, max_size=8))) + b"\n"
-    pipe = FifoRequestQueue(str(tmp_path / "none"))
-    server = FileTimerServer(str(tmp_path / "none"), "run", log_event=lambda _name, _request: None)
-    with monkeypatch.context() as patch:
+@pytest.fixture
+def worker() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
 
-        def send(self: Victim, _number: int) -> bool:
-            struck.append(self.pid)
-            return True
 
-        patch.setattr(Victim, "send", send)
-        patch.setattr(Victim, "_report", lambda *_: ("", []))
-        size = data.draw(st.integers(1, 400))
-        for at in range(0, len(stream), size):
-            server.register_timers(pipe.parse(stream[at : at + size]))
-        server._expire(server.get_expired_timers(clock.now()))
-    for victim in server._victims.values():
-        assert victim.pid not in outsiders
-        victim.close()
-    assert not outsiders & set(struck)
-    assert all(alive(pid) for pid in group)
+def renamed(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    return [
+        FileTimerRequest(one.worker_pid, f"job/{one.scope_id}", one.expiration_time, one.signal) for one in requests
+    ]
+
+
+def test_a_hook_gets_unix_times_and_may_rename_scopes(path: str, worker: int) -> None:
+    sent = FileTimerRequest(worker, "x", time.time() + LONG, signal.SIGKILL)
+    with Hooked(path, renamed) as server:
+        write(path, sent.to_json().encode())
+        assert server.came.get(timeout=TIMEOUT) == [sent]
+        assert server.get_expired_timers(time.monotonic() + LONG / 2) == {}
+        held = server.get_expired_timers(time.monotonic() + 2 * LONG)
+        assert [one.scope_id for one in held[worker]] == ["job/x"]
+
+
+def test_requests_that_come_at_once_count_in_their_order(path: str, worker: int) -> None:
+    now = time.time()
+    moments = [("a", now + LONG), ("b", -1), ("a", -1), ("b", now + LONG), ("c", now + LONG), ("c", now + 2 * LONG)]
+    with FileTimerServer(path, "run") as server:
+        server.register_timers([FileTimerRequest(worker, scope, moment, signal.SIGKILL) for scope, moment in moments])
+        held = server.get_expired_timers(time.monotonic() + 3 * LONG)[worker]
+        assert [(one.scope_id, one.expiration_time) for one in held] == [("b", now + LONG), ("c", now + 2 * LONG)]
+
+
+def at_once(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    return [FileTimerRequest(one.worker_pid, "own", time.time(), signal.SIGKILL) for one in requests]
+
+
+def moved(requests: list[FileTimerRequest]) -> list[FileTimerRequest]:
+    for one in requests:
+        one.expiration_time = time.time()
+    return requests
+
+
+@pytest.mark.parametrize("change", [at_once, moved])
+def test_a_timer_expires_at_the_time_of_the_hook(path: str, worker: int, change: Callable[..., Any]) -> None:
+    with Hooked(path, change):
+        write(path, FileTimerRequest(worker, "x", time.time() + LONG, signal.SIGKILL).to_json().encode())
+        assert not wait_gone([worker])
+
+
+def test_log_event_may_set_a_timer(path: str, worker: int) -> None:
+    def kill_next(name: str, _request: FileTimerRequest | None) -> None:
+        if name == "timer.expired":
+            it.register_timers([FileTimerRequest(worker, "last", time.time(), signal.SIGKILL)])
+
+    with FileTimerServer(path, "run", log_event=kill_next) as it:
+        write(path, FileTimerRequest(worker, "warning", time.time(), 0).to_json().encode())
+        assert not wait_gone([worker])
+
+
+def test_a_timer_of_another_thread_wakes_the_server(path: str, worker: int) -> None:
+    with FileTimerServer(path, "run") as server:
+        server.register_timers([FileTimerRequest(worker, "x", time.time(), signal.SIGKILL)])
+        assert not wait_gone([worker])
+
+
+def test_timers_that_are_cleared_count_no_more(path: str, worker: int) -> None:
+    with FileTimerServer(path, "run") as server:
+        for _ in range(2):
+            many = [FileTimerRequest(worker, str(number), time.time() + LONG) for number in range(10_001)]
+            server.register_timers(many)
+            assert len(server.get_expired_timers(time.monotonic() + 2 * LONG)[worker]) == 10_000
+            server.clear_timers({worker})
+            assert server.get_expired_timers(time.monotonic() + 2 * LONG) == {}
+
+
+def test_what_is_no_request_is_skipped(path: str, worker: int, caplog: pytest.LogCaptureFixture) -> None:
+    with FileTimerServer(path, "run") as server:
+        for foreign in (None, (worker, "x", 0.0), TimerRequest(worker, "x", time.time())):
+            server.register_timers([foreign, FileTimerRequest(worker, "good", time.time() + LONG)])  # type: ignore[list-item] # that is tested
+        held = server.get_expired_timers(time.monotonic() + 2 * LONG)
+    assert [one.scope_id for one in held[worker]] == ["good"]
+    assert caplog.text.count("not a timer request, skipped") == 3

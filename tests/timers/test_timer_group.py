@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
@@ -25,19 +26,13 @@ from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang, Timer
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
-from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ProcessFailure, RunProcsResult, start_processes
 from phalanx.timer import TimerSpecs, expires
 from tests.support import hang_workers
 from tests.support.disks import until
-from tests.support.helpers import PYTHON, TIMEOUT, Gate, alive, pass_gate, rest, tell, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, pass_gate, rest, tell, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.waits import wait_long_for_stacks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from phalanx.multiprocessing import PContext, ProcessFailure, RunProcsResult
-    from tests.support.helpers import Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")  # groups that failed leave their evidence
 
@@ -259,8 +254,9 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outside", [True, False], ids=["py-spy", "signal"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method, outside", [("fork", True), ("spawn", True), ("forkserver", True), ("fork", False), ("spawn", False)]
+)
 def test_each_process_below_the_worker_shows_stacks_of_its_own(
     method: str, outside: bool, events: Events, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,16 +359,40 @@ def test_a_recorded_failure_needs_no_stacks(tmp_path: Path, recorded: bool) -> N
 
 
 @pytest.mark.slow
-def test_an_exception_that_was_handled_is_not_why_a_rank_hangs(events: Events) -> None:
-    failure = failure_of(start(hang_workers.handle_and_hang, (), events))
-    assert re.fullmatch(HANG, failure.message)
-    assert "\nit had recorded ValueError: bad sample before, and gone on" in failure.detail
-
-
-@pytest.mark.slow
-def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> None:
-    failure = failure_of(start(hang_workers.fail_and_hang, (), events))
-    assert failure.message == "ValueError: bad sample"
+@pytest.mark.parametrize(
+    "worker, on_expiry, exitcode, message, detail, traceback",
+    [
+        (
+            hang_workers.handle_and_hang,
+            "kill",
+            -9,
+            HANG,
+            "\nit had recorded ValueError: bad sample before, and gone on",
+            "",
+        ),
+        (hang_workers.fail_and_hang, "kill", -9, "ValueError: bad sample", "", ""),
+        (hang_workers.close_all_and_hang, "kill", -9, HANG, "", ""),
+        (hang_workers.stop_within_a_block, "terminate", -15, "Hang: 'stopped' .*", "", ""),
+        (hang_workers.survive_and_raise, "terminate", 1, "Hang: 'deaf' .*", "", "Afterwards:\nTraceback"),
+    ],
+)
+def test_a_failure_is_what_came_first_and_has_the_rest(
+    worker: Callable[..., Any],
+    on_expiry: str,
+    exitcode: int,
+    message: str,
+    detail: str,
+    traceback: str,
+    events: Events,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # in a keeper that forks: a survivor is to end first
+    failure = failure_of(start(worker, (), events, on_expiry=on_expiry, start_method="fork"))
+    assert failure.exitcode == exitcode
+    assert re.fullmatch(message, failure.message)
+    assert detail in failure.detail
+    assert traceback in failure.traceback
+    assert "ValueError: later" in failure.traceback or not traceback
 
 
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
@@ -438,29 +458,9 @@ def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate
 
 
 @pytest.mark.slow
-def test_who_leaves_the_block_between_two_steps_is_let_go(
-    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    second, out = tmp_path / "second", tmp_path / "out"
-    os.mkfifo(second)
-    wait_before_the_second_step(monkeypatch, lambda _hang: out.exists())
-    args = (0.05, gate.address, str(second), ready.address)
-    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
-    events.wait("timer.expired")
-    gate.open()
-    ready.wait()
-    out.touch()
-    left = events.wait("timer.left")
-    assert left["scope"] == "slow"
-    with open(second, "wb", 0) as stream:
-        stream.write(b".")
-    assert result_of(group).return_values == {0: "done"}
-    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
-
-
-@pytest.mark.slow
-def test_a_block_left_before_the_evidence_is_reported_once(
-    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_block_left_between_two_steps_is_reported_once(
+    is_late: bool, events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
     second, out, steps = tmp_path / "second", tmp_path / "out", [tmp_path / "step 0", tmp_path / "step 1"]
@@ -468,11 +468,14 @@ def test_a_block_left_before_the_evidence_is_reported_once(
     take, testified = escalation.Escalation._take_step, escalation.Escalation.evidence_taken
 
     def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
+        if step:
+            until(out.exists)
         take(self, step, hangs)
         steps[step].touch()
 
     def testify_late(self: escalation.Escalation, serial: int) -> None:
-        until(out.exists)
+        if is_late:
+            until(out.exists)
         testified(self, serial)
 
     monkeypatch.setattr(escalation.Escalation, "_take_step", take_and_say)
@@ -488,24 +491,7 @@ def test_a_block_left_before_the_evidence_is_reported_once(
         stream.write(b".")
     assert result_of(group).return_values == {0: "done"}
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
-
-
-@pytest.mark.slow
-def test_a_listener_that_raises_gets_every_event(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[tuple[str, str]] = []
-
-    def listener(event: dict[str, Any]) -> None:
-        heard.append((event["name"], threading.current_thread().name))
-        raise KeyboardInterrupt(event["name"])
-
-    with caplog.at_level(logging.WARNING, "phalanx.timer"):
-        group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
-        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
-    assert heard == [(name, "phalanx-observer") for name in ("timer.armed", "timer.expired", "worker.reaped")]
-    (record,) = (record for record in caplog.records if "on_event" in record.getMessage())
-    assert record.getMessage() == "on_event raised at timer.armed"
-    assert record.exc_info is not None
-    assert record.exc_info[0] is KeyboardInterrupt
+    assert events.wait("timer.left")["scope"] == "slow"
 
 
 @pytest.mark.slow
@@ -643,27 +629,6 @@ def test_a_stranger_at_the_table_is_refused(
     assert f"process {pid} is not in the group: its timers are not watched" in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hours", [1, -1])
-def test_a_step_of_the_wall_clock_changes_nothing(
-    hours: int, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wall = clock.wall
-    group = start(hang_workers.step_the_clock_and_hang, (hours, gate.address), events, 2, start_method="fork")
-    monkeypatch.setattr(clock, "wall", lambda: wall() - 3600 * hours)
-    failure = failure_of(group)
-    assert re.fullmatch(HANG, failure.message)
-    assert events.names(1) in ([], ["timer.armed"])
-    assert 0 <= events.wait("timer.expired")["overdue"] < TIMEOUT
-
-
-@pytest.mark.slow
-def test_without_timers_nobody_watches() -> None:
-    group = start_processes("hang", hang_workers.hang, (0.1,), nprocs=1, start_method="fork")
-    failure = failure_of(group)
-    assert "NobodyWatchesError" in failure.message or "nobody watches timers" in failure.message
-
-
 @pytest.mark.parametrize("timers", ["kill", 5, {"on_expiry": "kill"}])
 def test_what_are_no_specs(timers: Any) -> None:
     with pytest.raises(TypeError, match="timers: expected a TimerSpecs, got "):
@@ -705,14 +670,6 @@ def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
 
 
 # --- what goes wrong meanwhile
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
-    group = start(hang_workers.stop_within_a_block, (), events, on_expiry="terminate", start_method="fork")
-    failure = failure_of(group)
-    assert failure.exitcode == -signal.SIGTERM
-    assert failure.message.startswith("Hang: 'stopped' ")
 
 
 @pytest.mark.slow
@@ -762,24 +719,6 @@ def test_who_cannot_be_looked_up_is_looked_up_again(
     assert result_of(group).is_failed()
     assert events.wait("worker.reaped")["pid"] == child
     assert "request.refused" not in events.names()
-
-
-@pytest.mark.slow
-def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> None:
-    failure = failure_of(start(hang_workers.close_all_and_hang, (), events))
-    assert failure.exitcode == -signal.SIGKILL
-    assert re.fullmatch(HANG, failure.message)
-
-
-@pytest.mark.slow
-def test_what_a_survivor_raises_is_kept_with_its_hang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # as above: it is to end first, however slowly
-    group = start(hang_workers.survive_and_raise, (), events, on_expiry="terminate", start_method="fork")
-    failure = failure_of(group)
-    assert failure.exitcode == 1
-    assert failure.message.startswith("Hang: 'deaf' ")
-    assert "Afterwards:\nTraceback" in failure.traceback
-    assert "ValueError: later" in failure.traceback
 
 
 @pytest.mark.slow
@@ -981,8 +920,9 @@ def one_stands(rank: int, address: str, gate: str, second: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_left", [True, False])
 def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
-    events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
+    is_left: bool, events: Events, ready: Ready, gate: Gate, second_gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
     with (
@@ -992,25 +932,20 @@ def test_nothing_hangs_while_a_rank_stands_at_a_breakpoint(
         ready.wait(2)
         assert group.wait(1.5) is None
         assert [one.breakpoint for one in group.status().values()] == ["train.py:7", None]
-        second_gate.open()
-        gate.open()
-        assert result_of(group).succeeded
-        assert [one.breakpoint for one in group.status().values()] == [None, None]
-    assert "timer.expired" not in events.names()
+        assert "timer.expired" not in events.names()
+        if is_left:
+            second_gate.open()
+            gate.open()
+            assert result_of(group).succeeded
+            assert [one.breakpoint for one in group.status().values()] == [None, None]
+            assert "timer.expired" not in events.names()
+        else:  # the block is not left, and its timer goes on after that
+            gate.open()
+            failure = failure_of(group)
+            assert failure.local_rank == 1
+            assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.5 s", str(failure.message))
     assert "stopped at" not in caplog.text  # in a group that is no run, the worker itself writes where it is reached
     assert events.wait("timer.breakpoint")["place"] == "train.py:7"
-
-
-@pytest.mark.slow
-def test_timers_go_on_after_a_breakpoint(events: Events, ready: Ready, gate: Gate, second_gate: Gate) -> None:
-    args = {rank: (rank, ready.address, gate.address, second_gate.address) for rank in range(2)}
-    with start(one_stands, args, events, nprocs=2, start_method="fork") as group:
-        ready.wait(2)
-        assert group.wait(0.6) is None
-        gate.open()
-        failure = failure_of(group)
-    assert failure.local_rank == 1
-    assert re.match(r"Hang: 'load' \(.*\) was not left within 0\.5 s", str(failure.message))
 
 
 @pytest.mark.slow

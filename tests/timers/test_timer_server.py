@@ -12,8 +12,9 @@ import queue
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,6 @@ from phalanx.timer import (
 )
 from phalanx.timer._server import Agenda, Watchdog, received
 from tests.support.helpers import TIMEOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 pytestmark = pytest.mark.each_python
 
@@ -161,7 +158,6 @@ def test_the_agenda_keeps_nothing_of_what_was_released() -> None:
     for number in range(1000):
         assert agenda.take(number, "scope", 100.0 + number, 0.0)
         assert agenda.take(number, "scope", -1.0, 0.0)
-    assert not len(agenda)
     assert agenda.next(100.0) == math.inf
 
 

@@ -15,31 +15,19 @@ if TYPE_CHECKING:
     from phalanx.timer._beats import NobodyWatchesError, beat, move_stack_signal, progress, rest, waiting
     from phalanx.timer._expires import configure, expires
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
-    from phalanx.timer._local_client import LocalTimerClient
-    from phalanx.timer._requests import RequestQueue, TimerClient, TimerRequest
+    from phalanx.timer._requests import LocalTimerClient, RequestQueue, TimerClient, TimerRequest
     from phalanx.timer._server import TimerServer
     from phalanx.timer._servers import FileTimerServer, LocalTimerServer
 
 _HOMES = {
-    "FileTimerClient": "._file_client",
-    "FileTimerRequest": "._file_client",
-    "FileTimerServer": "._servers",
-    "LocalTimerClient": "._local_client",
-    "LocalTimerServer": "._servers",
-    "NobodyWatchesError": "._beats",
-    "RequestQueue": "._requests",
-    "TimerClient": "._requests",
-    "TimerRequest": "._requests",
-    "TimerServer": "._server",
-    "TimerSpecs": "phalanx._timers.specs",
-    "beat": "._beats",
-    "configure": "._expires",
-    "debug_info_logging": ".debug_info_logging",
-    "expires": "._expires",
-    "move_stack_signal": "._beats",
-    "progress": "._beats",
-    "rest": "._beats",
-    "waiting": "._beats",
+    "phalanx._timers.specs": ("TimerSpecs",),
+    "._beats": ("NobodyWatchesError", "beat", "move_stack_signal", "progress", "rest", "waiting"),
+    "._expires": ("configure", "expires"),
+    "._file_client": ("FileTimerClient", "FileTimerRequest"),
+    "._requests": ("LocalTimerClient", "RequestQueue", "TimerClient", "TimerRequest"),
+    "._server": ("TimerServer",),
+    "._servers": ("FileTimerServer", "LocalTimerServer"),
+    ".debug_info_logging": ("debug_info_logging",),
 }
 
 __all__ = [
@@ -69,7 +57,7 @@ def __getattr__(name: str) -> Any:
     """Import the module of one name: a worker that sets a timer loads nothing else."""
     from importlib import import_module
 
-    home = _HOMES.get(name)
+    home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

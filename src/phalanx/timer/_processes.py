@@ -54,7 +54,7 @@ def _raise_if_full(error: OSError) -> None:
         raise UnknownError(f"there is no descriptor left to look at it ({error.strerror})") from None
 
 
-class Victim:
+class Victim(Process):
     """A process that timers of this server may have signalled, held by a pidfd so that its pid cannot be confused.
 
     It must run as our own effective user or descend from us, and be neither this process nor an ancestor of it (an
@@ -67,7 +67,6 @@ class Victim:
         senders: Whether every process that can send requests here has our rights anyway.
 
     Attributes:
-        pid: Its process id.
         start: When it started, in clock ticks after boot (proc_pid_stat(5)).
 
     Raises:
@@ -89,7 +88,7 @@ class Victim:
             raise RefusedError(f"pid {pid} is the timer server's own process")
         self._senders = senders
         try:
-            self._process = Process(pid)
+            super().__init__(pid)
         except ProcessLookupError:
             raise ExitedError(f"there is no process {pid}") from None
         except (OSError, OverflowError) as exc:  # EINVAL or ENOENT: the number of a thread
@@ -97,21 +96,11 @@ class Victim:
                 _raise_if_full(exc)
             raise RefusedError(f"process {pid} cannot be opened ({getattr(exc, 'strerror', None) or exc})") from None
         try:
-            self.pid = pid
             self.start, self._same_user = self._qualify()
             self._path = self._find_error_file()  # now: once a deadline is over, there is no time for it
         except BaseException:
-            self._process.close()
+            self.close()
             raise
-
-    @property
-    def fd(self) -> int:
-        """Its pidfd, owned by this object: readable once the process has exited; -1 after `close`."""
-        return self._process.pidfd
-
-    def has_exited(self) -> bool:
-        """Whether it has exited, reaped or not."""
-        return self._process.has_exited()
 
     def reap(self, number: int, hangs: Sequence[Hang]) -> bool:
         """Take its stacks, write its error file, send it a signal, and log that.
@@ -138,17 +127,13 @@ class Victim:
     def send(self, number: int) -> bool:
         """Send a signal (1..64). Returns whether it was sent; logs why not, unless the process has exited."""
         try:
-            self._process.signal(number)
+            self.signal(number)
         except ProcessLookupError:
             return False
         except (OSError, ValueError) as exc:
             _log.error("pid %d: signal %d could not be sent: %s", self.pid, number, exc)
             return False
         return True
-
-    def close(self) -> None:
-        """Close the pidfd. Idempotent."""
-        self._process.close()
 
     def _qualify(self) -> tuple[int, bool]:
         """Check that it may be signalled. Returns its start time and whether it has our user. Raises RefusedError."""
@@ -227,7 +212,7 @@ class Victim:
     def _stacks(self, error_file: str, *, doomed: bool) -> str:
         """Take its stacks, for `collect.BOUND` seconds at most."""
         try:
-            target = Target(0, self.pid, error_file, doomed=doomed, process=self._process)
+            target = Target(0, self.pid, error_file, doomed=doomed, process=self)
             with collect.Collection([target]) as collection:
                 collection.begin()
                 collection.wait()
@@ -278,7 +263,7 @@ class ProcessTimerServer(TimerServer):
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """See `TimerServer`. Requests for processes that must not be signalled are refused."""
         exited = set(self._requests.readable())
-        for victim in [victim for victim in self._victims.values() if victim.fd in exited]:
+        for victim in [victim for victim in self._victims.values() if victim.pidfd in exited]:
             self._forget(victim)
         for request in timer_requests:
             key = request.worker_id, request.scope_id
@@ -328,7 +313,7 @@ class ProcessTimerServer(TimerServer):
     def _abandon(self) -> None:
         super()._abandon()
         for victim in self._victims.values():
-            os.close(victim.fd)
+            victim.close()
         self._victims = {}
         self._timers = {}
 
@@ -351,7 +336,7 @@ class ProcessTimerServer(TimerServer):
         for other in [other for other in self._victims.values() if other.has_exited()]:
             self._forget(other)
         self._victims[pid] = victim
-        self._requests.watch(victim.fd)
+        self._requests.watch(victim.pidfd)
         return True
 
     def _refuse(self, request: TimerRequest, reason: Exception) -> bool:
@@ -375,7 +360,7 @@ class ProcessTimerServer(TimerServer):
 
     def _let_go(self, victim: Victim) -> None:
         del self._victims[victim.pid]
-        self._requests.forget(victim.fd)
+        self._requests.forget(victim.pidfd)
         victim.close()
 
 

@@ -1,7 +1,7 @@
 """Where the requests of a timer server come from: the pipe in a queue of `multiprocessing`, or a named pipe.
 
 Owns the reader's end of both: how it waits, how it is woken, what it makes of the bytes. What their writers do is in
-`_local_client` and `_file_client`.
+`_requests` and `_file_client`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import select
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from struct import Struct
 from typing import Any
 
 from phalanx._base import clock, unpatched
 from phalanx._base.loop import wait_promptly
 from phalanx.timer._file_client import LINE_LIMIT, FileTimerRequest, create_pipe, is_at
-from phalanx.timer._requests import RequestQueue, TimerRequest
+from phalanx.timer._requests import HEAD, RequestQueue, TimerRequest
 from phalanx.timer._server import Complaints
 from phalanx.timer.debug_info_logging import logger
 
-_HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
 _LONGEST = 1 << 20  # bytes of a message: no request is longer
 _CHUNK = 1 << 16  # bytes at a time: few enough that no deadline waits for long
 _LONGEST_WAIT = 2e6  # seconds: epoll_wait(2) counts milliseconds in an int
@@ -205,18 +203,18 @@ class MultiprocessingRequestQueue(PipeRequestQueue):
         """Yield all complete messages, unpickled. What cannot be read is logged and skipped."""
         buffer, start = self._buffer, 0
         buffer += data
-        while len(buffer) - start >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(buffer, start)
+        while len(buffer) - start >= HEAD.size:
+            (length,) = HEAD.unpack_from(buffer, start)
             if not 0 <= length <= _LONGEST:
                 # The rest of a long message whose writer was killed. The next message most likely begins where the next
                 # read does.
                 logger().error("a message of %d bytes in the queue of timer requests: its contents are lost", length)
                 start = len(buffer)
                 break
-            end = start + _HEAD.size + length
+            end = start + HEAD.size + length
             if end > len(buffer):
                 break
-            data = bytes(memoryview(buffer)[start + _HEAD.size : end])
+            data = bytes(memoryview(buffer)[start + HEAD.size : end])
             start = end
             if self._semaphore is not None:
                 with suppress(ValueError):  # its writer wrote without acquiring it, and was killed

@@ -197,9 +197,6 @@ class Agenda:
         self._moments: dict[Any, dict[str, tuple[float, float]]] = {}
         self._soonest = math.inf
 
-    def __len__(self) -> int:
-        return sum(map(len, self._moments.values()))
-
     def take(self, worker: Any, scope: str, moment: float, now: float) -> bool:
         """Record a timer that was set, or released (< 0). False: its worker has `MOST_TIMERS` already."""
         own = self._moments.get(worker, {})

@@ -229,15 +229,12 @@ class FileTimerServer(ProcessTimerServer):
         for name, request in events:
             self._call_back(name, request)
         due, self._due = self._due, {}
-        if due:
-            self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
-        return unexamined
-
-    def _explain(self, scopes: dict[int, list[str]]) -> None:
         try:
+            scopes = {pid: [request.scope_id for request in requests] for pid, requests in due.items()}
             debug_info_logging.log_debug_info_for_expired_timers(self._run_id, scopes)
         except Exception:
             _log.exception("timer server: the debug information of expired timers could not be logged")
+        return unexamined
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:  # type: ignore[override]  # as the original's
         """Report where a process hangs, then send it ``signal`` (<= 0: none). Returns False if it had exited."""
