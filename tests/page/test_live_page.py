@@ -205,7 +205,8 @@ def test_the_lines_that_are_read_stay_while_older_ones_go(place: Place) -> None:
         # A chunk of lines has its height once it is seen.
         place_of_row = """
             const [lines, top] = [document.querySelector("#lines"), (one) => one.getBoundingClientRect().top];
-            return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(top(row) - top(lines)))));
+            const frame = requestAnimationFrame;
+            return new Promise((done) => frame(() => frame(() => done(top(row) - top(lines)))));
             """
         before = one.ask(place_of_row)
         run.tell("fill 400")  # more than a page holds
