@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 
+def test_a_machine_that_is_left_out_is_on_the_page(hosted_job: Callable[..., Job]) -> None:
+    job = hosted_job("1:2", "c10d")
+    options = ("--exclude-after", "1", "--max-restarts", "3", "--on-report", "always")
+    first, second = job.start(1, 2, options=options)
+    first.workers(0, 4)
+    job.fail(int(second.workers(0, 4)[0]), 0)
+    first.wait_for("host h2 is left out from now on: its workers were the root cause too often in a row")
+    first.workers(1, 2)
+    job.end.touch()
+    assert first.end() == 0
+    (page,) = first.home.glob("phalanx/runs/*/report.html")
+    text = page.read_text()
+    assert "<dt>h2</dt><dd>left out: its workers were the root cause too often in a row</dd>" in text
+    assert "host h2 is left out from now on" in text
+
+
 def test_each_host_has_a_page_that_names_the_lost_one(hosted_job: Callable[..., Job]) -> None:
     job = hosted_job("3", "c10d")
     first, second, third = job.start(1, 2, 3)

@@ -146,6 +146,14 @@ class JobStopping(Event):
     cause: str
 
 
+class MachineExcluded(Event):
+    """A machine is left out of the next attempts of a job: ``host``, and the ``cause``, in one line."""
+
+    name = "machine.excluded"
+    host: str
+    cause: str
+
+
 class GaveUp(Event):
     """After this attempt no other follows. ``why``: "" if none was allowed in the first place."""
 

@@ -69,7 +69,7 @@ KINDS = {
     "failure": "failure",
     "hang": "hang",
     "slow": "slow rank",
-    "lost": "machine lost",
+    "lost": "machine lost, or left out",
     "restart": "restart",
     "end": "end",
     "other": "other",
@@ -84,12 +84,14 @@ class History(NamedTuple):
         spans: By attempt and local rank.
         marks: In the order of time.
         roots: The global rank of each attempt's root cause.
+        excluded: The machines that were left out, and why.
         notes: What is left out, a sentence each.
     """
 
     spans: dict[tuple[int, int], Span]
     marks: list[Mark]
     roots: dict[int, int]
+    excluded: list[tuple[str, str]]
     notes: list[str]
 
 
@@ -98,6 +100,7 @@ def read_history(folder: str, rank_of: Callable[[int, int], int]) -> History:
     notes: list[str] = []
     spans: dict[tuple[int, int], Span] = {}
     roots: dict[int, int] = {}
+    excluded: list[tuple[str, str]] = []
     marks: list[Mark] = []
     latest: dict[tuple[int, str, str], int] = {}  # the marks to which more ranks may come, by what they are about
     members: dict[int, set[int]] = {}  # their ranks
@@ -107,6 +110,8 @@ def read_history(folder: str, rank_of: Callable[[int, int], int]) -> History:
             _note_span(spans, event, attempt, time)
             if event["name"] == "attempt.ended" and event["rank"] is not None:
                 roots[attempt] = _whole(event["rank"])
+            if event["name"] == "machine.excluded":
+                excluded.append((_text(event["host"]), f"left out: {_text(event['cause'])}"))
             found = _in_words(event)
             if found is None:
                 continue
@@ -129,7 +134,7 @@ def read_history(folder: str, rank_of: Callable[[int, int], int]) -> History:
         head = MOST_MARKS // 3
         notes.append(f"{how_many(len(marks) - MOST_MARKS, 'moment')} in the middle of the run are left out.")
         marks = marks[:head] + marks[head - MOST_MARKS :]
-    return History(spans, marks, roots, notes)
+    return History(spans, marks, roots, excluded, notes)
 
 
 def _with_ranks(mark: Mark, members: Iterable[int]) -> Mark:
@@ -213,6 +218,10 @@ _WORDS: dict[str, Callable[[Event], tuple[str, str] | None]] = {
         f"{_moment(event['ratio']):.1f} x the median step, on host {_text(event['host'])}",
     ),
     "restart.decided": _restart,
+    "machine.excluded": lambda event: (
+        "lost",
+        f"host {_text(event['host'])} is left out from now on: {_text(event['cause'])}",
+    ),
     "agent.gave_up": lambda event: ("other", f"gave up: {_text(event['why'])}") if event["why"] else None,
     "attempt.ended": lambda _event: None,
     "run.ended": _run_ended,

@@ -312,9 +312,9 @@ class MachineTeam(RunTeam, NodeTeam):
         self._told = what.generation
         for machine in what.excluded[self._left_out :]:
             host = sanitise(one_line(machine.partition(" ")[0]))
-            self.say(
-                f"phalanx: host {host} is left out from now on: its workers were the root cause too often in a row"
-            )
+            cause = "its workers were the root cause too often in a row"
+            self.say(f"phalanx: host {host} is left out from now on: {cause}")
+            self.emit(agent_kinds.MachineExcluded, self._job.generation, host=host, cause=cause)
         self._left_out = len(what.excluded)
         last = what.ends[-1]
         cause = one_line(told(last))
