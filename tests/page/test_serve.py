@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import pytest
 
@@ -401,10 +402,18 @@ def test_folders_that_are_damaged_have_pages(place: Place) -> None:
     (place.logs / "deep" / "attempt_1").write_text("a file")
     (place.logs / "deep" / f"attempt_{'9' * 200}").mkdir()
     os.mkfifo(place.logs / "deep" / "attempt_0" / "2")
+    evil = "<b onclick='x'>\u202e\x1b[31m\"&%2e #?"
+    (place.logs / evil / "attempt_0").mkdir(parents=True)
+    os.mkdir(os.fsencode(place.logs) + b"/bad \xff")
+    os.mkdir(os.fsencode(place.logs) + b"/bad \xff/attempt_0")
     with served(place) as one, one.events("/events") as listed:
         assert listed.next() is not None
         page = one.ask("/")
         assert page.status == 200
+        assert "<b onclick" not in page.text
+        assert not {"\u202e", "\x1b"} & set(page.text)
+        assert f'href="/runs/{quote(evil)}"' in page.text
+        assert one.ask(f"/runs/{quote(evil)}").status == 200
         for name in ("torn", "empty", "deep", folder.name):
             assert f'href="/runs/{name}"' in page.text
             answer = one.ask(f"/runs/{name}")

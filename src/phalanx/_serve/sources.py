@@ -15,11 +15,16 @@ from typing import Protocol
 from urllib.parse import quote
 
 from phalanx._base import files
+from phalanx._base.text import one_line
+from phalanx._base.tty import plain
 from phalanx._page.facts import gather
 from phalanx._page.page import ListedRun, Live, render, render_list
 from phalanx._page.samples import FILE as SAMPLES
 from phalanx._runs.catalog import REMOVED, RunDir, find, is_run, look
 from phalanx._runs.record import FILE, state_now
+
+MOST_LISTED = 1000
+"""Runs in the list: the newest."""
 
 _TICK = 10  # seconds after which the page of a run that goes on counts as changed: its times have
 _MOST_NAME = 255  # bytes, see NAME_MAX in limits.h
@@ -118,27 +123,35 @@ class ListSource:
         found = find(self._roots)
         self._running = [one for one in found if one.state == "running"]
         where = " and ".join(self._roots)
-        return render_list(list(map(_listed, found)), Live("/events", "/", "", version), where)
+        if len(found) > MOST_LISTED:
+            where += f", the newest {MOST_LISTED:,} of {len(found):,}"
+        rows = [_listed(one) for one in found[:MOST_LISTED]]
+        return render_list(rows, Live("/events", "/", "", version), plain(where))
 
 
 def _listed(found: RunDir) -> ListedRun:
     run = found.run
     url = f"/runs/{quote(os.fsencode(found.name))}"
     if run is None:
-        return ListedRun(found.name, url, found.state, found.started, None, "", 0, None, None, found.problem)
+        name, why = _shown(found.name), _shown(found.problem)
+        return ListedRun(name, url, found.state, found.started, None, name, 0, 0, None, why)
     last = run.attempts[-1] if run.attempts else None
     return ListedRun(
-        name=found.name,
+        name=_shown(found.name),
         url=url,
         state=found.state,
         started=run.started,
         ended=run.ended,
-        script=os.path.basename(run.name),
+        script=_shown(os.path.basename(run.name)),
         ranks=run.nprocs,
-        attempt=None if last is None else last.number,
+        attempt=0 if last is None else last.number,
         step=None if last is None else _last_step(found.path, last.number) if found.state == "running" else last.step,
-        cause=run.cause,
+        cause=_shown(run.cause),
     )
+
+
+def _shown(text: str) -> str:
+    return plain(one_line(text))
 
 
 def _stats(folder: str) -> Iterator[tuple[str, Hashable]]:
