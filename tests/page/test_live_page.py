@@ -205,8 +205,8 @@ def test_the_lines_that_are_read_stay_while_older_ones_go(place: Place) -> None:
         # A chunk of lines has its height once it is seen.
         place_of_row = """
             const [lines, top] = [document.querySelector("#lines"), (one) => one.getBoundingClientRect().top];
-            const frame = requestAnimationFrame;
-            return new Promise((done) => frame(() => frame(() => done(top(row) - top(lines)))));
+            const look = (done) => done(top(row) - top(lines));
+            return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => look(done))));
             """
         before = one.ask(place_of_row)
         run.tell("fill 400")  # more than a page holds
@@ -309,7 +309,12 @@ def test_buttons_act_on_the_run_and_what_is_refused_is_said(place: Place) -> Non
                 alert = one.driver.switch_to.alert
                 assert folder.name in alert.text
                 alert.accept()
-            one.until("return document.querySelector('#answered').textContent.includes(arguments[0])", words)
+            label = one.shown(f"#control button[data-do={do}]")[0]
+            script = """
+                const text = document.querySelector("#answered").textContent;
+                return text.startsWith(`${arguments[0]}: `) && text.includes(arguments[1]);
+                """
+            one.until(script, label, words)
 
         press("stack", "both ranks are in script.py:6")
         press("pause", "2 workers paused")
