@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +190,10 @@ RUNS = [("forkserver", "file_descriptor"), ("forkserver", "file_system"), ("fork
 
 
 @pytest.mark.parametrize("method, strategy", RUNS)
-def test_tensors_of_workers_are_as_under_torch(method: str, strategy: str, tmp_path: Path) -> None:
-    done = run_script(tmp_path, SCRIPT, method, strategy, timeout=180, env={"PYTHONWARNINGS": "ignore"})
+def test_tensors_of_workers_are_as_under_torch(method: str, strategy: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # of a short name, for the sockets that torch leaves there
+        env = {"PYTHONWARNINGS": "ignore", "TMPDIR": folder}
+        done = run_script(Path(folder), SCRIPT, method, strategy, timeout=180, env=env)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     by_name = strategy == "file_system"  # which only holds where the top of the script does
