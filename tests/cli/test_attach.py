@@ -84,6 +84,9 @@ class Attached:
     def is_raw(self) -> bool:
         return not termios.tcgetattr(self.theirs)[3] & termios.ICANON
 
+    def until_raw(self) -> None:
+        until(lambda: self.is_raw)
+
 
 @contextlib.contextmanager
 def running(place: Place, *argv: object, attempt: int = 0, **settings: Any) -> Iterator[Launcher]:
@@ -281,7 +284,7 @@ def test_keys_and_signals_leave_it_with_modes_restored(place: Place) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with Attached(place) as attached:
                 attached.until("typed")
-                until(lambda attached=attached: attached.is_raw)
+                attached.until_raw()
                 attached.process.send_signal(number)
                 attached.end(128 + number)
 
@@ -312,7 +315,7 @@ def test_what_was_drawn_is_shown_again_without_questions(place: Place) -> None:
 def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
     with running(place, "--pty", "0", "--no-python", "yes"), Attached(place) as attached:
         attached.until("y\r\ny")
-        until(lambda: attached.is_raw)
+        attached.until_raw()
         until(lambda: not select.select([], [attached.theirs], [], 0)[1])  # nobody reads what it writes
         attached.process.send_signal(signal.SIGTERM)
         assert attached.process.wait(LIMIT) == 128 + signal.SIGTERM
@@ -322,12 +325,12 @@ def test_a_terminal_that_takes_nothing_holds_up_no_end(place: Place) -> None:
 def test_it_is_stopped_and_continued_with_modes_restored(place: Place) -> None:
     with running(place, "--pty", "0", "--no-python", "cat"), Attached(place) as attached:
         attached.until("typed")
-        until(lambda: attached.is_raw)
+        attached.until_raw()
         attached.process.send_signal(signal.SIGTSTP)
         os.waitid(os.P_PID, attached.process.pid, os.WSTOPPED | os.WNOWAIT)
         assert not attached.is_raw
         attached.process.send_signal(signal.SIGCONT)
-        until(lambda: attached.is_raw)
+        attached.until_raw()
         attached.type("on\r")
         attached.until("on\r\non")
         attached.type(LEAVE)
@@ -486,7 +489,7 @@ def test_a_stopped_client_holds_up_nothing(place: Place) -> None:
         stopped.until("typed")
         other = held.enter_context(Attached(place))
         other.until("you watch")
-        until(lambda: stopped.is_raw)
+        stopped.until_raw()
         stopped.process.send_signal(signal.SIGSTOP)
         with linked(place) as link:
             link.sendall(frame(b"A"))  # it never reads

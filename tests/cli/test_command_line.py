@@ -72,6 +72,7 @@ def test_a_command_whose_reader_has_gone_dies_of_sigpipe(place: Place) -> None:
 
 def test_help_is_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option is in one, and those that people need first are first. It fits the terminal."""
+    shown = ""
     for columns in ("80", "100", "200"):
         monkeypatch.setenv("COLUMNS", columns)
         shown, short = (CliRunner().invoke(run, [name]).output for name in ("--help", "-h"))

@@ -220,7 +220,7 @@ def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
             shown = "".join(phalanx(place, *words)[1:])
         else:
             module = importlib.import_module(f"phalanx.cli.{'runs' if command == 'rerun' else command}")
-            shown = CliRunner().invoke(getattr(module, command), list(map(str, words[1:]))).output
+            shown = CliRunner().invoke(getattr(module, str(command)), list(map(str, words[1:]))).output
         assert "\033" not in shown, argv
         assert "\007" not in shown, argv
         told += SHOWN in shown

@@ -7,30 +7,23 @@ import json
 import os
 import shlex
 from contextlib import ExitStack
+from typing import Any
 
 from phalanx._base.stderr import say
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.protocol import STOP_PAGE_ENV
 from phalanx._evidence.error_file import ERROR_FILE_ENV
-from phalanx._logs.layout import SYS_STREAM
+from phalanx._logs.layout import SYS_STREAM, LogsDest
 from phalanx._placement import topology
-from phalanx._run.config import RunError
-from phalanx._run.plan import in_our_words, reserve_port
+from phalanx._run.config import RunConfig, RunError
+from phalanx._run.plan import RunPlan, in_our_words, reserve_port
 from phalanx._run.services import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV, ports_for_workers
 from phalanx._run.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._runs.paths import can_be_made
 from phalanx._store.etcd import INSTALL
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx.cli._commands import put
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from phalanx._logs.layout import LogsDest
-    from phalanx._run.config import RunConfig
-    from phalanx._run.plan import RunPlan
 
 _AGREED = (
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR"),

@@ -20,12 +20,9 @@ from phalanx._base.process import Process
 from phalanx._base.tty import printable
 from phalanx._engine import worker
 from phalanx._run.control_socket import user_name
+from phalanx._runs.catalog import RunDir
+from phalanx._runs.record import Rank
 from phalanx._stacks.request import NotAskedError, StackRequest, Target, working_process
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._runs.catalog import RunDir
-    from phalanx._runs.record import Rank
 
 _CODE = """
 import sys

@@ -10,12 +10,9 @@ import click
 
 from phalanx._base.text import parse_duration
 from phalanx._group.restart_policy import RestartPolicy
+from phalanx._run.config import RunConfig
 from phalanx.cli._declare import NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Count, time_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._run.config import RunConfig
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""

@@ -14,7 +14,11 @@ import select
 import signal
 import socket
 import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
+from typing import NoReturn
 
 import click
 
@@ -25,16 +29,12 @@ from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.keeper.terminal import SIZE, SOCKET, Frames, Modes, frame
 from phalanx._outcomes.failure import signal_name
+from phalanx._run.attached import AttachedRun
+from phalanx._run.control_socket import user_name
+from phalanx._runs.catalog import RunDir, look
+from phalanx._runs.record import Rank
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import Whole, live_run, run_argument
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import NoReturn
-
-    from phalanx._runs.catalog import RunDir
-    from phalanx._runs.record import Rank
 
 _LEAVE = re.compile(rb"\x1d|\033\[93(?::\d*)*;(?:5|69|133|197)(?::1)?u|\033\[27;(?:5|69|133|197);93~")
 """Ctrl-], also as terminals send it that tell all keys apart: with Caps Lock (64) and Num Lock (128)."""
@@ -111,8 +111,6 @@ def _say(text: str) -> None:
 
 def _chosen(found: RunDir, number: int | None) -> tuple[Rank, str]:
     """Return the rank that is meant, and the path of its socket. Raises ClickException."""
-    from phalanx._runs.catalog import look
-
     run, poll = found.run, select.poll()
     while True:
         assert run is not None
@@ -147,8 +145,6 @@ def _chosen(found: RunDir, number: int | None) -> tuple[Rank, str]:
 
 def _elsewhere(found: RunDir, number: int) -> str:
     """Why there is no such rank here, in words."""
-    from phalanx._run.attached import AttachedRun
-
     with contextlib.suppress(RuntimeError):
         for node in AttachedRun(found).status():
             if any(rank["rank"] == number for rank in node["ranks"]) and node["host"] != os.uname().nodename:
@@ -163,8 +159,6 @@ def _connected(path: str, found: RunDir, rank: int) -> Iterator[socket.socket]:
         try:
             by_folder(path, link.connect)
         except PermissionError:
-            from phalanx._run.control_socket import user_name
-
             msg = f"{found.name} belongs to user {user_name(found.owner)}: only that user, and root, can attach to it"
             raise click.ClickException(printable(msg)) from None
         except OSError:
@@ -201,9 +195,6 @@ def _how_ended(found: RunDir, rank: Rank) -> tuple[str, int]:
 
 def _end_of(found: RunDir, rank: Rank) -> tuple[str, int | None] | None:
     """The state and the exit code of a rank that has ended, by its launcher or the record; None: not known yet."""
-    from phalanx._run.attached import AttachedRun
-    from phalanx._runs.catalog import look
-
     with contextlib.suppress(RuntimeError):
         for node in AttachedRun(found).status():
             for facts in node["ranks"]:
@@ -247,7 +238,7 @@ class _Session:
         while not self._why:
             now = clock.now()
             if self._until is not None and now >= self._until:
-                return self._why_over()
+                return _ENDED if self._has_ended else _CLOSED
             if self._second_until and now >= self._second_until:
                 return _LEFT
             waits = [each - now for each in (self._until, self._second_until or None) if each is not None]
@@ -280,11 +271,6 @@ class _Session:
             if not self._is_held and self._role is not None:
                 poll.register(0, select.POLLIN)
         return [number for number, _ in poll.poll(timeout)]
-
-    def _why_over(self) -> str:
-        if self._has_ended:
-            return _ENDED
-        return _CLOSED
 
     # --- the rank
 
@@ -417,8 +403,6 @@ class _Screen:
     """
 
     def __init__(self, session: _Session) -> None:
-        import termios
-
         self._session = session
         self.modes = Modes()
         self._own = termios.tcgetattr(0)
@@ -467,9 +451,6 @@ class _Screen:
             self._session.resize()
 
     def _set_raw(self) -> None:
-        import termios
-        import tty
-
         while True:
             try:
                 tty.setraw(0, termios.TCSANOW)  # which the kernel stops in the background (SIGTTOU)
@@ -480,8 +461,6 @@ class _Screen:
                 return
 
     def _restore(self) -> None:
-        import termios
-
         with contextlib.suppress(OSError, termios.error):  # it was hung up
             if os.tcgetpgrp(0) != os.getpgrp():  # another program has it now
                 return

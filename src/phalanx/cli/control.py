@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal as signals
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +16,12 @@ import click
 
 from phalanx._base.text import how_many, name_ranks
 from phalanx._base.tty import printable
+from phalanx._run.attached import AttachedRun
+from phalanx._runs import catalog
 from phalanx.cli._commands import SETTINGS, Command
+from phalanx.cli._declare import reading
 from phalanx.cli._options import live_run, read_ranks, run_argument
 from phalanx.cli._restarts import signal_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx._run.attached import AttachedRun
 
 _RUNS = run_argument(state="running")
 
@@ -41,22 +39,6 @@ def read_signal(text: str) -> signals.Signals:
         return signals.Signals(int(text))
     except ValueError:
         raise ValueError(wrong) from None
-
-
-def _read(read: Any) -> Any:
-    def convert(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Any:
-        try:
-            return None if text is None else read(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return convert
-
-
-def _attached(log_dir: str | None, run: str | None) -> AttachedRun:
-    from phalanx._run.attached import AttachedRun
-
-    return AttachedRun(live_run(log_dir, run))
 
 
 @contextmanager
@@ -84,9 +66,7 @@ def stop(run: str | None, *, now: bool, log_dir: str | None) -> None:
     not wait. The report says who has asked. A job of many machines is stopped on all of them. A further stop kills the
     workers. The exit code is 0 if the run has ended.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx._runs import catalog
-
-    attached = _attached(log_dir, run)
+    attached = AttachedRun(live_run(log_dir, run))
     with _asking(attached):
         attached.stop(now=now)
     if os.path.realpath(os.environ.get("PHALANX_EVENT_RUN_DIR") or os.devnull) == os.path.realpath(attached.path):
@@ -104,15 +84,15 @@ def restart(run: str | None, *, log_dir: str | None) -> None:
 
     It counts as none of --max-restarts. A run that waits for its next attempt begins that when the delay is over.
     """
-    attached = _attached(log_dir, run)
+    attached = AttachedRun(live_run(log_dir, run))
     with _asking(attached):
         attached.restart()
     click.echo(printable(f"{attached.name}: its next attempt follows, once none of its workers is left"))
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@click.argument("number", metavar="SIGNAL", callback=_read(read_signal))
-@click.option("--rank", "ranks", metavar="RANK,...", callback=_read(read_ranks), help="Only these ranks, like 0,4-7.")
+@click.argument("number", metavar="SIGNAL", callback=reading(read_signal))
+@click.option("--rank", "ranks", metavar="RANK,...", callback=reading(read_ranks), help="Only these ranks, like 0,4-7.")
 @_RUNS
 def signal(run: str | None, *, number: signals.Signals, ranks: Any, log_dir: str | None) -> None:
     """Send SIGNAL to the workers of RUN that run; to each worker itself, not to what it has started.
@@ -123,7 +103,7 @@ def signal(run: str | None, *, number: signals.Signals, ranks: Any, log_dir: str
 
     How a worker ends that the signal ends is its own failure: to stop a run, use phalanx stop.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    attached = _attached(log_dir, run)
+    attached = AttachedRun(live_run(log_dir, run))
     with _asking(attached):
         got = attached.signal(number, ranks)
     missing = sorted(set(ranks or ()).difference(got))
@@ -142,7 +122,7 @@ def pause(run: str | None, *, log_dir: str | None) -> None:
     They keep their memory, and that of their GPUs; connections to other programs may time out. A stop of the run
     continues them first.
     """
-    attached = _attached(log_dir, run)
+    attached = AttachedRun(live_run(log_dir, run))
     with _asking(attached):
         ranks = attached.pause()
     _print(attached, ranks, "paused; phalanx resume continues")
@@ -152,7 +132,7 @@ def pause(run: str | None, *, log_dir: str | None) -> None:
 @_RUNS
 def resume(run: str | None, *, log_dir: str | None) -> None:
     """Continue the processes of RUN that phalanx pause has stopped."""
-    attached = _attached(log_dir, run)
+    attached = AttachedRun(live_run(log_dir, run))
     with _asking(attached):
         ranks = attached.resume()
     _print(attached, ranks, "continued")

@@ -15,6 +15,8 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NoReturn
 
 import click
 
@@ -24,16 +26,10 @@ from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.worker.debug_socket import Lines, encode
 from phalanx._evidence import error_file, recording
+from phalanx._runs.catalog import RunDir
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import reading
 from phalanx.cli._options import Whole, live_run, run_argument, time_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-    from typing import Any, NoReturn
-
-    from phalanx._runs.catalog import RunDir
 
 _LONGEST_MESSAGE = 16 << 20  # of a rank: its output is bounded, see `debug_socket.MOST_OUTPUT`
 _ANSWERS_WITHIN = 5.0  # seconds in which a rank completes a word, and in which it ends

@@ -11,12 +11,10 @@ import os
 import click
 
 from phalanx._base.tty import is_terminal, printable
+from phalanx._runs.catalog import RunDir
+from phalanx._runs.run_report import report_on
 from phalanx.cli._commands import SETTINGS, Command, put
 from phalanx.cli._options import resolved, run_argument
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._runs.catalog import RunDir
 
 
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--json": "phalanx runs --json has the record"})
@@ -58,8 +56,6 @@ def report(
 
 
 def _print(found: RunDir) -> None:
-    from phalanx._runs.run_report import report_on
-
     text = report_on(found)
     if found.run is None and not text:
         raise click.ClickException(found.problem)

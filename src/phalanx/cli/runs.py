@@ -14,6 +14,8 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -24,17 +26,11 @@ from phalanx._base.stderr import say
 from phalanx._base.text import format_size, how_many, parse_duration, parse_size
 from phalanx._base.tty import escape_json, printable, use_colour
 from phalanx._run.config import MANY
-from phalanx._runs.record import CONFIG
+from phalanx._runs.catalog import RunDir, find, look
+from phalanx._runs.record import CONFIG, is_here
 from phalanx.cli._commands import SETTINGS, Command, Group, meant
 from phalanx.cli._declare import ignore_environment, reading
 from phalanx.cli._options import LOG_DIR, Whole, places, resolved, run_argument
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any
-
-    from phalanx._runs.catalog import RunDir
 
 _HEADS = ("RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "PID", "ATTEMPT", "STEP", "COMMAND", "CAUSE")
 _RIGHT = ("TIME", "RANKS", "EXIT", "PID", "ATTEMPT", "STEP", "AGE", "SIZE")  # numbers
@@ -117,8 +113,6 @@ def runs(
                 msg = f"{param.opts[-1]} is for the list alone, not for {ctx.invoked_subcommand}"
                 raise click.UsageError(msg)
         return
-    from phalanx._runs.catalog import find
-
     where = places(log_dir)
     there = find(where)
     found = [run for run in there if states is None or run.state in states][:number]
@@ -160,7 +154,6 @@ def prune(
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     import tempfile
 
-    from phalanx._runs.catalog import find
     from phalanx._runs.prune import choose, find_temporary, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
@@ -169,16 +162,16 @@ def prune(
     where = places(log_dir or ctx.parent.params["log_dir"])
     stored = [measure(run) for run in find(where)]
     chosen = choose(stored, time.time(), older=older, keep=keep, larger=larger)
-    total = sum(it.size for it in stored)
+    taken = sum(it.size for it in stored)
     is_elsewhere = log_dir or ctx.parent.get_parameter_source("log_dir") is ParameterSource.COMMANDLINE
     if older is not None and not is_elsewhere:
         temporary = choose(find_temporary(tempfile.gettempdir()), time.time(), older=older)
         where = (*where, tempfile.gettempdir())
-        chosen, stored, total = [*temporary, *chosen], [*temporary, *stored], total + sum(it.size for it in temporary)
+        chosen, stored, taken = [*temporary, *chosen], [*temporary, *stored], taken + sum(it.size for it in temporary)
     begun, freed = half_removed(where), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
-        click.echo(f"nothing to remove: {how_many(len(stored), 'run')}, {format_size(total)}, in {there}")
+        click.echo(f"nothing to remove: {how_many(len(stored), 'run')}, {format_size(taken)}, in {there}")
         return
     now = time.time()
     rows = [("RUN", "STATE", "AGE", "SIZE")]
@@ -187,7 +180,7 @@ def prune(
     ]
     for cells in _cells(rows) if chosen else ():
         click.echo("  ".join(cells).rstrip())
-    rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {format_size(total - freed)}"
+    rest = f"kept: {how_many(len(stored) - len(chosen), 'run')}, {format_size(taken - freed)}"
     click.echo(f"to be removed: {how_many(len(chosen), 'run')}, {format_size(freed)}; {rest}")
     if begun:
         click.echo(f"and what is left of {how_many(len(begun), 'run')} whose removal was interrupted")
@@ -218,8 +211,6 @@ def _hint(found: list[RunDir]) -> None:
 
 def _show(found: list[RunDir], nothing: str, names: list[str], *, as_json: bool) -> None:
     if as_json:
-        from phalanx._runs.catalog import look
-
         for run in found:
             click.echo(escape_json(look(run.path).to_json()))
     elif not found:
@@ -244,8 +235,6 @@ def _cells(rows: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
 
 def _steps(found: list[RunDir]) -> dict[str, int]:
     """Ask the launchers of the newest live runs for their highest steps. Returns what they answer soon, by folder."""
-    from phalanx._runs.record import is_here
-
     may_ask = os.geteuid() == files.ROOT
     live = [run for run in found if run.state == "running" and run.run is not None and is_here(run.run)]
     live = [run for run in live if run.is_ours or may_ask][:_ASKED]

@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -18,6 +19,10 @@ import click
 from phalanx._base.process import Process
 from phalanx._base.text import name_ranks
 from phalanx._base.tty import printable, use_colour
+from phalanx._run.control_socket import NotAnsweredError, RefusedError, ask
+from phalanx._runs.catalog import RunDir
+from phalanx._runs.record import Rank, Run
+from phalanx._stacks.collect import AT_ONCE, Collection
 from phalanx._stacks.dump import (
     EXITED,
     NO_STACK,
@@ -28,16 +33,14 @@ from phalanx._stacks.dump import (
     parse,
     sum_up_locations,
 )
+from phalanx._stacks.py_spy import preload
+from phalanx._stacks.request import Target, working_process
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import Whole, live_run, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from phalanx._rendezvous.stack_report import JobStacks
-    from phalanx._runs.catalog import RunDir
-    from phalanx._runs.record import Rank, Run
 
 _PATIENCE = 0.3
 """Seconds that a person waits for the ranks of a look, at the most, and `_EACH` for every rank: py-spy takes 10 ms."""
@@ -118,7 +121,6 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
         return None
     from phalanx._rendezvous.records import DamagedError
     from phalanx._rendezvous.stack_report import JobStacks
-    from phalanx._run.control_socket import NotAnsweredError, RefusedError, ask
 
     try:
         stacks = JobStacks(ask(found.path, run, found.owner, "stacks"))
@@ -151,9 +153,6 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
     """Return the stacks of the ranks that live. With an ``owner``, whose run it is, only those of that user's."""
-    from phalanx._stacks.collect import AT_ONCE
-    from phalanx._stacks.py_spy import preload
-
     preload()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), AT_ONCE):
@@ -166,9 +165,6 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
     """
-    from phalanx._stacks.collect import Collection
-    from phalanx._stacks.request import Target, working_process
-
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         targets = []

@@ -19,12 +19,9 @@ import click
 from phalanx._base.clock import format_duration
 from phalanx._base.text import format_size, how_many
 from phalanx._base.tty import escape_json, printable, size, use_colour
+from phalanx._runs.catalog import RunDir, look
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._options import live_run, resolved, run_argument
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx._runs.catalog import RunDir
 
 Answer = dict[str, Any]
 """What a launcher has answered."""
@@ -44,17 +41,9 @@ COLOURS = {
 }  # fmt: skip
 """How a rank is coloured, by what `Row.looks` returns."""
 
-_OPTIONAL = (
-    "UPTIME",
-    "CPU%",
-    "MEM",
-    "GPU%",
-    "GPUMEM",
-    "BEAT",
-    "STEP",
-    "STEP/S",
-    "LAST LINE",
-)  # columns that are left out if no row says anything there
+_OPTIONAL = ("UPTIME", "CPU%", "MEM", "GPU%", "GPUMEM", "BEAT", "STEP", "STEP/S", "LAST LINE")
+"""Columns that are left out if no row says anything there."""
+
 _SPARED = ("UPTIME", "PID")  # columns that are left out, in this order, if else the last lines have less than:
 _ROOM = 20
 _LEFT = ("HOST", "STATE", "LAST LINE")
@@ -310,7 +299,6 @@ def ask(found: RunDir) -> Answer:
 def ask_once(found: RunDir) -> tuple[RunDir, Answer | None]:
     """Ask as `ask` does. Returns the run as it is then, and None if it has ended. Raises ClickException."""
     from phalanx._run.control_socket import NotAnsweredError, RefusedError
-    from phalanx._runs.catalog import look
 
     try:
         return found, ask(found)

@@ -18,6 +18,7 @@ import termios
 import tty
 from collections import Counter, deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Self
 
 import click
@@ -26,6 +27,8 @@ from phalanx._base import clock, files
 from phalanx._base.process import Process
 from phalanx._base.threads import SerialExecutor
 from phalanx._base.tty import is_terminal, obeys_controls, plain, printable, use_colour
+from phalanx._run.control_socket import NotAnsweredError, RefusedError
+from phalanx._runs.catalog import RunDir, look
 from phalanx.cli import status
 from phalanx.cli._commands import SETTINGS, Command
 from phalanx.cli._declare import reading
@@ -33,11 +36,7 @@ from phalanx.cli._options import read_ranks, run_argument, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType
-
     from rich.text import Text
-
-    from phalanx._runs.catalog import RunDir
 
     Line = tuple[str, str] | Text  # a text and its style, or one that has several
 
@@ -85,8 +84,6 @@ def top(run: str | None, *, interval: float, log_dir: str | None) -> None:
 
     Where stdout is no terminal, it prints a table for each look. The exit code is 1 if the launcher was killed.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx._runs.catalog import look
-
     found = status.find(log_dir, run)
     if found.state == "running" and os.geteuid() not in (found.owner, files.ROOT):
         found, _ = status.ask_once(found)  # which is refused
@@ -175,9 +172,6 @@ class _Watch:
         return self.found.state != "running"
 
     def _ask(self) -> tuple[status.Answer | None, str, RunDir]:
-        from phalanx._run.control_socket import NotAnsweredError, RefusedError
-        from phalanx._runs.catalog import look
-
         try:
             return status.ask(self.found), "", self.found
         except (NotAnsweredError, RefusedError) as error:
