@@ -57,7 +57,7 @@ def peer(sock: _socket.socket) -> tuple[int, int]:
 def by_folder(path: str, call: Callable[[str], object]) -> None:
     """Call ``call`` with a short path to ``path``: the whole one may be too long for a socket, see unix(7)."""
     name = path.rpartition("/")[2]
-    folder = os.open(path.removesuffix(name) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path[: len(path) - len(name)] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         call(f"/proc/self/fd/{folder}/{name}")
     finally:
