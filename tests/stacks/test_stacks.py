@@ -241,6 +241,8 @@ def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
         assert two.wait()
         for collection in (one, two):
             assert shown(collection.finish()[0]) == [["work", "<module>"]]
+        with collect.Collection([worker.target]) as left:  # which leaving it closes
+            left.begin()
 
 
 @pytest.mark.slow
@@ -342,8 +344,6 @@ def test_one_that_blocks_the_signal_in_all_threads(
 
 def test_one_that_exits_meanwhile_or_has_before(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
-        with collect.Collection([worker.target]) as left:
-            left.begin()
         target = worker.target.replace(send=lambda _number: worker.process.kill())
         assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie

@@ -1,6 +1,6 @@
 """Sends messages and descriptors over a Unix socket; tells who is at its other end.
 
-Owns the framing; knows nothing of what a message means.
+Owns the framing; knows nothing of what a message means. A worker of Python 3.8 can import it, to be debugged.
 
 One SOCK_SEQPACKET packet is one message: the kernel keeps the boundaries, and several writers may share one end.
 A message that does not fit a packet travels in a memfd that is sent along. `marshal` encodes: it is built in, needs no
@@ -18,10 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
+
+    Message = tuple[object, ...]
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
-
-Message = tuple[object, ...]
 
 _PACKET = 32 * 1024  # well under the default send buffer (212,992 bytes), so that several packets fit
 _DESCRIPTORS = 250  # SCM_MAX_FD is 253 (unix(7))
@@ -57,7 +57,7 @@ def peer(sock: _socket.socket) -> tuple[int, int]:
 def by_folder(path: str, call: Callable[[str], object]) -> None:
     """Call ``call`` with a short path to ``path``: the whole one may be too long for a socket, see unix(7)."""
     name = path.rpartition("/")[2]
-    folder = os.open(path.removesuffix(name) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path[: len(path) - len(name)] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         call(f"/proc/self/fd/{folder}/{name}")
     finally:
