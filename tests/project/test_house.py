@@ -57,9 +57,9 @@ MOST_LINES = 600
 """Of one module."""
 
 MAY_ONLY_FALL = {
-    "private modules imported": 444,
+    "private modules imported": 443,
     "private attributes": 388,
-    "private names patched": 206,
+    "private names patched": 200,
     "long names": 0,
 }
 """What the tests do around the doors, and their names of more than 60 characters. Lower a number when it falls."""
