@@ -68,8 +68,10 @@ def check_fork() -> None:
         raise RuntimeError(msg)
 
 
-def thread(target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> threading.Thread:
-    """Return a daemon thread of the operating system's that is yet to be started.
+def thread(
+    target: Callable[..., object], name: str, args: tuple[object, ...] = (), *, daemon: bool = True
+) -> threading.Thread:
+    """Return a thread of the operating system's that is yet to be started.
 
     >>> hello = thread(print, "phalanx-example", ("hello",))
     >>> hello.start(); hello.join()
@@ -80,7 +82,7 @@ def thread(target: Callable[..., object], name: str, args: tuple[object, ...] = 
 
     import threading
 
-    return threading.Thread(target=target, name=name, args=args, daemon=True)
+    return threading.Thread(target=target, name=name, args=args, daemon=daemon)
 
 
 def is_current(thread: object) -> bool:
