@@ -34,12 +34,12 @@ def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch:
         shown: set[int] = set()
         for look in itertools.count(1):
             targets = [request.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
-            with collect.Collection(targets, 0.5) as collection:
+            with collect.Collection(targets, 0.5 * look) as collection:  # a busy machine takes long to look
                 collection.begin()
                 collection.wait()
                 shown |= {rank for rank, text in collection.finish().items() if dump.parse(text)}
             assert group.wait(0) is None, "a look has ended a worker"
             if look >= LOOKS and shown == set(args):
                 break
-            assert look < 20 * LOOKS, shown  # on a machine that is busy, not every look is in time
+            assert look < 5 * LOOKS, shown
         group.close(signal.SIGKILL)
