@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
 
 from phalanx._base import files
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 Bounds = tuple[int, int, bool]
 """How a log is rotated: at how many bytes (0: never), how many rotated files are kept (0: all), and whether they are

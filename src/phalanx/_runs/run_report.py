@@ -19,7 +19,10 @@ from phalanx._logs.follower import last_text
 from phalanx._outcomes.failure import NOT_AVAILABLE, STATES, Outcome, ProcessFailure
 from phalanx._outcomes.report import Earlier, describe_earlier, format_report, format_summary, mask
 from phalanx._runs import record
-from phalanx._runs.catalog import RunDir
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._runs.catalog import RunDir  # which no end of a run has to load
 
 Record = dict[str, Any]
 

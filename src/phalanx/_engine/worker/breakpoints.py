@@ -411,7 +411,7 @@ def listen_for_editor() -> None:
         std_streams.write_stderr(f"phalanx: --debugpy: no editor can attach to pid {os.getpid()}: {why}\n")
         return
 
-    def stop(*args: Any, **options: Any) -> None:
+    def stop_in_editor(*args: Any, **options: Any) -> None:
         """Stop in the editor; in pdb, if none is attached."""
         frame = sys._getframe(1)  # noqa: SLF001 - it is where the program stops
         if debugpy.is_client_connected():
@@ -422,7 +422,7 @@ def listen_for_editor() -> None:
             stop(frame, *args, **options)
 
     if not os.environ.get("PYTHONBREAKPOINT"):
-        sys.breakpointhook = stop
+        sys.breakpointhook = stop_in_editor
     if waits:
         std_streams.write_stderr(f"phalanx: waits for an editor at {_HOST}:{port}\n")
         debugpy.wait_for_client()  # noqa: T100 - as above
