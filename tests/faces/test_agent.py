@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from phalanx.rendezvous import (
     RendezvousStateError,
     RendezvousStoreInfo,
 )
-from phalanx.timer import TimerSpecs
+from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerSpecs
 from tests.support import agent_workers
 from tests.support.agent_workers import Meeting, PopenAgent
 from tests.support.helpers import TIMEOUT, alive, let_a_request_pass
@@ -356,14 +357,21 @@ def test_an_agent_in_a_thread_can_be_stopped(ready: Ready) -> None:
 # --- timers
 
 
-@pytest.mark.parametrize("server", ["group", "agent"])
+@pytest.mark.parametrize("server", ["group", "agent", "local"])
 def test_an_expired_timer_kills_its_worker_and_restarts(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if server == "agent":
-        monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
-        agent = local(agent_workers.overruns_by_environment, max_restarts=1)
-    else:  # neither server nor client is needed
-        agent = local(agent_workers.overruns, None, max_restarts=1, timers=TimerSpecs())
-    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+    queue = multiprocessing.get_context("spawn").Queue()
+    with contextlib.ExitStack() as held:
+        if server == "agent":
+            monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+            agent = local(agent_workers.overruns_by_environment, max_restarts=1)
+        elif server == "group":  # neither server nor client is needed
+            agent = local(agent_workers.overruns, None, max_restarts=1, timers=TimerSpecs())
+        else:  # the server runs in the launcher
+            held.enter_context(LocalTimerServer(queue, max_interval=0.01))
+            agent = local(agent_workers.overruns, LocalTimerClient(queue), start_method="spawn", max_restarts=1)
+        assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+    queue.close()
+    queue.join_thread()
 
 
 def test_the_environment_names_the_agents_timer_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

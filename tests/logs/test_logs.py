@@ -135,9 +135,9 @@ def test_a_temporary_folder_stays_if_there_is_evidence_in_it(tmp_path: Path) -> 
     assert (result.stdouts, result.stderrs) == ({0: ""}, {0: ""})
     folder = tmp_path / "temporary"
     assert list(folder.iterdir()) == []
-    with start_processes("n", "sleep", {0: (600,)}):
+    with start_processes("n", "sleep", {0: (600,)}) as sleeps:
         assert len(list(folder.iterdir())) == 1
-    assert list(folder.iterdir()) == []
+    assert (list(folder.iterdir()), sleeps.is_open) == ([], False)  # it is closed that removes it, and not dropped
     with start_processes("n", workers.fail, {0: ("why",)}) as group:
         assert os.path.exists(group.wait().failures[0].error_file)
     assert len(list(folder.iterdir())) == 1

@@ -408,6 +408,21 @@ def test_a_follower_between_two_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_files_are_set_aside_at_the_end_of_a_line(place: Place) -> None:
+    """One that is longer than a file may be makes a longer file."""
+    counts = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo line $i; done"
+    done = sh(place, f"{counts}; printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100", n=2)
+    expected = [*(f"line {n}" for n in range(1, 301)), f"{1:0500}", "short", f"{2:0500}", "end"]
+    for rank in range(2):
+        path = path_of(place, rank)
+        assert whole(path).decode().split("\n") == expected
+        parts = [part.read_bytes() for part in path.parent.glob("stdout.log.*")]
+        assert len(parts) > 20
+        assert all(part.endswith(b"\n") and (len(part) <= 100 or part.count(b"\n") == 1) for part in parts)
+        assert [line[4:] for line in done.out.splitlines() if line.startswith(f"[{rank}]")] == expected
+
+
+@pytest.mark.slow
 def test_a_grandchilds_descriptor_stays_valid_across_rotations(place: Place) -> None:
     place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
     done = sh(place, 'echo before; (setsid sh -c "$CHILD"; true); echo after', "--log-max-size", "200")

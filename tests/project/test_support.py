@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from tests.support.helpers import Gate, Ready, alive, descendants, pass_gate, tell, wait_gone
+from tests.support.helpers import Gate, Ready, alive, descendants, meanwhile, pass_gate, tell, wait_gone
 
 
 def test_a_worker_says_that_it_is_ready_and_passes_the_gate(ready: Ready, gate: Gate) -> None:
@@ -60,3 +61,13 @@ def test_descendants_are_found_through_every_generation(ready: Ready) -> None:
         assert descendants(process.pid) == {grandchild}
         assert {process.pid, grandchild} <= descendants(os.getpid())
         os.kill(grandchild, 9)
+
+
+def test_a_block_that_fails_does_not_wait_for_its_thread() -> None:
+    waits = threading.Event()
+    with pytest.raises(KeyError), meanwhile(waits.wait):
+        raise KeyError
+    with pytest.raises(ZeroDivisionError), meanwhile(divmod, 1, 0):
+        waits.set()
+    with meanwhile(divmod, 1, 0) as error:
+        assert isinstance(error(), ZeroDivisionError)

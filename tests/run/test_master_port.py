@@ -9,19 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from phalanx._run import master_port
+from tests.support.forks import code_of_fork
 from tests.support.helpers import tell
 from tests.support.workers import run_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from tests.support.command import Place
     from tests.support.helpers import Gate, Ready
 
@@ -56,15 +57,19 @@ def here(places: tuple[tuple[int, str], ...]) -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Files in place of the kernel's: the range of ports that it chooses from, and those that are set aside."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is its user's alone
+        Path(folder).chmod(0o755)  # noqa: S103 - the files of a test
 
-    def put(ephemeral: str, set_aside: str = "") -> None:
-        for name, text in (("EPHEMERAL", ephemeral), ("SET_ASIDE", set_aside)):
-            (tmp_path / name).write_text(f"{text}\n")
-            monkeypatch.setattr(master_port, name, str(tmp_path / name))
+        def put(ephemeral: str, set_aside: str = "") -> None:
+            for name, text in (("EPHEMERAL", ephemeral), ("SET_ASIDE", set_aside)):
+                path = Path(folder, name)
+                path.write_text(f"{text}\n")
+                path.chmod(0o644)
+                monkeypatch.setattr(master_port, name, str(path))
 
-    return put
+        yield put
 
 
 def is_reserved(number: int) -> bool:
@@ -172,6 +177,20 @@ def test_no_process_inherits_it(ready: Ready, how: str) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@outside
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root can become another user")
+def test_what_one_user_has_reserved_another_is_not_given(number: int) -> None:
+    def reserve_as_nobody() -> int:
+        os.setuid(65534)
+        with master_port.reserve() as port:
+            return port.number
+
+    assert code_of_fork(lambda: reserve_as_nobody() == number) == 0, "it is for everybody to have"
+    with master_port.reserve() as port:
+        assert port.number == number
+        assert code_of_fork(lambda: reserve_as_nobody() != number) == 0
 
 
 # --- where there is no port outside the range
@@ -328,7 +347,11 @@ def test_runs_at_the_same_time_have_their_own_ports(place: Place, ready: Ready, 
         numbers = [int(text) for text in ready.wait(3)]
         assert len(set(numbers)) == 3
         assert all(map(is_reserved, numbers))
-        gate.open(3)
+        killed = launchers.pop()
+        killed.send(signal.SIGKILL)
+        killed.end()
+        assert len([*filter(is_reserved, numbers)]) == 2  # nobody else keeps what a launcher had that was killed
+        gate.open(2)
         for launcher in launchers:
             done = launcher.end()
             assert done.status == 0, done

@@ -14,9 +14,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -108,20 +109,30 @@ def rest() -> NoReturn:
 def meanwhile(function: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Callable[[], object]]:
     """Call a function on a thread of its own. The block ends when it has returned, and raises what it has raised.
 
-    What it has raised is returned by what the block is given, if that is called: then the block does not raise it.
+    What it has raised is returned by what the block is given, if that is called: then the block does not raise it. A
+    block that fails itself does not wait for the thread, which may be held up by that.
     """
+    future: Future[Any] = Future()
     is_asked = False
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments, **options))
+        except BaseException as raised:  # noqa: BLE001 - it is raised by the block
+            future.set_exception(raised)
 
     def error() -> BaseException | None:
         nonlocal is_asked
         is_asked = True
         return future.exception(TIMEOUT)
 
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(function, *arguments, **options)
-        yield error
-        if not is_asked:
-            future.result(TIMEOUT)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    yield error
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    if not is_asked:
+        future.result()
 
 
 def until(condition: Callable[[], object]) -> None:
