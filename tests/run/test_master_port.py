@@ -60,7 +60,7 @@ def here(places: tuple[tuple[int, str], ...]) -> list[tuple[int, str]]:
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Files in place of the kernel's: the range of ports that it chooses from, and those that are set aside."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is its user's alone
-        Path(folder).chmod(0o755)  # noqa: S103 - the files of a test
+        Path(folder).chmod(0o755)
 
         def put(ephemeral: str, set_aside: str = "") -> None:
             for name, text in (("EPHEMERAL", ephemeral), ("SET_ASIDE", set_aside)):
