@@ -353,6 +353,8 @@ def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str
         for wrong in (
             {"Origin": "http://evil.example"},
             {"Origin": "null"},
+            {"Origin": "null", "Host": ""},
+            {"Origin": "http://["},
             {"Origin": f"http://127.0.0.1:{one.port + 1}"},
             {"X_Phalanx": "0"},
             {"Content_Type": "text/plain"},
@@ -382,6 +384,7 @@ def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str
             )
         assert json.loads(record.read_text())["state"] == "running"
         assert one.ask(path, "POST", '{"do": "pause"}', **headers).status == 200  # a program, with the token
+        assert problems(one) == []
 
 
 def test_the_one_that_watches_too_much_is_told(place: Place) -> None:

@@ -419,13 +419,13 @@ class _BadRequestError(Exception):
 async def _asked_for(request: Request) -> str:
     """Return what a request asks for. Raises _BadRequestError: it is none, or a page of another server has sent it."""
     headers = request.headers
-    origin = headers.get("origin")
+    origin, host = headers.get("origin"), headers.get("host")
     why = ""
     if headers.get("x-phalanx") != "1" or headers.get("content-type") != "application/json":
         why = "This takes the header X-Phalanx: 1, and JSON, which no form can send."
     elif origin is None and not headers.get("authorization"):
         why = "This takes the header Origin, which browsers send."
-    elif origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    elif origin not in (None, f"http://{host}", f"https://{host}"):
         why = "A page of another server has sent this."
     if why:
         raise _BadRequestError(HTTPStatus.FORBIDDEN, why)
