@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_temporary_folder")]
 
 OWN = "only-for-this-test_0123456789"
 NOBODY = 65534
+SAYS = "phalanx: serves the runs in"
 COOKIE = re.compile(r"(phalanx-\d+)=([^;]+); HttpOnly; Path=/; SameSite=strict")
 
 
@@ -43,8 +45,28 @@ def succeed(place: Place, text: str = "hello") -> Path:
     return run_of(place)
 
 
-def refuse(place: Place, *options: object) -> Launcher:
-    return Launcher([*SERVE, *map(str, options)], cwd=place.folder, env=place.env)
+def refuse(place: Place, *options: object, through: tuple[str, ...] = ()) -> Launcher:
+    return Launcher([*through, *SERVE, *map(str, options)], cwd=place.folder, env=place.env)
+
+
+def by_shell(line: str) -> tuple[str, ...]:
+    """Start it by a line of a shell, in which it is "$@"."""
+    return "sh", "-c", line, "sh"
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other end closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError), connection:
+        while part := connection.recv(1 << 16):
+            data += part
+    return data
+
+
+def problems(one: Served) -> list[str]:
+    """End it. What it has said on stderr besides what it says to everybody."""
+    one.launcher.send(signal.SIGTERM)
+    return [line for line in one.launcher.end().err.splitlines() if not line.startswith(SAYS)]
 
 
 def changes_to(one: Served, name: str, text: str) -> Answer:
@@ -331,6 +353,7 @@ def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str
         for wrong in (
             {"Origin": "http://evil.example"},
             {"Origin": "null"},
+            {"Origin": "http://["},
             {"Origin": f"http://127.0.0.1:{one.port + 1}"},
             {"X_Phalanx": "0"},
             {"Content_Type": "text/plain"},
@@ -339,6 +362,7 @@ def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str
             for who in ({}, {"Authorization": "", "Cookie": cookie}):
                 status, ok, _text = one.control(running, "stop", **wrong, **who)
                 assert (status, ok) == (403, False), wrong
+        assert one.control(running, "stop", Origin="null", Host="")[0] == 403
         headers = {"X_Phalanx": "1", "Content_Type": "application/json"}
         path = f"/runs/{running}/control"
         without = one.ask(path, "POST", '{"do": "stop"}', Authorization="", Cookie=cookie, **headers)
@@ -360,6 +384,7 @@ def test_what_only_a_page_of_its_own_can_send_is_done(place: Place, running: str
             )
         assert json.loads(record.read_text())["state"] == "running"
         assert one.ask(path, "POST", '{"do": "pause"}', **headers).status == 200  # a program, with the token
+        assert problems(one) == []
 
 
 def test_the_one_that_watches_too_much_is_told(place: Place) -> None:
@@ -392,6 +417,21 @@ def test_a_run_that_is_removed_ends_its_stream(place: Place) -> None:
         assert one.ask("/").status == 200
 
 
+def test_a_link_in_the_place_of_a_run_is_not_followed(place: Place) -> None:
+    folder = succeed(place)
+    link = place.logs / "link"
+    link.symlink_to("elsewhere")
+    with served(place) as one, one.events(f"/runs/{folder.name}/events") as stream:
+        assert one.ask(f"/runs/{folder.name}").status == 200
+        stream.next()
+        folder.rename(place.logs / "elsewhere")
+        link.rename(folder)
+        while stream.next() is not None:
+            pass
+        assert one.ask(f"/runs/{folder.name}").status == 404
+        assert one.ask("/runs/elsewhere").status == 200
+
+
 def test_folders_that_are_damaged_have_pages(place: Place) -> None:
     folder = succeed(place, "'</script><script>x</script>'")
     for name in ("torn", "empty", "deep"):
@@ -408,6 +448,9 @@ def test_folders_that_are_damaged_have_pages(place: Place) -> None:
     os.mkdir(os.fsencode(place.logs) + b"/bad \xff/attempt_0")
     with served(place) as one, one.events("/events") as listed:
         assert listed.next() is not None
+        assert one.ask("/runs/bad%20%FF").status == 200
+        forwarded = one.ask(f"/runs/bad%20%FF?token={one.token}", Authorization="")
+        assert (forwarded.status, forwarded.headers["Location"]) == (303, "/runs/bad%20%FF")
         page = one.ask("/")
         assert page.status == 200
         assert "<b onclick" not in page.text
@@ -470,10 +513,103 @@ def test_strangers_at_its_port_keep_nobody_out(place: Place) -> None:
         assert stream.next() is not None
         for connection in held:
             connection.close()
-        one.launcher.send(signal.SIGTERM)
-        done = one.launcher.end()
-    assert done.status == -signal.SIGTERM
-    assert [line for line in done.err.splitlines() if not line.startswith("phalanx: serves the runs in")] == []
+        assert problems(one) == []
+        assert one.launcher.process.returncode == -signal.SIGTERM
+
+
+def test_strangers_keep_nobody_out_where_few_files_may_be_open(place: Place) -> None:
+    name = succeed(place).name
+    with served(place, through=by_shell('ulimit -n 192; exec "$@"')) as one:
+        held = []
+        for number in range(600):
+            held.append(one.connect())
+            if number % 100 == 50:
+                assert one.ask(f"/runs/{name}").status == 200
+        assert one.ask("/").status == 200
+        assert problems(one) == []
+        for connection in held:
+            connection.close()
+    with refuse(place, place.logs, through=by_shell('ulimit -n 100; exec "$@"')) as launcher:
+        done = launcher.end()
+    assert (done.status, done.out) == (1, "")
+    assert "this takes 128 open files: it may have 100 (ulimit -n)" in done.err
+
+
+@pytest.mark.parametrize("options", [(), ("--no-token",)])
+def test_the_one_who_is_not_let_in_has_one_answer(place: Place, options: tuple[str, ...]) -> None:
+    """Else it could ask on, and hold a connection by taking none of the answers."""
+    with served(place, *options) as one:
+        connection = one.connect()
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        answers = read_all(connection)
+        assert answers.count(b"HTTP/1.1 4") == 1
+        assert b"connection: close" in answers.lower()
+
+
+def test_what_is_no_http_is_not_told(place: Place) -> None:
+    """A stranger writes nothing to the console; nor does whoever has the token."""
+    chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    with served(place) as one:
+        for known in (b"", f"Authorization: Bearer {one.token}\r\n".encode()):
+            connection = one.connect()
+            connection.sendall(chunked + known + b"\r\nno chunk\r\n")
+            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+            connection = one.connect()
+            connection.sendall(chunked + known + b"\r\n")
+            assert connection.recv(8) == b"HTTP/1.1"  # it is answered
+            with contextlib.suppress(ConnectionError):  # it was closed
+                connection.sendall(b"no chunk\r\n")
+            read_all(connection)
+            connection = one.connect()
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + known + b"\r\nno request\r\n\r\n")
+            read_all(connection)
+        assert one.ask("/").status == 200
+        assert problems(one) == []
+
+
+def test_what_goes_wrong_again_and_again_is_told_once(place: Place) -> None:
+    with served(place) as one:
+        pid = one.launcher.process.pid
+        assert one.ask("/").status == 200
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 2
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+        connections = [one.connect() for _ in range(40)]
+        told = one.launcher.read_until("out of system resource")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert one.ask("/").status == 200
+        for connection in connections:
+            connection.close()
+        assert (
+            told.splitlines()[-1] == "phalanx: socket.accept() out of system resource: [Errno 24] Too many open files"
+        )
+        assert problems(one) == []
+
+
+def test_the_head_of_a_stream_ends(place: Place) -> None:
+    with served(place) as one:
+        connection = one.connect()
+        known = f"Host: x\r\nAuthorization: Bearer {one.token}\r\n"
+        ask = f"HEAD /events HTTP/1.1\r\n{known}\r\nGET /nowhere HTTP/1.1\r\n{known}Connection: close\r\n\r\n"
+        connection.sendall(ask.encode())
+        head, _, rest = read_all(connection).partition(b"\r\n\r\n")
+        assert b"text/event-stream" in head
+        assert rest.startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+def test_all_addresses_are_those_of_ipv4_too(place: Place) -> None:
+    with served(place, "--host", "::") as one:
+        for host in ("127.0.0.1", "::1"):
+            one.host = host
+            assert one.ask("/").status == 200
+
+
+def test_without_stdout_there_is_no_address_and_it_is_refused(place: Place) -> None:
+    with refuse(place, "--port", 0, through=by_shell('exec "$@" >&-')) as launcher:
+        done = launcher.end()
+    assert done.status == 1
+    assert "stdout is closed, to which the address is written; or set PHALANX_SERVE_TOKEN" in done.err
 
 
 @pytest.mark.long

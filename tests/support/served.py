@@ -14,7 +14,7 @@ from tests.support.command import Launcher, Place, read_until
 from tests.support.helpers import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SERVE = (sys.executable, "-m", "phalanx", "serve")
 
@@ -104,10 +104,10 @@ class Served:
 
 
 @contextmanager
-def served(place: Place, *options: object) -> Iterator[Served]:
-    """Serve the runs of a place, at any port, until the context is left."""
+def served(place: Place, *options: object, through: Sequence[str] = ()) -> Iterator[Served]:
+    """Serve the runs of a place, at any port, until the context is left. ``through``: a command that starts it."""
     place.logs.mkdir(exist_ok=True)
-    argv = [*SERVE, str(place.logs), "--port", "0", *map(str, options)]
+    argv = [*through, *SERVE, str(place.logs), "--port", "0", *map(str, options)]
     with Launcher(argv, cwd=place.folder, env=place.env) as launcher:
         assert launcher.process.stdout is not None
         yield Served(launcher, read_until(launcher.process.stdout.fileno(), "\n"))

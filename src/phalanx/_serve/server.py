@@ -10,11 +10,13 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,12 +43,21 @@ KEEP = 15.0
 MOST_CONNECTIONS = 256
 """Connections at a time: for one more, the oldest is closed that waits for no answer."""
 
+OWN_FILES = 96
+"""Descriptors that no connection takes: fewer connections are kept where the process may not have so many more."""
+
+LEAST_FILES = 128
+"""Descriptors without which nothing is served."""
+
 WITHIN = 10.0
 """Seconds, at least, after which a connection is closed that sends no whole request, or takes none of its answer."""
 
 MAKE_WITHIN = 60.0
 """Seconds in which a page is made, or its folder has not answered."""
 
+_BACKLOG = 128  # connections that wait to be accepted,
+_AT_ONCE = 16  # and that are accepted before any is closed for them: three times as many are open for a moment
+_MOST_PROBLEMS = 20  # kinds that are told
 _MOST_HEAD = 16 << 10  # bytes of a request's head
 _MOST_BODY = 1 << 10
 _NOTHING = "default-src 'none'; frame-ancestors 'none'"  # may what is no page
@@ -57,6 +68,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+_LAST = {"connection": "close"}  # else one who is not let in asks on, takes no answer, and stays for it
 _NOT_KNOWN = (
     "This takes the token of this server: open the address that phalanx serve has printed, or send "
     "'Authorization: Bearer TOKEN'.\n"
@@ -79,8 +91,22 @@ class Access(NamedTuple):
     controls: bool
 
 
-def serve(listener: socket.socket, roots: Sequence[str], access: Access) -> None:
-    """Answer at a socket that listens, until SIGINT or SIGTERM, which is raised again once all is closed."""
+def most_connections() -> int:
+    """Return how many connections there can be at a time. Raises OSError: too few files may be open."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    if files < LEAST_FILES:
+        raise OSError(f"this takes {LEAST_FILES} open files: it may have {files} (ulimit -n)")
+    return min(MOST_CONNECTIONS, files - OWN_FILES)
+
+
+def serve(listener: socket.socket, roots: Sequence[str], access: Access, most: int) -> None:
+    """Answer at a socket that listens, until SIGINT or SIGTERM, which is raised again once all is closed.
+
+    ``most``: connections at a time, see `most_connections`.
+    """
+    _Connection.most = most
     pages = Pages(roots, controls=access.controls)
     config = uvicorn.Config(
         _Guard(_Routes(pages).app(controls=access.controls), access),
@@ -93,9 +119,9 @@ def serve(listener: socket.socket, roots: Sequence[str], access: Access) -> None
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=_MOST_HEAD,
+        backlog=_AT_ONCE,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # what is wrong with a request, its sender learns
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
     _Server(config, pages).run(sockets=[listener])
 
 
@@ -105,6 +131,22 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, pages: Pages) -> None:
         super().__init__(config)
         self._pages = pages
+        self._problems: set[str] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._tell(context))
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)  # asyncio has one number for this, and for how many it accepts at once
+
+    def _tell(self, context: dict[str, Any]) -> None:
+        """Tell what has gone wrong outside of any request, each kind once: strangers may cause it again and again."""
+        error = context.get("exception")
+        what = printable(one_line(context["message"]))
+        kind = f"{what}: {type(error).__name__}"
+        if kind not in self._problems and len(self._problems) < _MOST_PROBLEMS:
+            self._problems.add(kind)
+            mention(f"phalanx: {what}: {printable(one_line(error)) if error else 'why is not known'}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -122,7 +164,13 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that does not stay if its other end does nothing."""
+    """A connection that does not stay if its other end does nothing.
+
+    Attributes:
+        most: How many there are at a time.
+    """
+
+    most = MOST_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         super().connection_made(transport)
@@ -130,7 +178,7 @@ class _Connection(H11Protocol):
         self._seen: tuple[object, int] | None = None
         self._look = self.loop.call_later(WITHIN, self._check)
         others = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
-        if len(others) > MOST_CONNECTIONS:
+        if len(others) > self.most:
             idle = [one for one in others if not one.is_answered]
             min(idle or [self], key=lambda one: one.since).transport.abort()
 
@@ -142,6 +190,16 @@ class _Connection(H11Protocol):
     def is_answered(self) -> bool:
         """Whether a request is being answered."""
         return not getattr(self.cycle, "response_complete", True)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and nothing more; close the connection if an answer has begun."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # for its application
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except Exception:  # noqa: BLE001 - h11's, before anything is written: an answer has begun
+            self.transport.close()
 
     def _check(self) -> None:
         """Close it if nothing has happened since the last look: no request was completed, nothing was taken."""
@@ -160,6 +218,7 @@ class _Guard:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"), errors="surrogateescape")  # as a file's name is read
         started = False
 
         async def sending(message: Message) -> None:
@@ -191,18 +250,19 @@ class _Guard:
                 return None
             names = ", ".join(sorted(self._access.hosts))
             text = f"This server has no token, so it answers only those who call it by its own name: {names}.\n"
-            return PlainTextResponse(text, HTTPStatus.MISDIRECTED_REQUEST)
+            return PlainTextResponse(text, HTTPStatus.MISDIRECTED_REQUEST, _LAST)
         name = f"phalanx-{_port(request)}"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and _equal(given.strip(), token):
             return None
         if _equal(request.query_params.get("token", ""), token):
-            response = RedirectResponse(f"/{quote(request.scope['path'].lstrip('/'))}", HTTPStatus.SEE_OTHER)
+            path = os.fsencode(request.scope["path"]).lstrip(b"/")
+            response = RedirectResponse(f"/{quote(path)}", HTTPStatus.SEE_OTHER)
             response.set_cookie(name, token, path="/", httponly=True, samesite="strict")
             return response
         if _equal(request.cookies.get(name, ""), token):
             return None
-        return PlainTextResponse(_NOT_KNOWN, HTTPStatus.UNAUTHORIZED, {"www-authenticate": "Bearer"})
+        return PlainTextResponse(_NOT_KNOWN, HTTPStatus.UNAUTHORIZED, {"www-authenticate": "Bearer", **_LAST})
 
 
 def _equal(given: str, token: str) -> bool:
@@ -320,6 +380,9 @@ class _Stream(StreamingResponse):
         self._live, self._pages = live, pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await Response(media_type=self.media_type, headers={"x-accel-buffering": "no"})(scope, receive, send)
+            return
         try:
             with self._live.watched():
                 await super().__call__(scope, receive, send)
@@ -356,13 +419,13 @@ class _BadRequestError(Exception):
 async def _asked_for(request: Request) -> str:
     """Return what a request asks for. Raises _BadRequestError: it is none, or a page of another server has sent it."""
     headers = request.headers
-    origin = headers.get("origin")
+    origin, host = headers.get("origin"), headers.get("host")
     why = ""
     if headers.get("x-phalanx") != "1" or headers.get("content-type") != "application/json":
         why = "This takes the header X-Phalanx: 1, and JSON, which no form can send."
     elif origin is None and not headers.get("authorization"):
         why = "This takes the header Origin, which browsers send."
-    elif origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    elif origin not in (None, f"http://{host}", f"https://{host}"):
         why = "A page of another server has sent this."
     if why:
         raise _BadRequestError(HTTPStatus.FORBIDDEN, why)

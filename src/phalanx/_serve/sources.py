@@ -6,6 +6,7 @@ Owns when either counts as changed. What is on a page, `phalanx._page` says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -65,6 +66,8 @@ class RunSource:
 
     def state(self) -> Hashable:
         """See `Source`. Of earlier attempts, and of what a rank has written to other files, nothing is noticed."""
+        if os.path.islink(self.path):  # in its place: no page is of what that leads to
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
         top = dict(_stats(self.path))
         if self._found is None or self._record != top.get(FILE):
             self._record, self._found = top.get(FILE), look(self.path)
@@ -86,7 +89,7 @@ class RunSource:
     def make(self, version: int) -> str:
         """See `Source`."""
         found = look(self.path)
-        if not is_run(self.path):
+        if os.path.islink(self.path) or not is_run(self.path):
             raise NoPageError(HTTPStatus.NOT_FOUND, f"The run {found.name} is gone: its folder was removed.")
         if not found.is_ours and (link := found.strange_link()):
             raise NoPageError(HTTPStatus.FORBIDDEN, f"{link} is a link of another user, which is not followed.")

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 
 import click
 
@@ -28,7 +29,6 @@ INSTALL = "python -m pip install starlette uvicorn"
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # what needs no quotes in an address, nor in a cookie
 _TOKEN_BYTES = 24
 _MOST_PORT = 65535
-_BACKLOG = 128
 
 
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--log-dir": "phalanx serve FOLDER"})
@@ -54,15 +54,18 @@ def serve(folder: str | None, *, host: str, port: int, allow_control: bool, no_t
     token = "" if no_token else own or secrets.token_urlsafe(_TOKEN_BYTES)
     if no_token and allow_control:
         raise click.UsageError("--allow-control and --no-token exclude each other: any user could stop your runs")
+    if sys.stdout is None and token != own:
+        raise click.ClickException(f"stdout is closed, to which the address is written; or set {TOKEN_ENV}")
     roots = _roots(folder)
     try:
-        from phalanx._serve.server import Access
+        from phalanx._serve.server import Access, most_connections
         from phalanx._serve.server import serve as serve_at
     except ImportError as error:
         if (error.name or "").startswith("phalanx"):
             raise
         msg = f"this takes starlette and uvicorn, which cannot be imported here ({error}): {INSTALL}"
         raise click.ClickException(msg) from None
+    most = most_connections()
     with _listener(host, port) as listener:
         address, number = listener.getsockname()[:2]
         is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -74,7 +77,7 @@ def serve(folder: str | None, *, host: str, port: int, allow_control: bool, no_t
         shown = f"http://{f'[{name}]' if ':' in name else name}:{number}/"
         put(f"{shown}?token={token}\n" if token and token != own else f"{shown}\n")
         say(f"serves the runs in {' and '.join(map(printable, roots))}; Ctrl-C ends it")
-        serve_at(listener, roots, Access(token, frozenset(("localhost", host.lower())), allow_control))
+        serve_at(listener, roots, Access(token, frozenset(("localhost", host.lower())), allow_control), most)
 
 
 def _own_token() -> str:
@@ -106,8 +109,9 @@ def _listener(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise click.ClickException(f"--host: {host!r} is no address of this machine: {error}") from None
     family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    both = address[0] == "::" and socket.has_dualstack_ipv6()  # else the name of this machine, by IPv4, leads nowhere
     try:
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         hint = f"another program has port {port}, maybe another phalanx serve; --port N takes another one, 0 any"
         why = hint if error.errno == errno.EADDRINUSE else error.strerror
