@@ -288,7 +288,7 @@ def test_windows_side_by_side_keep_no_page_and_no_button_out(place: Place) -> No
         assert run.end() == 0
 
 
-def test_a_server_that_hangs_is_said_and_so_is_each_button_that_waits(place: Place) -> None:
+def test_a_server_that_hangs_is_said_and_a_button_waits(place: Place) -> None:
     with serving(place, "--allow-control") as (server, one), Told(place, n=1) as run:
         run.tell("say 3")
         one.open(server.page(run))
