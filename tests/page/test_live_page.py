@@ -224,7 +224,10 @@ def test_a_server_that_goes_and_comes_back(place: Place) -> None:
         lines(one, 3)
         server.stop()
         one.until("return document.querySelector('#live').textContent.startsWith('The server is gone.')")
-        assert re.search(r"as it was at \d\d:\d\d:\d\d", one.shown("#live")[0])
+        said = one.ask("return document.querySelector('#live').innerText")
+        assert re.search(r"as it was at \d\d:\d\d:\d\d by this browser's clock", said)
+        one.click("nav a[href='#log']")  # which the line does not cover
+        one.click("nav a[href='#ran']")
         run.tell("say 3")
         # One with another token lets nobody in, and says so.
         other = Server(place, port=server.port, token=TOKEN[::-1])
@@ -260,6 +263,106 @@ def test_a_tab_that_nobody_sees_asks_for_nothing(place: Place) -> None:
         assert not [url for url in one.requests() if "/runs/" in url]
         one.driver.switch_to.window(watching)
         verdict(one, "succeeded")
+
+
+def test_windows_side_by_side_keep_no_page_and_no_button_out(place: Place) -> None:
+    """A browser has six connections to a server, for all of its windows."""
+    with serving(place, "--allow-control") as (server, one), Told(place, n=1) as run:
+        one.open(server.page(run))
+        for number in range(7):
+            if number:
+                one.driver.switch_to.new_window("window")
+                one.open(server.page(run))
+            one.until("return document.querySelector('#live').textContent.startsWith('Live')")
+            assert one.ask("return document.visibilityState") == "visible"
+        windows = one.driver.window_handles
+        assert len(windows) == 7
+        run.tell("say 3")
+        for window in windows:
+            one.driver.switch_to.window(window)
+            lines(one, 3)
+        one.click("#control button[data-do=pause]")
+        one.until("return document.querySelector('#answered').textContent.includes('1 worker paused')")
+        one.click("#control button[data-do=resume]")
+        one.until("return document.querySelector('#answered').textContent.includes('1 worker continued')")
+        assert run.end() == 0
+
+
+def test_a_server_that_hangs_is_said_and_a_button_waits(place: Place) -> None:
+    with serving(place, "--allow-control") as (server, one), Told(place, n=1) as run:
+        run.tell("say 3")
+        one.open(server.page(run))
+        lines(one, 3)
+        # What is read aloud once it changes has to be there before.
+        assert one.ask("""
+            const region = document.querySelector("#answer");
+            return [region.getAttribute("role"), getComputedStyle(region).display];
+            """) == ["status", "block"]
+        assert one.shown("#answered") == []
+        server.process.send(signal.SIGSTOP)
+        run.tell("say 3")
+        one.click("#control button[data-do=pause]")
+        one.until("return document.querySelector('#answered').textContent === 'Pause: asked …'")
+        one.click("#control button[data-do=pause]")  # twice
+        one.click("#control button[data-do=stop]")
+        one.until("return document.querySelector('#answered').textContent.startsWith('Stop: not asked: Pause is not')")
+        one.until("return document.querySelector('#live').textContent.startsWith('The server does not answer.')")
+        server.process.send(signal.SIGCONT)
+        one.until("return document.querySelector('#answered').textContent === 'Pause: 1 worker paused.'")
+        lines(one, 6)
+        one.until("return document.querySelector('#live').textContent.startsWith('Live')")
+        one.click("#control button[data-do=resume]")
+        one.until("return document.querySelector('#answered').textContent === 'Resume: 1 worker continued.'")
+        one.click("#answer button")
+        assert one.ask("return document.activeElement.dataset.do") == "resume"
+        assert run.end() == 0
+
+
+def test_what_was_wrong_is_said_no_longer_than_it_is(place: Place) -> None:
+    with serving(place) as (server, one), Told(place, n=1) as run:
+        run.tell("say 3")
+        one.open(server.page(run))
+        lines(one, 3)
+        one.until("return document.querySelector('#live').textContent.startsWith('Live')")
+        one.ask("""
+            const line = document.querySelector("#live");
+            window.said = [];
+            new MutationObserver(() => said.push(line.textContent)).observe(line, { childList: true });
+            """)
+        away = run.folder.with_name("away")
+        run.folder.rename(away)
+        one.until("return said.length")
+        again = server.address + "runs/" + run.name
+        until(lambda: len([url for url in one.requests() if url.startswith(again)]) > 2)  # it has asked again
+        away.rename(run.folder)
+        run.tell("say 3")
+        lines(one, 6)
+        one.until("return document.querySelector('#live').textContent.startsWith('Live')")
+        gone, _live = one.ask("return said")
+        assert gone.startswith("The server has no such run any more")
+        assert run.end() == 0
+        assert all(" 404 " in problem for problem in one.problems())
+
+
+def test_an_address_that_was_mangled_has_a_live_page(place: Place) -> None:
+    with serving(place) as (server, one), Told(place, n=1) as run:
+        one.open(server.page(run))
+        one.open(f"{server.address}runs/{run.name}#%zz")
+        one.driver.refresh()
+        run.tell("say 3")
+        lines(one, 3)
+        assert run.end() == 0
+
+
+def test_without_scripts_no_page_says_that_it_is_live(place: Place) -> None:
+    with serving(place) as (server, one), Told(place, n=1) as run:
+        one.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+        one.open(server.page(run))
+        text = one.driver.find_element("css selector", "body").text
+        assert "Without JavaScript this page does not change" in text
+        assert "Live: " not in text
+        one.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        assert run.end() == 0
 
 
 def test_the_list_of_runs_is_live(place: Place) -> None:
@@ -320,10 +423,10 @@ def test_buttons_act_on_the_run_and_what_is_refused_is_said(place: Place) -> Non
         press("pause", "2 workers paused")
         press("resume", "2 workers continued")
         one.click("#answer button")
-        assert one.shown("#answer") == []
+        assert one.shown("#answered") == []
         one.click("#control button[data-do=stop]")
         one.driver.switch_to.alert.dismiss()
-        assert one.shown("#answer") == []
+        assert one.shown("#answered") == []
         press("stop", "It is being stopped")
         launcher.read_until("asked", "stdout")
         press("restart", "is being stopped")

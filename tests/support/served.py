@@ -53,8 +53,10 @@ class Stream:
 
     def next(self) -> int | None:
         """The next version; None: the stream has ended."""
+        event = b""
         while line := self.answer.readline():
-            if line.startswith(b"data: "):
+            event = line.removeprefix(b"event: ").strip() if line.startswith(b"event: ") else event
+            if event == b"changed" and line.startswith(b"data: "):
                 return int(line.removeprefix(b"data: "))
         return None
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEEP = 15.0
-"""Seconds after which a stream without events has a comment, by which both ends learn that the other is there."""
+"""Seconds after which a stream without events has one, by which both ends learn that the other is there."""
 
 MOST_CONNECTIONS = 256
 """Connections at a time: for one more, the oldest is closed that waits for no answer."""
@@ -396,7 +396,7 @@ class _Stream(StreamingResponse):
                 async with asyncio.timeout(KEEP):
                     await self._live.change(known)
             except TimeoutError:
-                yield ": keep\n\n"
+                yield f"event: keep\ndata: {known}\n\n"
                 continue
             if self._live.version != known:
                 known = self._live.version

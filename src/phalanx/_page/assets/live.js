@@ -1,22 +1,25 @@
 (() => {
   const root = document.documentElement;
   const byId = (id) => document.getElementById(id);
-  const clock = () => new Date().toLocaleTimeString("en-GB");
   const isSeen = () => document.visibilityState === "visible";
 
   // --- the line on top
 
-  let lost = "";  // since when the server is gone
+  let heard = Date.now();  // when the server last answered
+  let lost = "";  // that moment, once it does not any more
 
   const show = (text, isBad) => {
     const line = byId("live");
     if (line.textContent !== text) line.textContent = text;
     line.classList.toggle("bad", isBad);
   };
-  const showStatus = () => { if (!lost) show(root.dataset.status, false); };
-  const showLost = (why) => {
-    lost ||= clock();
-    show(`${why} This page is as it was at ${lost}, and goes on by itself.`, true);
+  const showLive = () => {
+    [heard, lost] = [Date.now(), ""];
+    show(root.dataset.status, false);
+  };
+  const showLost = (why, hope = ", and goes on by itself") => {
+    lost ||= new Date(heard).toLocaleTimeString("en-GB");  // the page has the server's clock, in its zone
+    show(`${why} This page is as it was at ${lost} by this browser's clock${hope}.`, true);
   };
 
   // --- the lines of the log: those that are there stay where they are, with what is selected in them
@@ -120,10 +123,11 @@
     document.title = next.title;
     Object.assign(root.dataset, { ...next.documentElement.dataset });
     if (byId("data")) report.renew(JSON.parse(next.getElementById("data").textContent));
-    showStatus();
   };
 
   let [isBusy, isWanted] = [false, false];
+
+  const MOST_HEAD = 1000;  // characters, of which the first are this page's own
 
   const update = async () => {
     isWanted = true;
@@ -134,10 +138,16 @@
         isWanted = false;
         const text = await get();
         if (text === null) break;
+        if (text.slice(0, MOST_HEAD).includes(`data-version="${root.dataset.version}"`)) {
+          showLive();
+          continue;
+        }
         const began = performance.now();
         const next = new DOMParser().parseFromString(text, "text/html");
-        if (next.documentElement.dataset.version) take(next);
-        else showLost("Something else answers in the server's place.");
+        if (next.documentElement.dataset.version) {
+          take(next);
+          showLive();
+        } else showLost("Something else answers in the server's place.");
         // A page that takes its time must not take all of the browser's.
         await new Promise((done) => { setTimeout(done, 4 * (performance.now() - began)); });
       }
@@ -146,65 +156,96 @@
     }
   };
 
+  const MAKING = 75_000;  // a server that takes longer for a page says so before
+
   // Return this page as it is now; null if the server is gone, or refuses it, which is shown.
   const get = async () => {
     try {
-      const answer = await fetch(location.pathname, { cache: "no-store", redirect: "error" });
-      if (answer.ok) return await answer.text();
-      await showRefusal(answer);
-    } catch {
-      showLost("The server is gone.");
+      const settings = { cache: "no-store", redirect: "error", signal: AbortSignal.timeout(MAKING) };
+      const answer = await fetch(location.pathname, settings);
+      const text = await answer.text();
+      if (answer.ok) return text;
+      if (answer.status === 404) showLost("The server has no such run any more: its folder is not there.", "");
+      else showLost(`The server answers: ${text.slice(0, 300).trim() || answer.status}.`.replace(/\.+$/, "."));
+    } catch (error) {
+      showLost(error.name === "TimeoutError" ? "The server does not answer." : "The server is gone.");
     }
     return null;
   };
 
-  const showRefusal = async (answer) => {
-    const text = (await answer.text()).slice(0, 300).trim();
-    showLost(`The server answers: ${text || answer.status}.`.replace(/\.+$/, "."));
-  };
-
   // --- the stream that says when
 
-  let [source, again] = [null, 0];
+  const PATIENCE = 40_000;  // a stream has an event at least every 15 s
+  const AGAIN = 5000;
+  const LOOK = 10_000;
 
-  const connect = () => {
-    clearTimeout(again);
-    source?.close();
-    source = new EventSource(root.dataset.events);
-    source.addEventListener("open", () => {
-      const wasLost = lost;
-      lost = "";
-      showStatus();
-      if (wasLost) update();
-    });
-    source.addEventListener("changed", (event) => { if (event.data !== root.dataset.version) update(); });
-    source.addEventListener("error", () => {
-      showLost("The server is gone.");
-      if (source.readyState === EventSource.CLOSED) refused();  // else the browser tries again by itself
-    });
-  };
+  // A browser has six connections to a server, for all of its windows: streams that took them all would keep out pages
+  // and buttons. So some pages have a stream, each with a lock; one more that is seen looks now and then.
+  const MOST_STREAMS = 4;
 
-  // No stream was answered: ask with which words.
-  const refused = async () => {
-    again = setTimeout(connect, 5000);
-    const asking = new AbortController();
-    try {
-      const answer = await fetch(root.dataset.events, { cache: "no-store", redirect: "error", signal: asking.signal });
-      if (!answer.ok) await showRefusal(answer);
-    } catch {
-      // It is gone, as the line says.
-    } finally {
-      asking.abort();  // a stream has no end
+  // Take one of the streams. Returns what gives it back; null: there is none left, or the browser cannot count them.
+  const takeStream = async () => {
+    for (let number = 0; navigator.locks && number < MOST_STREAMS; number++) {
+      const giveBack = await new Promise((found) => {
+        const keep = (lock) => lock ? new Promise((end) => { found(end); }) : found(null);
+        navigator.locks.request(`phalanx-${number}`, { ifAvailable: true }, keep).catch(() => found(null));
+      });
+      if (giveBack) return giveBack;
     }
+    return null;
   };
 
-  // A page that nobody sees asks for nothing, and takes none of the few connections that a browser has to a server.
-  document.addEventListener("visibilitychange", () => {
-    if (isSeen()) connect();
-    else { clearTimeout(again); source?.close(); }
-  });
-  addEventListener("pagehide", () => source?.close());
-  addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
+  let [source, giveBack, timer, turn] = [null, null, 0, 0];
+
+  const later = (milliseconds, act) => {
+    clearTimeout(timer);
+    timer = setTimeout(act, milliseconds);
+  };
+
+  const disconnect = () => {
+    turn += 1;
+    clearTimeout(timer);
+    source?.close();
+    giveBack?.();
+    source = giveBack = null;
+  };
+
+  const connect = async () => {
+    disconnect();
+    const own = turn;
+    const found = await takeStream();
+    if (own !== turn) return found?.();  // meanwhile, nobody sees it, or it was connected once more
+    if (!found) {
+      update();
+      return later(LOOK, connect);
+    }
+    giveBack = found;
+    source = new EventSource(root.dataset.events);
+    source.addEventListener("changed", hear);
+    source.addEventListener("keep", hear);
+    source.addEventListener("error", () => {
+      disconnect();
+      update();  // which says what is wrong
+      later(AGAIN, connect);
+    });
+    return later(PATIENCE, missAnswer);
+  };
+
+  const hear = (event) => {
+    later(PATIENCE, missAnswer);
+    if (lost || event.data !== root.dataset.version) update();
+    else showLive();
+  };
+
+  const missAnswer = () => {
+    showLost("The server does not answer.");
+    connect();
+  };
+
+  // A page that nobody sees asks for nothing.
+  document.addEventListener("visibilitychange", () => { if (isSeen()) connect(); else disconnect(); });
+  addEventListener("pagehide", disconnect);
+  addEventListener("pageshow", (event) => { if (event.persisted && isSeen()) connect(); });
 
   // --- control
 
@@ -213,30 +254,38 @@
     "stop-now": (name) => `Stop ${name} now, without a grace period?`,
     "restart": (name) => `Stop the ranks of ${name}, and start them again?`,
   };
-  let isAsking = false;
+  const ANSWER = 60_000;  // a server that takes longer to act says so before
+  let asked = null;  // the button whose answer has not come yet;
+  let pressed = null;  // and the last one
 
   const act = async (button, { path, name }) => {
     const { do: word } = button.dataset;
-    if (isAsking || (SURE[word] && !confirm(SURE[word](name)))) return;
-    isAsking = true;
+    if (asked) {
+      if (asked !== button) answer(`${button.textContent}: not asked: ${asked.textContent} is not answered yet`, false);
+      return;
+    }
+    if (SURE[word] && !confirm(SURE[word](name))) return;
+    asked = pressed = button;
     answer(`${button.textContent}: asked …`, true);
     try {
       const headers = { "Content-Type": "application/json", "X-Phalanx": "1" };
-      const found = await fetch(path, { method: "POST", headers, body: JSON.stringify({ do: word }), redirect: "error" });
+      const settings = { headers, body: JSON.stringify({ do: word }), redirect: "error" };
+      const found = await fetch(path, { method: "POST", signal: AbortSignal.timeout(ANSWER), ...settings });
       const text = await found.text();
       if (found.headers.get("Content-Type")?.startsWith("application/json")) {
         const { ok, text: words } = JSON.parse(text);
         answer(`${button.textContent}: ${words}`, ok);
       } else answer(`${button.textContent}: ${text.slice(0, 300)}`, false);
     } catch (error) {
-      answer(`${button.textContent}: the server does not answer`, false);
+      answer(`${button.textContent}: the server does not answer: whether it has acted is not known`, false);
     } finally {
-      isAsking = false;
+      asked = null;
     }
   };
 
+  // What is read aloud when it changes is there from the start.
   const answer = (text, isGood) => {
-    byId("answer").hidden = false;
+    byId("answered").parentElement.hidden = false;
     byId("answered").textContent = text;
     byId("answered").classList.toggle("bad", !isGood);
   };
@@ -244,7 +293,10 @@
   document.addEventListener("click", (event) => {
     const button = event.target.closest("#control button");
     if (button) act(button, byId("control").dataset);
-    if (event.target.closest("#answer button")) byId("answer").hidden = true;
+    if (event.target.closest("#answer button")) {
+      byId("answered").parentElement.hidden = true;
+      if (pressed?.isConnected) pressed.focus();
+    }
   });
 
   strip(document);

@@ -57,7 +57,8 @@ const report = (() => {
   // --- jumps: what is folded or filtered away is opened first
 
   const reveal = () => {
-    const target = location.hash.length > 1 && byId(decodeURIComponent(location.hash.slice(1)));
+    // All ids are ASCII without %, so nothing is to be decoded, which fails for what a mail has mangled.
+    const target = byId(location.hash.slice(1));
     if (!target) return;
     for (let one = target; one; one = one.parentElement) if (one.tagName === "DETAILS") one.open = true;
     if (target.hidden) clear();
