@@ -19,6 +19,7 @@ MARK = "PHALANX_BENCHMARK"
 LEAVE = 1.0
 """Seconds that what a contender started may take to go once it has ended."""
 
+_EXECUTE = 0.2  # seconds that the execution of a program takes at most, on a machine that is busy
 _PROC = Path("/proc")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
@@ -121,7 +122,13 @@ def marked(mark: str) -> set[int]:
 
 
 def _carries(pid: int, mark: str) -> bool:
-    return f"{MARK}={mark}" in _read(pid, "environ").split("\0")
+    """Return whether a process has the mark. Amid execve(2) it shows no environment: it is read again for a moment."""
+    until = time.monotonic() + _EXECUTE
+    while not (text := _read(pid, "environ")) and pid != 1 and _read(pid, "statm")[:1] not in ("", "0"):
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.001)
+    return f"{MARK}={mark}" in text.split("\0")
 
 
 def sweep(mark: str) -> int:
