@@ -93,13 +93,4 @@ def test_a_driver_that_does_not_answer_holds_up_nobody(place: Place, driver: Pat
         assert [rank["gpu"] for rank in ranks(place)] == [None]
         gate.open()
         done = launcher.end()
-    assert (done.status, "GPU" in done.err) == (0, False), done
-
-
-def test_without_a_driver_nothing_is_known(place: Place, ready: Ready, gate: Gate) -> None:
-    script = place.write(CODE.format(ready=ready.python(), gate=gate.python()))
-    with place.start("--nproc-per-node", 1, script) as launcher:
-        ready.pids(1)
-        assert [rank["gpu_memory"] for rank in ranks(place)] == [None]
-        gate.open()
-        assert launcher.end().status == 0
+    assert done.status == 0, done
